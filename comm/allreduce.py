@@ -1,0 +1,282 @@
+"""The error-compensated 1-bit all-reduce: alltoall, average, allgather, all on packed uint8.
+
+    per rank  1. compress the local tensors into W messages, one per chunk  (momentum_compress, finish)
+              2. all_to_all: rank k gets every rank's chunk k
+    server k  3. average the chunk, add the server's residual, compress     (server_reduce, finish)
+              4. all_gather: every rank gets every chunk
+    per rank  5. the result is W rows of bits and one scale per block
+
+(1-bit Adam, Algorithm 1 and section 6; 1-bit LAMB, section 5.) Two collectives, whatever the number
+of tensors; the scales, the flags and the checks ride in the messages' headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import (
+    SCALE_NORMS,
+    Coef,
+    FlatLayout,
+    LiveTable,
+    ScaleScope,
+    finish,
+    live_table,
+    momentum_compress,
+    server_reduce,
+    settle,
+    unpack,
+)
+from .transport import LocalTransport, Transport
+from .wire import Flag, Messages, Word, agreed_flags, digest
+
+
+class CompressedAllReduce:
+    """Averages flat tensors over all ranks at one bit per element, carrying the errors along.
+
+    Stand-alone use, on any tensors that keep their sizes from call to call::
+
+        reduce = CompressedAllReduce(FlatLayout((x.numel(),), world_size), transport)
+        reduce([x])                      # every rank
+        mean = reduce.result()           # float32 [P], equal on all ranks
+
+    Optimizers fuse the momentum into step 1 by ``beta1``, ``unit`` in the ``coef`` table.
+
+    Args:
+        layout: The flat index space; its ``world_size`` is the transport's.
+        transport: How messages travel; None for world size 1.
+        device: Where everything lies.
+        scale_norm: "l1", "l2" or "contractive"; see ``finish``.
+        scale_scope: "global", "layer" or "block"; servers cut scopes at chunk boundaries.
+        compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
+
+    Attributes:
+        compensated, worker_scale: c float32 [P] and s float32 [B] of this worker.
+        server_compensated, server_scale: The same of the chunk that this rank serves.
+        gathered: W messages; their bits are the result's signs, kept until the next call has read
+            them. They then receive the alltoall before they receive the allgather.
+        scale: float32 [B], the result's magnitude per block.
+        arrived_words: int32 [W, 8], the headers that the workers sent last.
+        flags: int32 [1], ``Flag``s of the last step, equal on all ranks; not 0: skipped.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        transport: Transport | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        scale_norm: str = "l2",
+        scale_scope: ScaleScope = "global",
+        compensated: Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.transport: Transport = transport if transport is not None else LocalTransport()
+        if layout.world_size != self.transport.world_size:
+            raise ValueError(
+                f"layout.world_size must be the transport's {self.transport.world_size}, got {layout.world_size}"
+            )
+        if scale_norm not in SCALE_NORMS:
+            raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
+        self.device = torch.device(device)
+        self._norm = SCALE_NORMS[scale_norm]
+        self._build_tables(scale_scope)
+        self._build_buffers(compensated)
+        self.set_live(live_table(layout).to(self.device))
+        self.synchronisations = 0
+
+    def _build_tables(self, scope: ScaleScope) -> None:
+        layout, device = self.layout, self.device
+        slot, self.slots = layout.scale_slots(scope)
+        self.segment = layout.scale_segments(scope).to(device)
+        self.block_tensor = layout.block_tensor().to(device)
+        # A block of each slot of each chunk; chunks with fewer slots repeat a block of theirs.
+        block_of = torch.arange(layout.world_size)[:, None] * layout.blocks_per_chunk
+        block_of = block_of.repeat(1, self.slots)
+        block_of.view(-1)[
+            (torch.arange(layout.n_blocks) // layout.blocks_per_chunk) * self.slots + slot
+        ] = torch.arange(layout.n_blocks)
+        self._own = slice(
+            self.transport.rank * layout.blocks_per_chunk, (self.transport.rank + 1) * layout.blocks_per_chunk
+        )
+        self.slot = slot.to(device)
+        self._worker_slot_block = block_of.to(device)
+        own_blocks = block_of[self.transport.rank : self.transport.rank + 1] - self._own.start
+        self._server_slot_block = own_blocks.to(device)
+
+    def _build_buffers(self, compensated: Tensor | None) -> None:
+        layout, device = self.layout, self.device
+        world_size, blocks, served = layout.world_size, layout.n_blocks, layout.blocks_per_chunk
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.compensated = zeros(layout.numel) if compensated is None else compensated
+        self.worker_scale, self.scale = zeros(blocks), zeros(blocks)
+        self.server_compensated, self.server_scale = zeros(layout.chunk_numel), zeros(served)
+        self.to_servers = Messages(world_size, self.slots, layout, device)
+        self.gathered = Messages(world_size, self.slots, layout, device)
+        self.served = Messages(1, self.slots, layout, device)
+        for sent in (self.to_servers, self.served):
+            sent.words[:, Word.SENDER] = self.transport.rank
+        self._partials = zeros(3, blocks, dtype=torch.float64)
+        self.worker_totals = zeros(3, dtype=torch.float64)
+        self.server_totals = zeros(3, dtype=torch.float64)
+        self.flags = zeros(1, dtype=torch.int32)
+        self.arrived_words = self.gathered.words.clone()
+
+    def set_live(self, live: LiveTable) -> None:
+        """Says which elements count. No other may be non-zero in ``compensated``."""
+        self.live = live
+        self._worker_count = _count(live.count, self.segment)
+        self._server_count = _count(live.count[self._own], self.slot[self._own])
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        coef: Tensor | None = None,
+        exp_avg_sq: Tensor | None = None,
+        eps_inside_sqrt: bool = False,
+        tag: int = 0,
+        abort: bool = False,
+    ) -> None:
+        """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
+
+        Where any rank has a non-finite element or aborts, all ranks skip: the result is zero,
+        servers keep their residual, and each worker keeps all it had, gradient included, as
+        residual, so that nothing is lost.
+
+        Args:
+            tensors: Local tensors, dense, any float dtype; an empty one stands for zeros.
+            coef: float32 [tensors, columns of ``Coef``]; None averages the tensors themselves.
+            exp_avg_sq: See ``momentum_compress``.
+            eps_inside_sqrt: See ``momentum_compress``.
+            tag: A 31-bit number that must be equal on all ranks; else all skip.
+            abort: Makes every rank skip this step.
+
+        Raises:
+            CollectiveError: if a collective fails; then this object can't be used further.
+        """
+        momentum_compress(
+            tensors,
+            self.layout.sizes,
+            self.layout.block_size,
+            self.compensated,
+            self.worker_scale,
+            self.gathered.bits,
+            self.scale,
+            self._plain_coef() if coef is None else coef,
+            self.block_tensor,
+            exp_avg_sq,
+            eps_inside_sqrt,
+            self.live.bits,
+            self.live.row,
+            self.to_servers.bits,
+            self._partials,
+        )
+        self._finish_worker(tag, abort)
+        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
+        self.arrived_words = self.gathered.words.clone()
+        self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
+        self._serve()
+        self.transport.all_gather(self.gathered.buffer, self.served.buffer)
+        self._receive()
+
+    def _finish_worker(self, tag: int, abort: bool) -> None:
+        words = self.to_servers.words
+        finish(
+            self._partials,
+            self.segment,
+            self._worker_count,
+            self._norm,
+            self.worker_scale,
+            self.worker_totals,
+            self._worker_slot_block,
+            self.to_servers.scales,
+            words[:, Word.FLAGS],
+        )
+        self.synchronisations += 1
+        words[:, Word.STEP] = self.synchronisations & 0x7FFFFFFF
+        words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
+        words[:, Word.TAG] = tag
+        if abort:
+            words[:, Word.FLAGS] |= int(Flag.ABORT)
+
+    def _serve(self) -> None:
+        partials = self._partials[:, self._own]
+        server_reduce(
+            self.gathered.bits,
+            self.gathered.scales,
+            self.slot[self._own],
+            self.flags,
+            self.layout.block_size,
+            self.server_compensated,
+            self.server_scale,
+            self.live.bits,
+            self.live.row[self._own],
+            self.served.bits,
+            partials,
+        )
+        finish(
+            partials,
+            self.slot[self._own],
+            self._server_count,
+            self._norm,
+            self.server_scale,
+            self.server_totals,
+            self._server_slot_block,
+            self.served.scales,
+            self.served.words[:, Word.FLAGS],
+        )
+
+    def _receive(self) -> None:
+        by_slot = self.gathered.scales.reshape(-1)
+        chunk = torch.arange(self.layout.n_blocks, device=self.device) // self.layout.blocks_per_chunk
+        torch.index_select(by_slot, 0, chunk * self.slots + self.slot, out=self.scale)
+        self.served.words[:, Word.DIGEST] = digest(self.gathered)
+        # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
+        kept = (self.flags == 0).float()
+        self.scale *= kept
+        self.worker_scale *= kept
+        self.server_scale *= kept
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the buffers that only serve to travel; ``gathered`` is state, the momentum."""
+        return self.to_servers.buffer.nbytes + self.served.buffer.nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of everything else held here, tables included, ``compensated`` too."""
+        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
+        return sum(t.nbytes for t in (*held, *self.live, self.gathered.buffer))
+
+    def settle(self) -> None:
+        """Forms both deferred residuals in place: then ``compensated`` holds e, its scales 0.
+
+        Changes no later step. Only checkpoints and people who look need it.
+        """
+        settle(self.compensated, self.worker_scale)
+        settle(self.server_compensated, self.server_scale)
+
+    def result(self) -> Tensor:
+        """The last average, float32 [P], by flat index; allocates."""
+        signs = torch.cat([unpack(row) for row in self.gathered.bits])
+        return (signs.view(len(self.scale), -1) * self.scale[:, None]).view(-1)
+
+    def _plain_coef(self) -> Tensor:
+        # beta1 = 0: c = tensor + residual.
+        coef = torch.zeros(len(self.layout.sizes), len(Coef), device=self.device)
+        coef[:, Coef.ONE_MINUS_BETA1] = 1.0
+        coef[:, Coef.UNIT] = 1.0
+        return coef
+
+
+def _count(live: Tensor, segment: Tensor) -> Tensor:
+    """Live elements of each segment, float64 [segments]."""
+    count = torch.zeros(int(segment.max()) + 1, dtype=torch.float64, device=live.device)
+    return count.index_add_(0, segment, live.double())

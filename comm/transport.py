@@ -1,0 +1,176 @@
+"""How bytes travel: a small interface, one implementation per library.
+
+A transport moves contiguous tensors between the ranks of one group, counts what it moves, and turns
+a failed collective into one error that says what was being done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a rank died, hung, or called something else."""
+
+
+class Traffic:
+    """Collectives called and bytes sent to other ranks, in all and since ``start_step``."""
+
+    def __init__(self) -> None:
+        self.bytes_total = 0
+        self.bytes_step = 0
+        self.collectives_total = 0
+        self.collectives_step = 0
+
+    def start_step(self) -> None:
+        """Sets the counts per step to zero."""
+        self.bytes_step = self.collectives_step = 0
+
+    def add(self, nbytes: int) -> None:
+        """Counts one collective that sent ``nbytes``."""
+        self.bytes_total += nbytes
+        self.bytes_step += nbytes
+        self.collectives_total += 1
+        self.collectives_step += 1
+
+
+class Transport(Protocol):
+    """What the collectives need of a communication library."""
+
+    rank: int
+    world_size: int
+    traffic: Traffic
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Row w of ``sent`` [W, n] goes to rank w; row w of ``received`` came from rank w."""
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
+        """``sent`` [1, n] of every rank goes to the rows of ``gathered`` [W, n]."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums ``tensor`` over all ranks, in place."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites ``tensor`` with rank 0's."""
+
+
+class LocalTransport:
+    """World size 1: nothing travels, nothing is counted."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Copies."""
+        received.copy_(sent)
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
+        """Copies."""
+        gathered.copy_(sent)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Does nothing."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Does nothing."""
+
+    def __repr__(self) -> str:
+        return "local (world size 1)"
+
+
+class TorchTransport:
+    """Any ``torch.distributed`` group: NCCL for CUDA tensors, gloo for CPU ones.
+
+    Args:
+        group: The process group; None is the default group.
+        device: Where the tensors to be moved lie.
+
+    Raises:
+        ValueError: if the group has no backend for that device, or this process is not in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError("process_group must contain this process")
+        self.world_size = dist.get_world_size(self.group)
+        self.traffic = Traffic()
+        self.backend = _backend_for(self.group, device)
+        self.device = device
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        with self._named("all_to_all"):
+            dist.all_to_all_single(received, sent, group=self.group)
+        self.traffic.add(sent.nbytes - sent[0].nbytes)
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        with self._named("all_gather"):
+            _all_gather(gathered, sent, group=self.group)
+        self.traffic.add(sent.nbytes * (self.world_size - 1))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
+        with self._named("all_reduce"):
+            dist.all_reduce(tensor, group=self.group)
+        self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        with self._named("broadcast"):
+            dist.broadcast(tensor, group=self.group, group_src=0)
+        self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
+
+    @contextmanager
+    def _named(self, collective: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{collective} of rank {self.rank} of {self.world_size} failed ({self.backend}): {error}\n"
+                "Another rank has died, hangs, or does not call step() as often as this one. "
+                "Restart all ranks from the last checkpoint."
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"
+
+
+def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """Returns the transport for a group: the default group if there is one, else none is needed.
+
+    Raises:
+        ValueError: see ``TorchTransport``.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return LocalTransport()
+    transport = TorchTransport(group, device)
+    return transport if transport.world_size > 1 else LocalTransport()
+
+
+# torch 2.13 deprecates all_gather_into_tensor for all_gather_single, which older versions lack.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    # A group's config reads "cpu:gloo,cuda:nccl", or just the backend's name.
+    config = str(dist.get_backend_config(group))
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    name = backends.get(device.type) or (dist.get_backend(group) if not backends else "")
+    if not name or name == "undefined":
+        raise ValueError(
+            f"process_group must have a backend for {device.type} tensors, got {config}; "
+            "use nccl for CUDA parameters and gloo for CPU ones"
+        )
+    return name

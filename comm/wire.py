@@ -1,0 +1,125 @@
+"""The message: one uint8 buffer that holds a header, the scales and one bit per element.
+
+    bytes  0..31   header, eight int32 words (below)
+    then           scales, float32 [slots], zero-padded to a multiple of 16 bytes
+    then           bits, one per element, LSB first, 1 = non-negative
+
+Everything is little-endian and 16-byte aligned. The first ``CHECKED`` words must be equal on all
+ranks: whoever is out of step, has another layout, or gathered other bits last time, is found by
+comparing them, for no extra collective.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout
+
+MAGIC = 0x42314F46  # "FO1B"
+VERSION = 1
+ALIGNMENT = 16
+
+
+class Word(IntEnum):
+    """The header's words."""
+
+    MAGIC = 0
+    VERSION = 1
+    STEP = 2
+    """How often this rank has synchronised."""
+    LAYOUT = 3
+    """``FlatLayout.fingerprint``."""
+    DIGEST = 4
+    """Wrapping sum of the last gathered messages' bits and scales."""
+    TAG = 5
+    """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
+    SENDER = 6
+    FLAGS = 7
+
+
+CHECKED = 6
+HEADER_BYTES = 4 * len(Word)
+
+
+class Flag(IntFlag):
+    """Why a step is skipped on every rank. All but ``MISMATCH`` travel in the header."""
+
+    NONFINITE = 1
+    """A gradient had NaN or Inf elements."""
+    ABORT = 2
+    """A rank could not take its step; its own error says why."""
+    MISMATCH = 4
+    """The checked words differ between ranks."""
+
+
+class Messages:
+    """A batch of equally long messages in one buffer, and views of their parts.
+
+    Args:
+        count: Number of messages.
+        slots: Scales in each.
+        layout: Its chunk length gives the bits of each, its fingerprint the layout word.
+        device: Where the buffer lies.
+
+    Attributes:
+        buffer: uint8 [count, nbytes].
+        words: int32 [count, 8], the headers.
+        scales: float32 [count, slots].
+        bits: uint8 [count, chunk_bytes].
+    """
+
+    def __init__(self, count: int, slots: int, layout: FlatLayout, device: torch.device) -> None:
+        scale_bytes = -(-4 * slots // ALIGNMENT) * ALIGNMENT
+        self.nbytes = HEADER_BYTES + scale_bytes + layout.chunk_bytes
+        self.buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
+        self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
+        self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
+        self.bits = self.buffer[:, HEADER_BYTES + scale_bytes :]
+        self.words[:, Word.MAGIC] = MAGIC
+        self.words[:, Word.VERSION] = VERSION
+        self.words[:, Word.LAYOUT] = layout.fingerprint
+
+    @property
+    def payload(self) -> Tensor:
+        """Scales and bits, uint8 [count, nbytes - 32]."""
+        return self.buffer[:, HEADER_BYTES:]
+
+
+def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
+    """Returns the flags of a step, int32 [1], equal on every rank.
+
+    Args:
+        arrived: int32 [W, 8], the header of one message from each rank.
+        own: int32 [8], this rank's header.
+    """
+    differ = (arrived[:, :CHECKED] != own[:CHECKED]).any()
+    flags = arrived[:, Word.FLAGS]
+    union = sum(((flags & flag) != 0).any().int() * int(flag) for flag in (Flag.NONFINITE, Flag.ABORT))
+    return (union + differ.int() * int(Flag.MISMATCH)).reshape(1).to(torch.int32)
+
+
+def describe_mismatch(arrived: Tensor) -> str:
+    """Names the first checked word in which a rank differs from rank 0; reads from the device."""
+    meaning = {
+        Word.MAGIC: "message format",
+        Word.VERSION: "message format version",
+        Word.STEP: "number of synchronisations",
+        Word.LAYOUT: "parameter layout",
+        Word.DIGEST: "digest of the last synchronisation",
+        Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
+    }
+    words = arrived.cpu()
+    for word, name in meaning.items():
+        for rank in range(1, len(words)):
+            here, there = int(words[0, word]), int(words[rank, word])
+            if here != there:
+                return f"{name}: {here} on rank 0, {there} on rank {rank}"
+    return "a message arrived damaged"
+
+
+def digest(messages: Messages) -> Tensor:
+    """Wrapping 32-bit sum of all payloads, int32 []."""
+    return messages.payload.view(torch.int32).sum(dtype=torch.int64).to(torch.int32)

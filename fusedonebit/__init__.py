@@ -1,0 +1,26 @@
+"""1-bit optimizers for PyTorch: one bit per parameter on the wire.
+
+``OneBitAdam`` stands where ``torch.optim.AdamW`` stood. ``comm`` holds the compressed collectives,
+``triton_kernels`` the kernels; both can be used by themselves.
+"""
+
+from __future__ import annotations
+
+from .adam import OneBitAdam
+from .comm import CollectiveError, DisagreementError
+from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
+from .optimizer import OneBitOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedStepError",
+    "CollectiveError",
+    "DisagreementError",
+    "FusedOneBitWarning",
+    "NonFiniteGradientError",
+    "OneBitAdam",
+    "OneBitOptimizer",
+    "OutOfStepError",
+    "__version__",
+]

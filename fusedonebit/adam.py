@@ -1,0 +1,165 @@
+"""1-bit Adam (Tang et al., ICML 2021) as a plain ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .deepspeed import onebit_adam_arguments
+from .hyperparameters import Options
+from .optimizer import OneBitOptimizer
+from .triton_kernels import ScaleScope, adam_apply, adam_update
+
+
+class OneBitAdam(OneBitOptimizer):
+    r"""Adam whose communication shrinks to one bit per parameter once its variance is stable.
+
+    Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32. After
+    ``freeze_step`` updates the variance v is frozen, and from then on (1-bit Adam, Algorithm 1)
+
+    .. math::
+        c_i = \beta_1 m + (1 - \beta_1) g_i + e_i, \quad
+        m = C\Big(\tfrac1W \sum_i C(c_i) + E\Big), \quad
+        x \leftarrow x - \gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda x\Big)
+
+    where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
+    server) carry what it lost. Do not average gradients yourself (no DDP, or DDP under
+    ``no_sync()``): give the optimizer local ones. After every step parameters are bit-identical on
+    all ranks.
+
+    Args:
+        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
+            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        weight_decay: Decoupled, as in AdamW.
+        freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
+            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint.
+        lr_warmup_steps: With ``"auto"``: updates before v is looked at.
+        scale_norm: ``"l1"``: mean \|c\| (the paper). ``"l2"``: \|c\|_2/sqrt(d) (DeepSpeed).
+            ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        bias_correction: Adam's; that of v is frozen with it.
+        eps_inside_sqrt: In the compression stage use sqrt(v + eps) (Tarasov & Ershov, eq. 2).
+        maximize: Ascend instead of descend.
+        dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their
+            tensor's other v; tensors without any take no further part. ``"keep"``: 0.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        process_group: Ranks to average over; None is the default group, or only this process.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+
+    Example::
+
+        optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
+        loss.backward()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        freeze_step: int | Literal["auto"],
+        lr_warmup_steps: int = 0,
+        scale_norm: Literal["l1", "l2", "contractive"] = "l2",
+        scale_scope: ScaleScope = "global",
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        maximize: bool = False,
+        dead_coordinates: Literal["mean", "keep"] = "mean",
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = Options(
+            freeze_step=freeze_step,
+            lr_warmup_steps=lr_warmup_steps,
+            scale_norm=scale_norm,
+            scale_scope=scale_scope,
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            dead_coordinates=dead_coordinates,
+            nonfinite=nonfinite,
+            block_size=block_size,
+        )
+        super().__init__(
+            params,
+            defaults,
+            options,
+            process_group=process_group,
+            mask=mask,
+            broadcast_parameters=broadcast_parameters,
+        )
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        config: Mapping[str, Any],
+        process_group: dist.ProcessGroup | None = None,
+    ) -> OneBitAdam:
+        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
+
+        Those are: l2 scales, no bias correction, coordinates with v == 0 left as they are, and
+        F - 1 uncompressed updates for ``freeze_step`` F: DeepSpeed's first ``step()`` only sets up
+        its buffers and drops the gradient, but is counted. Ours drops none.
+
+        Args:
+            params: As for the constructor; per-group settings override the config's.
+            config: The optimizer block, ``{"type": "OneBitAdam", "params": {...}}``, or its params.
+            process_group: As for the constructor.
+
+        Raises:
+            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+        """
+        return cls(params, **onebit_adam_arguments(config), process_group=process_group)
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        layout, reduce = self.layout, self._reduce
+        adam_update(
+            self._list.dense,
+            layout.sizes,
+            layout.block_size,
+            grad,
+            self._exp_avg,
+            self._exp_avg_sq,
+            coef,
+            reduce.block_tensor,
+            reduce.live.bits,
+            reduce.live.row,
+            skip,
+            self._exp_avg_sq_sums,
+        )
+
+    def _apply(self, coef: Tensor, skip: Tensor) -> None:
+        layout, reduce = self.layout, self._reduce
+        adam_apply(
+            self._list.dense,
+            layout.sizes,
+            layout.block_size,
+            reduce.gathered.bits,
+            reduce.scale,
+            self._exp_avg_sq,
+            self.options.eps_inside_sqrt,
+            coef,
+            reduce.block_tensor,
+            reduce.live.bits,
+            reduce.live.row,
+            skip,
+        )

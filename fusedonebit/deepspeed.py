@@ -1,0 +1,55 @@
+"""Reads the optimizer block of a DeepSpeed config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
+"""How DeepSpeed moved bytes; here the process group says that."""
+
+_UNSUPPORTED = {"amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "exp_avg_mask": None}
+"""Keys accepted only at the value that DeepSpeed itself treats as off."""
+
+
+def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
+
+    Args:
+        config: ``{"type": "OneBitAdam", "params": {...}}`` or just the params.
+
+    Raises:
+        ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+    """
+    name = config.get("type", "OneBitAdam")
+    if name.lower() != "onebitadam":
+        raise ValueError(f'config["type"] must be "OneBitAdam", got {name!r}')
+    given = dict(config.get("params", {}) if "type" in config or "params" in config else config)
+    for key in _TRANSPORT_KEYS:
+        given.pop(key, None)
+    # "bias_correction" is accepted and ignored by DeepSpeed: its update has none.
+    given.pop("bias_correction", None)
+    for key, off in _UNSUPPORTED.items():
+        value = given.pop(key, off)
+        if value != off:
+            raise ValueError(f"{key} must be {off!r} to be carried over, got {value!r}; see OneBitAdam's arguments")
+    freeze_step = given.pop("freeze_step", 100_000)
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
+        raise ValueError(
+            f"freeze_step must be an int >= 2, got {freeze_step!r}: DeepSpeed's first step changes nothing "
+            "but is counted, so that smaller ones leave no warm-up"
+        )
+    arguments = {
+        "lr": given.pop("lr", 1e-3),
+        "betas": tuple(given.pop("betas", (0.9, 0.999))),
+        "eps": given.pop("eps", 1e-8),
+        "weight_decay": given.pop("weight_decay", 0.0),
+        "freeze_step": freeze_step - 1,
+        "scale_norm": "l2",
+        "scale_scope": "global",
+        "bias_correction": False,
+        "dead_coordinates": "keep",
+    }
+    if given:
+        raise ValueError(f"unknown keys in the DeepSpeed config: {', '.join(sorted(given))}")
+    return arguments

@@ -1,0 +1,112 @@
+"""When the variance is frozen, and what becomes of coordinates that never had a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .telemetry import HostMirror
+from .triton_kernels import FlatLayout, live_variance
+
+STABLE_RATIO = 0.96
+"""1-bit Adam's threshold for |v_t|_1 / |v_{t-D}|_1."""
+
+DECISION_DELAY = 8
+"""Steps between the decision on the device and the freeze; the host learns of it in between."""
+
+
+class AutoFreeze:
+    """Decides on the device when v is stable: min(a,b)/max(a,b) >= 0.96 (1-bit Adam, Algorithm 1).
+
+    a = |v_t|_1 and b = |v_{t-D}|_1, both bias-corrected, D = 1/(1 - beta2), looked at only once
+    step t - D lies behind the learning-rate warm-up. (The bare ratio would fire at once while v
+    still grows.) v is the same on all ranks, and so is the decision.
+
+    Args:
+        beta2: Sets D; the largest of all groups.
+        lr_warmup_steps: Updates during which the learning rate rises.
+        device: Where v lies.
+    """
+
+    def __init__(self, beta2: float, lr_warmup_steps: int, device: torch.device) -> None:
+        self.beta2 = beta2
+        self.distance = max(1, round(1.0 / (1.0 - beta2)))
+        self.lr_warmup_steps = lr_warmup_steps
+        self._norms = torch.zeros(self.distance, dtype=torch.float64, device=device)
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._fired = torch.zeros((), dtype=torch.bool, device=device)
+        self._mirror = HostMirror(device, depth=DECISION_DELAY)
+
+    def observe(self, sums: Tensor, step: Tensor) -> None:
+        """Looks at v after an update.
+
+        Args:
+            sums: float64 [B], sums of v by block.
+            step: float32 [], updates done; where the step was skipped nothing new is seen.
+        """
+        t = step.long()
+        slot = (t % self.distance).reshape(1)
+        corrected = sums.sum() / (1 - self.beta2 ** t.double()).clamp(min=1e-300)
+        before = self._norms.gather(0, slot)[0]
+        low, high = torch.minimum(before, corrected), torch.maximum(before, corrected)
+        stable = (low >= STABLE_RATIO * high) & (low > 0) & (t > self._seen)
+        self._fired |= stable & (t - self.distance >= max(self.lr_warmup_steps, 1))
+        self._norms.scatter_(0, slot, corrected.reshape(1))
+        self._seen.copy_(t)
+
+    def due(self) -> bool:
+        """Whether the freeze decided ``DECISION_DELAY`` steps ago is due now."""
+        return any(bool(fired) for fired in self._mirror.push(self._fired.reshape(1).int()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors to resume from."""
+        pending = self._mirror.flush_pending()
+        return {"norms": self._norms, "seen": self._seen, "fired": self._fired, "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes; the distance must be the same."""
+        self._norms.copy_(state["norms"])
+        self._seen.copy_(state["seen"])
+        self._fired.copy_(state["fired"])
+        self._mirror.refill(state["pending"])
+
+
+class DeadCoordinates:
+    """Finds v == 0 at the freeze, where m/denom would explode at the first gradient.
+
+    Args:
+        layout: The flat index space.
+        block_tensor: int64 [B].
+        exp_avg_sq: float32 [P].
+        live_count: int64 [B].
+
+    Attributes:
+        mean: float32 [tensors], the mean of each tensor's v > 0 (0 where it has none).
+        tensors: Indices of tensors with live elements but no v > 0.
+        count: Live elements with v == 0 in the other tensors.
+    """
+
+    def __init__(self, layout: FlatLayout, block_tensor: Tensor, exp_avg_sq: Tensor, live_count: Tensor) -> None:
+        partials = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=exp_avg_sq.device)
+        live_variance(layout.sizes, layout.block_size, exp_avg_sq, partials)
+        n = len(layout.sizes)
+        sums, alive, live = (
+            torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, block_tensor, values)
+            for values in (*partials, live_count.double())
+        )
+        self.mean = (sums / alive.clamp(min=1.0)).float()
+        self.tensors: list[int] = torch.nonzero((alive == 0) & (live > 0)).flatten().tolist()
+        self.count = int((live - alive)[alive > 0].sum())
+
+
+def warn_text(dead: DeadCoordinates, names: Sequence[str]) -> str:
+    """What to tell the user about dead tensors."""
+    listed = ", ".join(names[i] for i in dead.tensors[:5])
+    more = f" and {len(dead.tensors) - 5} more" if len(dead.tensors) > 5 else ""
+    return (
+        f"{len(dead.tensors)} tensor(s) had no gradient during the whole warm-up and are left out of the "
+        f"compression stage: {listed}{more}. Warm up longer if they should train."
+    )

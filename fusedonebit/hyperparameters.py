@@ -1,0 +1,173 @@
+"""Checks hyper-parameters, and turns those of the groups into the table that kernels read."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .triton_kernels import BLOCK_SIZES, SCALE_NORMS, Coef, ScaleScope
+
+_LR = 0  # column of the uploaded rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a whole optimizer, equal on all ranks. See ``OneBitAdam`` for their meaning."""
+
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    scale_norm: str
+    scale_scope: ScaleScope
+    bias_correction: bool
+    eps_inside_sqrt: bool
+    dead_coordinates: str
+    nonfinite: str
+    block_size: int | None
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        check_count("freeze_step", self.freeze_step, alternative="auto")
+        check_count("lr_warmup_steps", self.lr_warmup_steps)
+        check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
+        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
+        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        for name in ("bias_correction", "eps_inside_sqrt"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
+
+
+def check_group(group: dict[str, Any], name: str = "") -> None:
+    """Checks the hyper-parameters of one parameter group.
+
+    Raises:
+        ValueError: naming the argument, its value and what is expected.
+    """
+    where = f" in {name}" if name else ""
+    _check_lr(group["lr"], where)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
+    for key in ("eps", "weight_decay"):
+        if not _is_number(group[key]) or group[key] < 0:
+            raise ValueError(f"{key} must be a finite number >= 0, got {group[key]!r}{where}")
+    if not isinstance(group["maximize"], bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_count(name: str, value: object, alternative: str | None = None) -> None:
+    """Raises ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
+    if alternative is not None and value == alternative:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        other = f' or "{alternative}"' if alternative else ""
+        raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
+
+
+def _check_lr(lr: object, where: str) -> None:
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
+    elif not _is_number(lr) or lr < 0:  # type: ignore[operator]
+        raise ValueError(f"lr must be a finite number >= 0, got {lr!r}{where}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _in_unit(value: object) -> bool:
+    return _is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
+
+
+class CoefficientTable:
+    """The per-tensor table of ``Coef`` columns, computed on the device without a host sync.
+
+    Args:
+        group_of: Index of each tensor's parameter group.
+        device: Where the table lies.
+        bias_correction: Adam's; without it both corrections are 1.
+    """
+
+    def __init__(self, group_of: Sequence[int], device: torch.device, bias_correction: bool) -> None:
+        self.device = device
+        self.bias_correction = bias_correction
+        self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
+        self._uploaded: list[tuple[float, ...]] = []
+        self._rows = torch.empty(0)
+        self.tag = 0
+
+    def __call__(self, groups: Sequence[dict[str, Any]], step: Tensor, variance_step: Tensor | None) -> Tensor:
+        """Computes the table for the update that follows ``step`` updates.
+
+        Args:
+            groups: ``param_groups``; lr may be a tensor, and is then read on the device.
+            step: float32 [], updates done.
+            variance_step: float32 [], updates that entered the variance, or None: step + 1.
+
+        Returns:
+            float32 [tensors, len(Coef)].
+        """
+        rows = self._upload(groups)
+        lr, beta1, beta2, eps, decay, sign = rows.unbind(1)
+        one = torch.ones_like(lr)
+        bias1 = bias2 = one
+        if self.bias_correction:
+            t = step.double() + 1
+            bias1 = 1 - beta1**t
+            bias2 = 1 - beta2 ** (t if variance_step is None else variance_step.double())
+        columns = {
+            Coef.BETA1: beta1,
+            Coef.ONE_MINUS_BETA1: (1 - beta1) * sign,
+            Coef.BETA2: beta2,
+            Coef.ONE_MINUS_BETA2: 1 - beta2,
+            Coef.STEP_SIZE: lr / bias1,
+            Coef.DECAY: 1 - lr * decay,
+            Coef.RSQRT_BIAS2: bias2.rsqrt(),
+            Coef.EPS: eps,
+            Coef.UNIT: one,
+        }
+        table = torch.stack([columns[column] for column in Coef], dim=1)
+        return table.to(torch.float32)[self._group_of]
+
+    def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        values = [
+            (
+                _host_value(group["lr"]),
+                *map(float, group["betas"]),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+                -1.0 if group["maximize"] else 1.0,
+            )
+            for group in groups
+        ]
+        if values != self._uploaded:
+            # Pinned, so that the copy need not wait for the device.
+            host = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+            self._rows = host.to(self.device, non_blocking=True)
+            self._uploaded = values
+            self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
+        for index, group in enumerate(groups):
+            if isinstance(group["lr"], Tensor):
+                self._rows[index, _LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
+        return self._rows
+
+
+def _host_value(lr: float | Tensor) -> float:
+    # A device tensor is not read here: that would wait for the device.
+    return 0.0 if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)

@@ -1,0 +1,94 @@
+"""How steps ended: counts, warns and raises, alike on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .comm import Flag
+from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
+from .telemetry import HostMirror
+
+
+class Outcomes:
+    """Follows the flags of each step from the device and acts on them.
+
+    On a CPU the flags of a step are known when it returns. On CUDA they arrive one step later, so
+    that no step waits; a skipped step has changed nothing in the meantime, whoever raises when.
+
+    Args:
+        device: Where flags lie.
+        nonfinite: ``"skip"`` (count and warn) or ``"raise"`` (at once: waits for the device).
+        describe: Called for the details where ranks mismatch.
+
+    Attributes:
+        attempts: Steps begun.
+        skipped: Steps known to have been skipped.
+    """
+
+    def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[], str]) -> None:
+        self.attempts = 0
+        self.skipped = 0
+        self._warned_at = 0
+        self._nonfinite = nonfinite
+        self._describe = describe
+        self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the parameters, as far as known."""
+        return self.attempts - self.skipped
+
+    def resume(self, updates: int, skipped: int) -> None:
+        """Takes the counts of a checkpoint."""
+        self._mirror.flush()
+        self.attempts, self.skipped = updates + skipped, skipped
+
+    def record(self, flags: Tensor) -> None:
+        """Takes a step's flags, int32 [1].
+
+        Raises:
+            NonFiniteGradientError, AbortedStepError, OutOfStepError: on every rank.
+        """
+        for arrived in self._mirror.push(flags):
+            self._act(int(arrived))
+        if self._nonfinite == "raise":
+            self.catch_up()
+
+    def record_own_failure(self, flags: Tensor) -> None:
+        """As ``record``, on the rank whose own error is about to be raised."""
+        for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
+            self.skipped += int(arrived) != 0
+
+    def catch_up(self) -> None:
+        """Waits for what is under way and acts on it; raises as ``record`` does."""
+        for arrived in self._mirror.flush():
+            self._act(int(arrived))
+
+    def _act(self, flags: int) -> None:
+        if not flags:
+            return
+        self.skipped += 1
+        if flags & Flag.MISMATCH:
+            raise OutOfStepError(
+                f"ranks are out of step after {self.updates} updates: {self._describe()}. Nothing was changed; every "
+                "rank must call step() equally often, with equal hyper-parameters, resuming from the same checkpoint"
+            )
+        if flags & Flag.ABORT:
+            raise AbortedStepError(
+                f"another rank could not take the step after {self.updates} updates (its own error says why); "
+                "nothing was changed on any rank"
+            )
+        text = (
+            f"a gradient on some rank was not finite after {self.updates} updates; "
+            f"every rank skipped the step ({self.skipped} so far)"
+        )
+        if self._nonfinite == "raise":
+            raise NonFiniteGradientError(text)
+        # Loss scaling makes skips common: warn of the 1st, 2nd, 4th, 8th ...
+        if self.skipped >= 2 * self._warned_at:
+            self._warned_at = self.skipped
+            warnings.warn(text, FusedOneBitWarning, stacklevel=2)

@@ -1,0 +1,254 @@
+"""The user's parameters and gradients: what they must be, and how the ops reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import checksum
+from .comm.agree import Fact
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one contiguous piece of memory, in any order, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if size == 0:
+            return True
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class ParameterList:
+    """The trainable parameters of all groups, in order, as the ops want them.
+
+    Parameters stay where they are. One whose elements do not fill a contiguous piece of memory
+    (a strided view) has a dense copy, which is written back after each update.
+
+    Args:
+        groups: ``param_groups`` of the optimizer.
+
+    Raises:
+        TypeError, ValueError: for parameters that can't be optimised; the message says which.
+
+    Attributes:
+        params: The parameters that require gradients.
+        group_of: Index of the group of each.
+        index_of: Index of each among all parameters of all groups (as in a ``state_dict``).
+        names: For messages: ``"parameter 3"`` and its name where the user gave one.
+        dense: What the ops write: the parameters themselves, or their dense copies.
+        sizes: Elements of each.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.params: list[Tensor] = []
+        self.frozen: list[Tensor] = []
+        self.group_of: list[int] = []
+        self.index_of: list[int] = []
+        self.names: list[str] = []
+        index = 0
+        for number, group in enumerate(groups):
+            for position, p in enumerate(group["params"]):
+                given = group["param_names"][position] if "param_names" in group else None
+                name = f"parameter {index}" + (f" ({given})" if given else "")
+                _check_parameter(p, name)
+                if p.requires_grad:
+                    self.params.append(p)
+                    self.group_of.append(number)
+                    self.index_of.append(index)
+                    self.names.append(name)
+                else:
+                    self.frozen.append(p)
+                index += 1
+        if not self.params:
+            raise ValueError("params must contain at least one tensor that requires gradients, got none")
+        self._check_together()
+        self.sizes = tuple(p.numel() for p in self.params)
+        self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
+        self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p]
+        self._strides = [d.stride() for d in self.dense]
+        self._pointers = [p.data_ptr() for p in self.params]
+        self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all parameters lie."""
+        return self.params[0].device
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def _check_together(self) -> None:
+        devices = {p.device: name for p, name in zip(self.params, self.names, strict=True)}
+        if len(devices) > 1:
+            listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(
+                f"params must lie on one device, got {listed}; use one optimizer per device, each with its group"
+            )
+        ends = sorted(
+            (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+            for p, name in zip(self.params, self.names, strict=True)
+            if p.numel() and is_dense(p)
+        )
+        for (_, end, first), (start, _, second) in zip(ends, ends[1:], strict=False):
+            if start < end:
+                raise ValueError(
+                    f"params must not share memory, but {first} and {second} do; "
+                    "tie weights by assigning the same Parameter to both modules"
+                )
+
+    def gradients(self, nothing: Tensor) -> list[Tensor]:
+        """Collects the gradients in the memory order of ``dense``.
+
+        Args:
+            nothing: An empty tensor that stands for a gradient that is None.
+
+        Raises:
+            RuntimeError: if a parameter was moved, cast or (un)frozen since construction.
+            TypeError, ValueError: if a gradient can't be used.
+        """
+        self._check_unchanged()
+        grads = []
+        for i, p in enumerate(self.params):
+            g = p.grad
+            if g is None:
+                grads.append(nothing)
+                continue
+            if g.layout is not torch.strided or g.shape != p.shape or g.device != p.device:
+                _refuse_gradient(g, p, self.names[i])
+            if not g.is_floating_point():
+                _refuse_gradient(g, p, self.names[i])
+            if g.stride() != self._strides[i]:
+                g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
+            grads.append(g)
+        return grads
+
+    def _check_unchanged(self) -> None:
+        for i, p in enumerate(self.params):
+            if p.data_ptr() != self._pointers[i]:
+                kind = (p.dtype, p.device, p.shape, p.stride())
+                if kind != self._kinds[i]:
+                    was, now = (f"{k[0]} {tuple(k[2])} on {k[1]}" for k in (self._kinds[i], kind))
+                    raise RuntimeError(
+                        f"{self.names[i]} was {was} when the optimizer was made, but now is {now}; "
+                        "move or cast the model first, then construct the optimizer"
+                    )
+                # The same tensor in other memory: the dense alias is the parameter, nothing to do.
+                self._pointers[i] = p.data_ptr()
+            if not p.requires_grad:
+                raise RuntimeError(
+                    f"{self.names[i]} no longer requires gradients; freeze parameters before the optimizer "
+                    "is made, or keep coordinates still with mask="
+                )
+        for p in self.frozen:
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} requires gradients now but did not when the optimizer "
+                    "was made; construct the optimizer anew"
+                )
+
+    def before_update(self) -> None:
+        """Brings the dense copies up to date."""
+        for i in self._staged:
+            self.dense[i].copy_(self.params[i])
+
+    def after_update(self) -> None:
+        """Writes the dense copies back."""
+        for i in self._staged:
+            self.params[i].copy_(self.dense[i])
+
+    def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:
+        """The elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""
+        part = flat[offset : offset + self.sizes[i]]
+        return part.as_strided(self.dense[i].shape, self._strides[i])
+
+    def strides(self) -> list[list[int]]:
+        """Strides of each parameter's memory order, for checkpoints."""
+        return [list(stride) for stride in self._strides]
+
+    def facts(self) -> list[Fact]:
+        """What must be equal on all ranks: count, shapes and dtypes."""
+        described = [
+            (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}")
+            for p, name in zip(self.params, self.names, strict=True)
+        ]
+        return [("the number of trainable parameters", str(len(self))), *described]
+
+    def values(self) -> list[Fact]:
+        """Checksums of the values, which must be equal on all ranks."""
+        return [
+            (f"the checksum of {name}'s values", str(checksum(dense)))
+            for dense, name in zip(self.dense, self.names, strict=True)
+        ]
+
+
+def _check_parameter(p: Tensor, name: str) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(p).__name__}")
+    if p.layout is not torch.strided:
+        raise TypeError(f"{name} must be dense, got layout {p.layout}; sparse parameters are not supported")
+    if not p.requires_grad:
+        return
+    if p.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}")
+    if p.device.type == "meta":
+        raise ValueError(f"{name} must have memory, got a meta tensor; materialise the model first")
+    if _overlaps_itself(p):
+        raise ValueError(f"{name} must not overlap itself, got strides {p.stride()}; pass p.contiguous()")
+
+
+def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
+    if g.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name} must be dense, got layout {g.layout}; use sparse=False in the embedding"
+        )
+    if not g.is_floating_point():
+        raise TypeError(f"the gradient of {name} must be a real float tensor, got {g.dtype}")
+    raise ValueError(
+        f"the gradient of {name} must be {tuple(p.shape)} on {p.device}, got {tuple(g.shape)} on {g.device}"
+    )
+
+
+def materialise(params: Any) -> list[Any]:
+    """The optimizer's ``params`` argument with all iterators run out, groups copied.
+
+    Raises:
+        TypeError: if it is a tensor, or not iterable.
+    """
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of tensors or of dicts, got a tensor; pass [tensor]")
+    return [
+        {**p, "params": [p["params"]] if isinstance(p["params"], Tensor) else list(p["params"])}
+        if isinstance(p, dict) and "params" in p
+        else p
+        for p in params
+    ]
+
+
+def first_device(params: Sequence[Any]) -> torch.device:
+    """The device of the first tensor found, CPU where there is none."""
+    for entry in params:
+        for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
+            tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return torch.device("cpu")

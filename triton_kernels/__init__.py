@@ -1,0 +1,77 @@
+"""The kernels of fusedonebit by themselves: packing, compression, reduction and update.
+
+They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce``
+and the others are the registered ops ``torch.ops.fusedonebit.*``; their docstrings are those of
+the plain-torch twins in ``twins``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops as _ops
+from .coefficients import Coef
+from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
+from .live import LiveTable, live_table
+from .ops import backend
+from .twins import SCALE_NORMS, TAIL
+
+flatten = torch.ops.fusedonebit.flatten
+momentum_compress = torch.ops.fusedonebit.momentum_compress
+finish = torch.ops.fusedonebit.finish
+server_reduce = torch.ops.fusedonebit.server_reduce
+adam_apply = torch.ops.fusedonebit.adam_apply
+adam_update = torch.ops.fusedonebit.adam_update
+freeze = torch.ops.fusedonebit.freeze
+live_variance = torch.ops.fusedonebit.live_variance
+settle = torch.ops.fusedonebit.settle
+
+
+def pack(x: Tensor) -> Tensor:
+    """Packs the signs of ``x`` (any real dtype, n elements, n a multiple of 8) to uint8 [n / 8].
+
+    Bit ``i % 8`` of byte ``i // 8``, least significant first, is 1 where ``x[i] >= 0``; so -0.0
+    counts as +1, as 0.0 does, and a NaN as -1.
+
+    Raises:
+        ValueError: if the number of elements is not a multiple of 8.
+    """
+    if x.numel() % 8:
+        raise ValueError(f"x must have a multiple of 8 elements, got {x.numel()}; pad it")
+    bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
+    torch.ops.fusedonebit.pack(x.reshape(-1), bits)
+    return bits
+
+
+def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of ``pack``: +1 and -1 in ``dtype`` [8 n] from uint8 ``bits`` of n bytes."""
+    signs = torch.empty(bits.numel() * 8, dtype=dtype, device=bits.device)
+    torch.ops.fusedonebit.unpack(bits.reshape(-1), signs)
+    return signs
+
+
+__all__ = [
+    "BLOCK_SIZES",
+    "SCALE_NORMS",
+    "TAIL",
+    "Coef",
+    "FlatLayout",
+    "LiveTable",
+    "ScaleScope",
+    "Span",
+    "adam_apply",
+    "adam_update",
+    "backend",
+    "choose_block_size",
+    "finish",
+    "flatten",
+    "freeze",
+    "live_table",
+    "live_variance",
+    "momentum_compress",
+    "pack",
+    "server_reduce",
+    "settle",
+    "unpack",
+]
