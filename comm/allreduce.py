@@ -96,9 +96,9 @@ class CompressedAllReduce:
         # A block of each slot of each chunk; chunks with fewer slots repeat a block of theirs.
         block_of = torch.arange(layout.world_size)[:, None] * layout.blocks_per_chunk
         block_of = block_of.repeat(1, self.slots)
-        block_of.view(-1)[
-            (torch.arange(layout.n_blocks) // layout.blocks_per_chunk) * self.slots + slot
-        ] = torch.arange(layout.n_blocks)
+        block_of.view(-1)[(torch.arange(layout.n_blocks) // layout.blocks_per_chunk) * self.slots + slot] = (
+            torch.arange(layout.n_blocks)
+        )
         self._own = slice(
             self.transport.rank * layout.blocks_per_chunk, (self.transport.rank + 1) * layout.blocks_per_chunk
         )
@@ -131,8 +131,8 @@ class CompressedAllReduce:
     def set_live(self, live: LiveTable) -> None:
         """Says which elements count. No other may be non-zero in ``compensated``."""
         self.live = live
-        self._worker_count = _count(live.count, self.segment)
-        self._server_count = _count(live.count[self._own], self.slot[self._own])
+        self._worker_count = _count(live.numel, self.segment)
+        self._server_count = _count(live.numel[self._own], self.slot[self._own])
 
     def __call__(
         self,

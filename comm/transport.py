@@ -99,7 +99,9 @@ class TorchTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = group if group is not None else dist.group.WORLD
+        world = group if group is not None else dist.group.WORLD
+        assert world is not None  # make_transport has seen that torch.distributed is initialised
+        self.group = world
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError("process_group must contain this process")

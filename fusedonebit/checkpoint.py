@@ -120,7 +120,12 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping
     _check_groups(optimizer, state_dict)
     header = state_dict.get(KEY)
     if header is None:
-        header = {"phase": "warmup", "updates": _adamw_updates(state_dict), "skipped": 0, "synchronisations": 0}
+        header = {
+            "phase": "warmup",
+            "updates": _adamw_updates(state_dict),
+            "skipped": 0,
+            "synchronisations": 0,
+        }
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
     compressed = header["phase"] == "compression"

@@ -69,7 +69,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             try:
                 import triton  # noqa: F401
             except ImportError as missing:
-                raise RuntimeError("params on cuda need triton, which is not installed: pip install triton") from missing
+                raise RuntimeError(
+                    "params on cuda need triton, which is not installed: pip install triton"
+                ) from missing
 
     def _check_masks(self) -> None:
         known = {id(p) for p in self._list.params}
@@ -108,9 +110,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if p in self._masks
         ]
         kind = ("the optimizer", type(self).__name__)
-        return [kind, *options, *self._list.facts(), ("the number of groups", str(len(self.param_groups)))] + (
-            groups + masks
-        )
+        return [
+            kind,
+            *options,
+            *self._list.facts(),
+            ("the number of groups", str(len(self.param_groups))),
+        ] + (groups + masks)
 
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
@@ -135,9 +140,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._grad: Tensor | None = None
         self._phase: Phase = "warmup"
         self._variance_step: Tensor | None = None
-        self._outcomes = Outcomes(
-            device, self.options.nonfinite, lambda: describe_mismatch(self._reduce.arrived_words)
-        )
+        self._outcomes = Outcomes(device, self.options.nonfinite, lambda: describe_mismatch(self._reduce.arrived_words))
         self._freeze_at: int | None = None
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
@@ -209,7 +212,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Averages over the ranks and updates the parameters. Every rank must call it equally often.
 
         Args:
@@ -327,7 +330,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         self._grad = None
         layout, reduce = self.layout, self._reduce
-        dead = DeadCoordinates(layout, reduce.block_tensor, self._exp_avg_sq, reduce.live.count)
+        dead = DeadCoordinates(layout, reduce.block_tensor, self._exp_avg_sq, reduce.live.numel)
         keep = self.options.dead_coordinates == "keep"
         coef = self._coefficients(self.param_groups, self._step, None)
         freeze(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ class ParameterList:
             for p, name in zip(self.params, self.names, strict=True)
             if p.numel() and is_dense(p)
         )
-        for (_, end, first), (start, _, second) in zip(ends, ends[1:], strict=False):
+        for (_, end, first), (start, _, second) in itertools.pairwise(ends):
             if start < end:
                 raise ValueError(
                     f"params must not share memory, but {first} and {second} do; "

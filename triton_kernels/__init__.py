@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops as _ops
 from .coefficients import Coef
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .live import LiveTable, live_table

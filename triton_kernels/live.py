@@ -25,12 +25,12 @@ class LiveTable(NamedTuple):
     Attributes:
         bits: uint8 [rows, block_size / 8], LSB first.
         row: int32 [n_blocks], each block's row in ``bits``.
-        count: int64 [n_blocks], live elements of each block.
+        numel: int64 [n_blocks], live elements of each block.
     """
 
     bits: Tensor
     row: Tensor
-    count: Tensor
+    numel: Tensor
 
     def to(self, device: torch.device) -> LiveTable:
         """Returns a copy on ``device``."""

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# Ranks are spawned processes: they import the tests by name, from here.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+sys.path.insert(0, str(Path(__file__).parent))
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    skip = pytest.mark.skip(reason="takes minutes: run `make test-full`")
+    for item in items:
+        if "full" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    import ranks
+
+    ranks.shut_down()

@@ -1,0 +1,110 @@
+"""Runs a function on real gloo ranks, in processes that are started once and reused.
+
+A test gives ``run_ranks`` a module-level function; each rank calls it inside a fresh process group
+(which meets in a file, on the loopback interface) and its return value comes back. An exception on
+any rank is raised in the test with that rank's traceback; a rank that hangs is killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+WORLD_SIZES = (2, 4)
+
+
+class RankError(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._workers: list[tuple[mp.Process, Connection]] = []
+
+    def grow(self, count: int) -> list[Connection]:
+        context = mp.get_context("spawn")
+        while len(self._workers) < count:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+        return [connection for _, connection in self._workers[:count]]
+
+    def shut_down(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+_POOL = _Pool()
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 60.0,
+) -> list[Any]:
+    """Calls ``function(rank, world_size, *args)`` on every rank; returns what each returned."""
+    connections = _POOL.grow(world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        for rank, connection in enumerate(connections):
+            # By name: pytest's own module objects don't pickle in every import mode.
+            job = (function.__module__, function.__qualname__, rank, world_size, store, group_timeout, args)
+            connection.send(job)
+        results = []
+        for rank, connection in enumerate(connections):
+            if not connection.poll(timeout):
+                _POOL.shut_down()
+                raise RankError(f"rank {rank} of {world_size} did not finish within {timeout} s")
+            results.append(connection.recv())
+    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
+    if failures:
+        _POOL.shut_down()
+        raise RankError("\n".join(failures))
+    return [value for _, value in results]
+
+
+def shut_down() -> None:
+    """Ends the processes."""
+    _POOL.shut_down()
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            module, name, rank, world_size, store, group_timeout, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=group_timeout),
+            )
+            try:
+                result = (True, function(rank, world_size, *args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            result = (False, traceback.format_exc())
+        connection.send(result)
