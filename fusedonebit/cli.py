@@ -1,0 +1,149 @@
+"""The command line: ``fusedonebit train``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code: 2 for bad input, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="fusedonebit", description="1-bit optimizers for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_train(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level transformer",
+        description="Train a byte-level transformer language model with 1-bit Adam or AdamW on several processes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = train.add_argument
+    add("--text", nargs="+", default=[], metavar="FILE", help="text to learn (default: Python's documentation topics)")
+    add("--optimizer", default="onebit-adam", metavar="NAME", help="adamw or onebit-adam")
+    add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
+    add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
+    add("--steps", type=_whole("--steps", 1), default=300, help="updates")
+    add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
+    add("--model", default="small", help="tiny, small, medium or large")
+    add("--batch-size", type=_whole("--batch-size", 1), default=8, help="sequences per process")
+    add("--seq-len", type=_whole("--seq-len", 1), default=128, help="bytes per sequence")
+    add("--lr", type=_rate, default=1e-3, help="peak learning rate; rises over 5%% of the steps, then falls")
+    add("--seed", type=_whole("--seed", 0), default=0, help="of the initial values and the batches")
+    add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, loss.png and checkpoints")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--eval-every", type=_whole("--eval-every", 1), default=50, help="steps between held-out losses")
+    add("--save-every", type=_whole("--save-every", 1), default=100, help="steps between checkpoints")
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as missing:
+        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[train]"')
+    from .train import launch
+    from .train.data import InputError
+    from .train.run import Job, check
+
+    try:
+        nproc = _world_size(arguments.nproc)
+        job = Job(
+            optimizers=_names(arguments),
+            text=tuple(arguments.text),
+            steps=arguments.steps,
+            freeze_step=max(1, arguments.steps // 5) if arguments.freeze_step is None else arguments.freeze_step,
+            model=_model(arguments.model),
+            batch_size=arguments.batch_size,
+            seq_len=arguments.seq_len,
+            lr=arguments.lr,
+            lr_warmup_steps=max(1, arguments.steps // 20),
+            seed=arguments.seed,
+            out=arguments.out,
+            resume=arguments.resume,
+            eval_every=arguments.eval_every,
+            save_every=arguments.save_every,
+        )
+        check(job, nproc)
+    except InputError as error:
+        return _refuse(str(error))
+    return launch.run(job, nproc)
+
+
+def _world_size(nproc: int) -> int:
+    import os
+
+    import torch
+
+    from .train.data import InputError
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+        raise InputError(f"--nproc must be at most the number of GPUs, {torch.cuda.device_count()}, got {nproc}")
+    return nproc
+
+
+def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
+    from .train.data import InputError
+    from .train.optimizers import OPTIMIZERS
+
+    flag, given = ("--compare", arguments.compare) if arguments.compare else ("--optimizer", arguments.optimizer)
+    names = tuple(name.strip() for name in given.split(",")) if arguments.compare else (given,)
+    for name in names:
+        if name not in OPTIMIZERS:
+            raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
+    return tuple(dict.fromkeys(names))
+
+
+def _model(name: str) -> str:
+    from .train.data import InputError
+    from .train.model import SIZES
+
+    if name not in SIZES:
+        raise InputError(f"--model must be one of {', '.join(SIZES)}, got {name!r}")
+    return name
+
+
+def _whole(flag: str, least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _freeze_step(text: str) -> int | str:
+    return text if text == "auto" else _whole("--freeze-step", 1)(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return value
+
+
+def _refuse(message: str) -> int:
+    print(f"fusedonebit: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

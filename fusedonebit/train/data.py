@@ -1,0 +1,77 @@
+"""Bytes of real text, cut into training and held-out parts and drawn in reproducible batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT = 0.1
+"""Share of the text, from its end, that is never trained on."""
+
+
+class InputError(Exception):
+    """Something the user gave can't be used; the text says it in one line."""
+
+
+class Corpus:
+    """Text as bytes, and batches of it.
+
+    Args:
+        text: uint8 [n].
+        seq_len: Bytes per sequence.
+
+    Raises:
+        InputError: if either part is shorter than one sequence and its target.
+    """
+
+    def __init__(self, text: Tensor, seq_len: int) -> None:
+        cut = int(len(text) * (1 - HELD_OUT))
+        self.train, self.held_out = text[:cut], text[cut:]
+        self.seq_len = seq_len
+        if len(self.held_out) <= seq_len:
+            needed = int((seq_len + 2) / HELD_OUT)
+            raise InputError(
+                f"--text must hold at least {needed} bytes for --seq-len {seq_len}, got {len(text)}; give more text"
+            )
+
+    def batch(self, batch_size: int, seed: int, step: int, rank: int) -> Tensor:
+        """The batch of one rank and step, int64 [batch_size, seq_len + 1]; the same whenever asked."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 16_411 + rank)
+        starts = torch.randint(len(self.train) - self.seq_len, (batch_size, 1), generator=generator)
+        return self.train[starts + torch.arange(self.seq_len + 1)].long()
+
+    def held_out_batch(self, batch_size: int, index: int, count: int) -> Tensor:
+        """One of ``count`` fixed, evenly spread held-out batches, as ``batch``."""
+        room = len(self.held_out) - self.seq_len - 1
+        numbers = torch.arange(batch_size) * count + index
+        starts = (numbers * room // (batch_size * count))[:, None]
+        return self.held_out[starts + torch.arange(self.seq_len + 1)].long()
+
+
+def load_text(files: Sequence[str]) -> Tensor:
+    """Reads files, one after the other, as uint8 [n]; none: Python's own documentation topics.
+
+    Raises:
+        InputError: for a file that can't be read or is empty.
+    """
+    if not files:
+        from pydoc_data.topics import topics
+
+        return _bytes("\n\n".join(topics.values()).encode())
+    parts = []
+    for name in files:
+        try:
+            content = Path(name).read_bytes()
+        except OSError as error:
+            raise InputError(f"--text {name} can't be read: {error.strerror or error}") from error
+        if not content:
+            raise InputError(f"--text {name} is empty; give a file with text in it")
+        parts.append(content)
+    return _bytes(b"\n\n".join(parts))
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

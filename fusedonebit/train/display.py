@@ -1,0 +1,127 @@
+"""Live progress, and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .run import Job
+
+
+class Display:
+    """Progress bars on a terminal, about twenty plain lines a run elsewhere; silent on other ranks.
+
+    Args:
+        job: What is being run.
+        enabled: Whether this rank shows anything.
+    """
+
+    def __init__(self, job: Job, enabled: bool) -> None:
+        self._job, self._enabled = job, enabled
+        self._console = Console(highlight=False)
+        self._live = enabled and self._console.is_terminal
+        self._every = max(1, job.steps // 20)
+        self._bars = Progress(
+            TextColumn("{task.description:12}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._live,
+        )
+
+    def __enter__(self) -> Display:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def start(self, name: str, first_step: int) -> None:
+        """Begins another run."""
+        self._task = self._bars.add_task(name, total=self._job.steps, completed=first_step, text="")
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Shows a step's record."""
+        text = (
+            f"loss {record['loss']:.3f}  {record['phase']:12}  {_count(record['tokens_per_s'])} tokens/s  "
+            f"sent {_bytes(record['bytes_step'])}/step, {_bytes(record['bytes_total'])} in all"
+        )
+        self._bars.update(self._task, completed=record["step"], text=text)
+        step = record["step"]
+        if self._enabled and not self._live and (step % self._every == 0 or step == self._job.steps):
+            self._console.print(f"{record['optimizer']:12} step {step:>6}/{self._job.steps}  {text}", soft_wrap=True)
+
+
+def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each optimizer: the last step's losses and bytes, and the ratio to fp32.
+
+    ``ratio`` is how many times fewer bytes were sent in all than if every step had sent what the
+    uncompressed ones sent; None at world size 1.
+    """
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_name.setdefault(record["optimizer"], []).append(record)
+    rows = []
+    for name, runs in by_name.items():
+        last = runs[-1]
+        full = max(r["bytes_step"] for r in runs if r["phase"] != "compression" or len(runs) == 1)
+        tail = [r["loss"] for r in runs[-20:]]
+        compressed = [r["step"] for r in runs if r["phase"] == "compression"]
+        rows.append(
+            {
+                "optimizer": name,
+                "steps": last["step"],
+                "freeze_step": compressed[0] - 1 if compressed else None,
+                "train_loss": sum(tail) / len(tail),
+                "held_out_loss": next((r["held_out_loss"] for r in reversed(runs) if "held_out_loss" in r), None),
+                "bytes_step": last["bytes_step"],
+                "bytes_total": last["bytes_total"],
+                "ratio": full * last["step"] / last["bytes_total"] if last["bytes_total"] else None,
+                "tokens_per_s": last["tokens_per_s"],
+            }
+        )
+    return rows
+
+
+def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Prints the summary."""
+    table = Table(title="Bytes are those one rank sends; losses in nats per byte, train over the last 20 steps")
+    for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
+        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    for column in ("bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["optimizer"],
+            str(row["steps"]),
+            "-" if row["freeze_step"] is None else str(row["freeze_step"]),
+            f"{row['train_loss']:.4f}",
+            "-" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}",
+            _bytes(row["bytes_step"]),
+            _bytes(row["bytes_total"]),
+            "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",
+            _count(row["tokens_per_s"]),
+        )
+    Console(highlight=False).print(table)
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def _count(n: float) -> str:
+    return f"{n:.0f}" if n < 10_000 else f"{n / 1000:.0f}k"

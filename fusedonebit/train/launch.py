@@ -1,0 +1,132 @@
+"""Starts the ranks, and ends them together."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .display import print_table, summarise
+from .plot import plot_loss
+from .run import Job, read_metrics, train_all
+
+INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+def run(job: Job, nproc: int) -> int:
+    """Trains on ``nproc`` ranks, or as one rank of ``torchrun``; returns the exit code.
+
+    Ctrl-C ends all ranks at once; what they have written stays, and is summed up.
+    """
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return _under_torchrun(job)
+        code = _in_this_process(job) if nproc == 1 else _spawn(job, nproc)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code in (0, INTERRUPTED):
+        report(job)
+    if code == INTERRUPTED:
+        print(f"interrupted; what was written is in {job.out}", file=sys.stderr)
+    return code
+
+
+def report(job: Job) -> None:
+    """Prints the table and draws ``loss.png`` from what was measured."""
+    records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
+    if not records:
+        return
+    print_table(summarise(records))
+    picture = Path(job.out) / "loss.png"
+    plot_loss(records, picture)
+    print(f"wrote {job.metrics} and {picture}")
+
+
+def _in_this_process(job: Job) -> int:
+    train_all(job, 0, 1, _device(0))
+    return 0
+
+
+def _under_torchrun(job: Job) -> int:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_backend(device))
+    try:
+        train_all(job, rank, world_size, device)
+        if rank == 0:
+            report(job)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _spawn(job: Job, nproc: int) -> int:
+    context = mp.get_context("spawn")
+    # The ranks meet in a file and talk over the loopback interface: no port is open to others.
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank_main, args=(job, rank, nproc, folder)) for rank in range(nproc)]
+        for process in ranks:
+            process.start()
+        try:
+            return _wait(ranks)
+        finally:
+            _end(ranks)
+
+
+def _wait(ranks: list[BaseProcess]) -> int:
+    while any(process.is_alive() for process in ranks):
+        failed = [process for process in ranks if process.exitcode]
+        if failed:
+            return 1
+        time.sleep(0.05)
+    return 1 if any(process.exitcode for process in ranks) else 0
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    for process in ranks:
+        process.terminate()
+    for process in ranks:
+        process.join(timeout=2)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="")  # a rank that was ended may have left the cursor hidden
+
+
+def _rank_main(job: Job, rank: int, world_size: int, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    device = _device(rank)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, _loopback())
+    dist.init_process_group(_backend(device), init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        train_all(job, rank, world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"
