@@ -72,8 +72,8 @@ class Messages:
     """
 
     def __init__(self, count: int, slots: int, layout: FlatLayout, device: torch.device) -> None:
-        scale_bytes = -(-4 * slots // ALIGNMENT) * ALIGNMENT
-        self.nbytes = HEADER_BYTES + scale_bytes + layout.chunk_bytes
+        self.nbytes = self.size(slots, layout)
+        scale_bytes = self.nbytes - HEADER_BYTES - layout.chunk_bytes
         self.buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
         self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
         self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
@@ -81,6 +81,12 @@ class Messages:
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.VERSION] = VERSION
         self.words[:, Word.LAYOUT] = layout.fingerprint
+
+    @staticmethod
+    def size(slots: int, layout: FlatLayout) -> int:
+        """Bytes of one message."""
+        scale_bytes = -(-4 * slots // ALIGNMENT) * ALIGNMENT
+        return HEADER_BYTES + scale_bytes + layout.chunk_bytes
 
     @property
     def payload(self) -> Tensor:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 HELD_OUT = 0.1
-"""Share of the text, from its end, that is never trained on."""
+"""Share of the text that is never trained on: the end of each of ``PIECES`` equal pieces."""
+
+PIECES = 16
 
 
 class InputError(Exception):
@@ -28,8 +30,11 @@ class Corpus:
     """
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
-        cut = int(len(text) * (1 - HELD_OUT))
-        self.train, self.held_out = text[:cut], text[cut:]
+        # Text drifts from its beginning to its end; parts of each piece make both halves alike.
+        pieces = text.tensor_split(PIECES)
+        cuts = [int(len(piece) * (1 - HELD_OUT)) for piece in pieces]
+        self.train = torch.cat([piece[:cut] for piece, cut in zip(pieces, cuts, strict=True)])
+        self.held_out = torch.cat([piece[cut:] for piece, cut in zip(pieces, cuts, strict=True)])
         self.seq_len = seq_len
         if len(self.held_out) <= seq_len:
             needed = int((seq_len + 2) / HELD_OUT)

@@ -95,7 +95,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
     """Prints the summary."""
-    table = Table(title="Bytes are those one rank sends; losses in nats per byte, train over the last 20 steps")
+    table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
     for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right")
     for column in ("bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
@@ -112,7 +112,10 @@ def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",
             _count(row["tokens_per_s"]),
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a file or a pipe has no width to fit
+    console.print(table)
 
 
 def _bytes(n: float) -> str:

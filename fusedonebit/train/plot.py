@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 COLOURS = {"adamw": "#4c566a", "onebit-adam": "#d1495b"}
-_SMOOTH = 0.9  # of the running mean that is drawn; the raw loss lies behind it
+_SMOOTH = 0.8  # of the running mean that is drawn; the raw loss lies behind it
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:

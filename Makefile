@@ -1,0 +1,55 @@
+# Every target sets up .venv by itself; the second time that costs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO_OUT ?= runs/demo
+
+.PHONY: help setup demo test test-full lint format bench clean
+
+help:
+	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
+	@echo "make test       run the test suite (minutes)"
+	@echo "make test-full  run all tests, the long ones included"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      benchmarks on this machine's CPU"
+	@echo "make clean      remove .venv and all that was built"
+
+# torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=68" wheel torch triton
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,dev]"
+	@touch $@
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/fusedonebit train --nproc 2 --compare adamw,onebit-adam --out $(DEMO_OUT)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-full: $(READY)
+	$(BIN)/python -m pytest --full
+
+# A type checker follows folders, not package-dir: give it the package as it is installed.
+TYPED := build/typing/fusedonebit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)
+	@ln -s $(CURDIR)/fusedonebit/* $(CURDIR)/comm $(CURDIR)/triton_kernels $(TYPED)/
+	cd build/typing && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml -p fusedonebit
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks: a registry of cases, each run against its peer in the same process."""

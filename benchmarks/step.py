@@ -1,0 +1,32 @@
+"""The compression-stage step of one rank against torch's fused AdamW, by turns in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedonebit import OneBitAdam
+
+from .timing import alternate
+
+
+def _parameters(numel: int, tensors: int) -> list[Tensor]:
+    params = [torch.nn.Parameter(torch.randn(numel // tensors)) for _ in range(tensors)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def run(numel: int = 1 << 23, tensors: int = 64) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    adamw = torch.optim.AdamW(_parameters(numel, tensors), fused=True)
+    onebit = OneBitAdam(_parameters(numel, tensors), freeze_step=1)
+    onebit.step()
+    medians = alternate({"AdamW(fused=True)": adamw.step, "OneBitAdam, compression": onebit.step})
+    torch.set_num_threads(threads)
+    print(f"Optimizer step, {numel:,} fp32 parameters in {tensors} tensors, world size 1, one thread")
+    base = medians["AdamW(fused=True)"]
+    for name, seconds in medians.items():
+        print(f"{name:26} {seconds * 1e3:8.2f} ms  {seconds / base:6.2f} x")
+    print(f"backend: {onebit.stats()['backend']}")
