@@ -42,7 +42,7 @@ def agree(
             that failed.
         Exception: ``error`` itself on the rank that had it.
     """
-    payload = json.dumps({"facts": list(facts), "error": str(error) if error else None}).encode()
+    payload = json.dumps({"facts": list(facts), "error": _describe(error)}).encode()
     digests = _gather_rows(transport, hashlib.sha256(payload).digest(), 32, device)
     if error is None and all(row == digests[0] for row in digests):
         return
@@ -56,6 +56,11 @@ def agree(
         raise error
     message = _failures(stated) or _first_difference([s["facts"] for s in stated])
     raise DisagreementError(message + (f"; {hint}" if hint else ""))
+
+
+def _describe(error: Exception | None) -> str | None:
+    # Some errors carry no text; their name must do.
+    return None if error is None else str(error) or type(error).__name__
 
 
 def _gather_rows(transport: Transport, payload: bytes, width: int, device: torch.device) -> list[bytes]:
@@ -75,7 +80,7 @@ def _first_difference(stated: Sequence[Sequence[Fact]]) -> str:
         for rank, facts in enumerate(stated[1:], start=1):
             if index >= len(facts) or tuple(facts[index]) != (name, value):
                 other = facts[index] if index < len(facts) else ("nothing more", "")
-                theirs = other[1] if other[0] == name else " ".join(other)
+                theirs = other[1] if other[0] == name else " ".join(other).strip()
                 return f"ranks differ: {name} is {value} on rank 0 but {theirs} on rank {rank}"
     return "ranks differ: rank 0 states fewer facts than others"
 

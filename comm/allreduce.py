@@ -260,17 +260,20 @@ class CompressedAllReduce:
 
         Changes no later step. Only checkpoints and people who look need it.
         """
-        settle(self.compensated, self.worker_scale)
-        settle(self.server_compensated, self.server_scale)
+        settle(self.compensated, self.worker_scale, self.live.bits, self.live.row)
+        settle(self.server_compensated, self.server_scale, self.live.bits, self.live.row[self._own])
 
     def result(self) -> Tensor:
-        """The last average, float32 [P], by flat index; allocates."""
+        """The last average, float32 [P], by flat index, zero where nothing is live; allocates."""
         signs = torch.cat([unpack(row) for row in self.gathered.bits])
-        return (signs.view(len(self.scale), -1) * self.scale[:, None]).view(-1)
+        values = signs.view(len(self.scale), -1) * self.scale[:, None]
+        live = unpack(self.live.bits[self.live.row.long()]).view_as(values) > 0
+        return torch.where(live, values, 0.0).view(-1)
 
     def _plain_coef(self) -> Tensor:
         # beta1 = 0: c = tensor + residual.
-        coef = torch.zeros(len(self.layout.sizes), len(Coef), device=self.device)
+        # A layout without tensors still has one block, and that block a row here.
+        coef = torch.zeros(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
         coef[:, Coef.ONE_MINUS_BETA1] = 1.0
         coef[:, Coef.UNIT] = 1.0
         return coef

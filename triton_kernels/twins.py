@@ -62,6 +62,8 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
         values = gather(tensors, tile, block_size).mul_(factor).view(-1)
         dropped += values.numel() - torch.isfinite(values).sum()
         out[tile.start : tile.start + tile.numel] = values
+    # Padding that only other ranks' chunks need, behind the last tensor's last block.
+    out[tile.start + tile.numel : -TAIL] = 0.0
     out[-TAIL] = dropped
 
 
@@ -119,10 +121,7 @@ def momentum_compress(
             g.mul_(_column(k, Coef.UNIT))
         else:
             g.div_(_denom(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt))
-        new = g.add_(kept)
-        mask = _mask(live, live_row, tile)
-        if mask is not None:
-            new = torch.where(mask, new, 0.0)
+        new = _only_live(g.add_(kept), live, live_row, tile)
         if not _write_partials(new, partials[:, b]):
             finite = torch.isfinite(new)
             new = torch.where(finite, new, kept)
@@ -214,9 +213,7 @@ def server_reduce(
             for w in range(world_size):
                 total += _signs(arrived_bits[w, tile.bytes], len(c)).mul_(scales[w])
             new += total.mul_(1.0 / world_size)
-            mask = _mask(live, live_row, tile)
-            if mask is not None:
-                new = torch.where(mask, new, 0.0)
+        new = _only_live(new, live, live_row, tile)
         c.copy_(new)
         pack(new.view(-1), bits[0, tile.bytes])
         _write_partials(new, partials[:, b])
@@ -300,10 +297,7 @@ def adam_update(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        g = grad[tile.start : tile.start + tile.numel].view(-1, block_size)
-        mask = _mask(live, live_row, tile)
-        if mask is not None:
-            g = torch.where(mask, g, 0.0)
+        g = _only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
         m, v = exp_avg.view(-1, block_size)[b], exp_avg_sq.view(-1, block_size)[b]
         m.mul_(_column(k, Coef.BETA1)).add_(g * _column(k, Coef.ONE_MINUS_BETA1))
         v.mul_(_column(k, Coef.BETA2)).add_((g * _column(k, Coef.ONE_MINUS_BETA2)).mul_(g))
@@ -344,17 +338,18 @@ def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, par
         partials[1, tile.blocks] = (v > 0).sum(1).double()
 
 
-def settle(compensated: Tensor, scale: Tensor) -> None:
+def settle(compensated: Tensor, scale: Tensor, live: Tensor, live_row: Tensor) -> None:
     """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step.
 
     Args:
         compensated: float32 [n].
         scale: float32 [blocks of n].
+        live, live_row: Elements that count; others have no residual.
     """
     block_size = compensated.numel() // scale.numel()
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         c = compensated.view(-1, block_size)[tile.blocks]
-        c.copy_(_residual(c, scale[tile.blocks]))
+        c.copy_(_only_live(_residual(c, scale[tile.blocks]), live, live_row, tile))
     scale.zero_()
 
 
@@ -391,6 +386,11 @@ def _mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
     if bool((rows == FULL_ROW).all()):
         return None
     return _signs(live[rows.long()], len(rows)) > 0
+
+
+def _only_live(values: Tensor, live: Tensor, live_row: Tensor, tile: Tile) -> Tensor:
+    mask = _mask(live, live_row, tile)
+    return values if mask is None else torch.where(mask, values, 0.0)
 
 
 def _move(
