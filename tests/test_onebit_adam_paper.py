@@ -24,7 +24,7 @@ SHAPES_AND_MAGNITUDES = [
     ((2048,), 1e-6),
 ]
 FREEZE_STEP, STEPS = 6, 50
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.05}
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
 
 
 def gradient(rank: int, step: int, i: int) -> torch.Tensor:
