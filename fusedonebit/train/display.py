@@ -65,6 +65,8 @@ class Display:
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row for each optimizer: the last step's losses and bytes, and the ratio to fp32.
 
+    ``against_adamw`` is the held-out loss relative to AdamW's, None where AdamW was not run.
+
     ``ratio`` is how many times fewer bytes were sent in all than if every step had sent what the
     uncompressed ones sent; None at world size 1.
     """
@@ -90,6 +92,10 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "tokens_per_s": last["tokens_per_s"],
             }
         )
+    baseline = next((row["held_out_loss"] for row in rows if row["optimizer"] == "adamw"), None)
+    for row in rows:
+        known = baseline is not None and row["held_out_loss"] is not None
+        row["against_adamw"] = row["held_out_loss"] / baseline - 1 if known else None
     return rows
 
 
@@ -98,7 +104,7 @@ def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
     table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
     for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right")
-    for column in ("bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
+    for column in ("against adamw", "bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -107,6 +113,7 @@ def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
             "-" if row["freeze_step"] is None else str(row["freeze_step"]),
             f"{row['train_loss']:.4f}",
             "-" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}",
+            "-" if row["against_adamw"] is None else f"{row['against_adamw']:+.1%}",
             _bytes(row["bytes_step"]),
             _bytes(row["bytes_total"]),
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",

@@ -21,7 +21,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(64, 2, 2),
-    "small": Size(128, 4, 4),
+    "small": Size(128, 2, 4),
     "medium": Size(384, 6, 6),
     "large": Size(768, 12, 12),
 }
@@ -67,7 +67,7 @@ class ByteTransformer(nn.Module):
             if p.dim() == 2:
                 # Residual branches start smaller, so that depth does not add up (GPT-2).
                 shrink = (2 * size.layers) ** -0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
-                nn.init.normal_(p, std=0.02 * shrink)
+                nn.init.normal_(p, std=size.width**-0.5 * shrink)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte, [], of ``tokens`` int64 [batch, length + 1]."""

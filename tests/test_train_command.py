@@ -1,0 +1,164 @@
+"""``fusedonebit train`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+COMMAND = [sys.executable, "-m", "fusedonebit.cli", "train"]
+SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
+
+
+def train(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *SMALL, *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    result = train(
+        *("--nproc", "2", "--compare", "adamw,onebit-adam", "--steps", "12", "--freeze-step", "5"),
+        *("--text", str(text), "--out", str(out)),
+    )
+    assert result.returncode == 0, result.stderr
+    for word in ("adamw", "onebit-adam", "held-out loss", "bytes/step", "loss.png"):
+        assert word in result.stdout
+    records = metrics(out)
+    assert [r["step"] for r in records] == [*range(1, 13), *range(1, 13)]
+    onebit = [r for r in records if r["optimizer"] == "onebit-adam"]
+    assert [r["phase"] for r in onebit] == ["warmup"] * 5 + ["compression"] * 7
+    assert onebit[-1]["bytes_step"] * 20 < onebit[0]["bytes_step"]
+    assert {r["step"] for r in onebit if "held_out_loss" in r} == {4, 8, 12}
+    # Both are the same AdamW until the freeze: same data, same start.
+    adamw = [r["loss"] for r in records if r["optimizer"] == "adamw"]
+    assert [r["loss"] for r in onebit][:5] == pytest.approx(adamw[:5], rel=1e-5)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, text: Path, nproc: str):
+    common = ("--nproc", nproc, "--freeze-step", "3", "--text", str(text), "--steps", "12")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(*common, "--out", str(whole)).returncode == 0
+    assert train(*common, "--out", str(parts)).returncode == 0
+    # Back to step 8, as if the run had been cut short there.
+    last = parts / "checkpoints" / "onebit-adam" / "step-00000012"
+    for file in last.iterdir():
+        file.unlink()
+    result = train(*common, "--out", str(parts), "--resume")
+    assert result.returncode == 0, result.stderr
+    assert [r["loss"] for r in metrics(parts)] == [r["loss"] for r in metrics(whole)]
+    for rank in range(int(nproc)):
+        name = f"checkpoints/onebit-adam/step-00000012/rank-{rank}-of-{nproc}.pt"
+        one, two = (torch.load(folder / name, weights_only=True)["model"] for folder in (whole, parts))
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def running(group: int) -> list[str]:
+    """Command lines of the processes of a group that have not ended."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    return [args for pgid, stat, args in rows if int(pgid) == group and not stat.startswith("Z")]
+
+
+def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
+    assert len(metrics(out)) >= 5
+    assert (out / "loss.png").exists()
+    deadline = time.monotonic() + 10
+    while running(process.pid):
+        assert time.monotonic() < deadline, f"still running: {running(process.pid)}"
+        time.sleep(0.1)
+
+
+def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    assert process.wait(timeout=30) == 1
+
+
+def test_works_under_torchrun(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*torchrun, "-m", "fusedonebit.cli", "train", *SMALL]
+        + ["--steps", "6", "--freeze-step", "3", "--text", str(text), "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert [r["phase"] for r in metrics(out)] == ["warmup"] * 3 + ["compression"] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "missing.txt"], "missing.txt can't be read: No such file"),
+        (["--text", "EMPTY"], "is empty"),
+        (["--text", "SHORT"], "must hold at least"),
+        (["--text", "."], "can't be read"),
+        (["--optimizer", "sgd"], "--optimizer must be of adamw, onebit-adam, got 'sgd'"),
+        (["--compare", "adamw,sgd"], "--compare must be of"),
+        (["--model", "huge"], "--model must be one of tiny"),
+        (["--steps", "0"], "whole number >= 1, got '0'"),
+        (["--freeze-step", "soon"], "got 'soon'"),
+        (["--lr", "-1"], "must be a number > 0"),
+        (["--nproc", "0"], "whole number >= 1"),
+        (["--resume"], "--resume found no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "short").write_text("too short")
+    names = {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
+    result = train(*(names.get(a, a) for a in arguments), "--out", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if message in line]) == 1
