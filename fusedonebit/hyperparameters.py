@@ -116,7 +116,8 @@ class CoefficientTable:
         """Computes the table for the update that follows ``step`` updates.
 
         Args:
-            groups: ``param_groups``; lr may be a tensor, and is then read on the device.
+            groups: ``param_groups``; lr may be a tensor, and is then read on the device; bias
+                corrections of a group count from ``added_at`` updates.
             step: float32 [], updates done.
             variance_step: float32 [], updates that entered the variance, or None: step + 1.
 
@@ -124,13 +125,14 @@ class CoefficientTable:
             float32 [tensors, len(Coef)].
         """
         rows = self._upload(groups)
-        lr, beta1, beta2, eps, decay, sign = rows.unbind(1)
+        lr, beta1, beta2, eps, decay, sign, added_at = rows.unbind(1)
         one = torch.ones_like(lr)
         bias1 = bias2 = one
         if self.bias_correction:
             t = step.double() + 1
-            bias1 = 1 - beta1**t
-            bias2 = 1 - beta2 ** (t if variance_step is None else variance_step.double())
+            bias1 = 1 - beta1 ** (t - added_at)
+            updates_of_v = (t if variance_step is None else variance_step.double()) - added_at
+            bias2 = 1 - beta2 ** updates_of_v.clamp(min=1)
         columns = {
             Coef.BETA1: beta1,
             Coef.ONE_MINUS_BETA1: (1 - beta1) * sign,
@@ -153,6 +155,7 @@ class CoefficientTable:
                 float(group["eps"]),
                 float(group["weight_decay"]),
                 -1.0 if group["maximize"] else 1.0,
+                float(group.get("added_at", 0)),
             )
             for group in groups
         ]

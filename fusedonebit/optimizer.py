@@ -189,11 +189,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
                 "construct a new optimizer"
             )
+        self._outcomes.catch_up()
         kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
         outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
         error: Exception | None = None
         try:
-            super().add_param_group(param_group)
+            super().add_param_group({**param_group, "added_at": self._outcomes.updates})
             check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
             self._list = ParameterList(self.param_groups)
         except (TypeError, ValueError) as caught:

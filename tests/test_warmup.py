@@ -1,0 +1,302 @@
+"""The warm-up is AdamW on averaged gradients, whatever the parameters look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit import OneBitAdam
+
+STEPS = 50
+GROUPS = [
+    ([(31, 17), (5,)], {"lr": 1e-2, "weight_decay": 0.1}),
+    ([(1000,), (1,), (0,), ()], {"betas": (0.8, 0.99), "eps": 1e-4}),
+    ([(3, 4, 5)], {"lr": 3e-3, "weight_decay": 0.0, "maximize": True}),
+]
+
+
+def gradient(rank: int, step: int, p: Tensor, i: int) -> Tensor:
+    """Repeatable on every rank; of another size in every tensor."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
+    return (torch.randn(p.shape, generator=generator) * 10.0 ** (i % 5 - 2)).to(p.dtype)
+
+
+def averaged(world_size: int, step: int, p: Tensor, i: int) -> Tensor:
+    return (sum(gradient(r, step, p, i).double() for r in range(world_size)) / world_size).float()
+
+
+def make_groups(dtype: torch.dtype = torch.float32) -> list[dict]:
+    torch.manual_seed(0)
+    return [{"params": [Parameter(torch.randn(s).to(dtype)) for s in shapes], **options} for shapes, options in GROUPS]
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    """The largest deviation, of the largest element."""
+    if not reference.numel():
+        return 0.0
+    return float((ours.detach() - reference.detach()).abs().max() / reference.detach().abs().max())
+
+
+def ulps(ours: Tensor, reference: Tensor) -> int:
+    """The largest distance in representable numbers of a 16-bit dtype."""
+    if not ours.numel():
+        return 0
+    ordered = [t.detach().contiguous().view(torch.int16).int() for t in (ours, reference)]
+    ours, reference = (torch.where(t < 0, -(t & 0x7FFF), t) for t in ordered)
+    return int((ours - reference).abs().max())
+
+
+def against_adamw(rank: int, world_size: int) -> float:
+    ours = OneBitAdam(make_groups(), lr=1e-3, freeze_step=STEPS + 1)
+    reference = torch.optim.AdamW(make_groups(), lr=1e-3, foreach=False)
+    worst = 0.0
+    for step in range(STEPS):
+        for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
+            p.grad, q.grad = gradient(rank, step, p, i), averaged(world_size, step, q, i)
+        ours.step()
+        reference.step()
+        pairs = zip(parameters(ours), parameters(reference), strict=True)
+        worst = max([worst, *(relative(p, q) for p, q in pairs)])
+    assert ours.phase == "warmup"
+    for p, q in zip(parameters(ours), parameters(reference), strict=True):
+        assert ours.state[p]["step"] == STEPS
+        for key in ("exp_avg", "exp_avg_sq"):
+            worst = max(worst, relative(ours.state[p][key], reference.state[q][key]))
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_warmup_equals_adamw_on_the_averaged_gradient(world_size):
+    for worst in run_ranks(against_adamw, world_size):
+        print(f"W={world_size}: deviation from AdamW over {STEPS} steps: {worst:.1e} (limit 1e-6)")
+        assert worst <= 1e-6
+
+
+def against_rounded_adamw(rank: int, world_size: int, dtype: torch.dtype) -> tuple[int, float]:
+    """AdamW with float32 state whose parameters are rounded after each step."""
+    ours = OneBitAdam(make_groups(dtype), lr=1e-3, freeze_step=STEPS + 1)
+    groups = make_groups(dtype)
+    rounded = [p for group in groups for p in group["params"]]
+    for group in groups:
+        group["params"] = [Parameter(p.detach().float()) for p in group["params"]]
+    reference = torch.optim.AdamW(groups, lr=1e-3, foreach=False)
+    worst = 0
+    start = [p.detach().float().clone() for p in parameters(ours)]
+    for step in range(STEPS):
+        for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
+            p.grad, q.grad = gradient(rank, step, p, i), averaged(world_size, step, p, i)
+        ours.step()
+        reference.step()
+        for p, q, r in zip(parameters(ours), parameters(reference), rounded, strict=True):
+            with torch.no_grad():
+                r.copy_(q)
+                q.copy_(r)
+            worst = max(worst, ulps(p, r))
+    moved = max(relative(p.float(), x) for p, x in zip(parameters(ours), start, strict=True))
+    assert all(s["exp_avg"].dtype == s["exp_avg_sq"].dtype == torch.float32 for s in ours.state.values())
+    return worst, moved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_stay_within_one_ulp_of_adamw_with_float32_state(dtype):
+    for worst, moved in run_ranks(against_rounded_adamw, 2, dtype):
+        print(f"{dtype}: deviation over {STEPS} steps: {worst} ulp (limit 1)")
+        assert worst <= 1
+        assert moved > 0.05
+
+
+def run_alone(ours: torch.optim.Optimizer, reference: torch.optim.Optimizer, steps: int = 20) -> float:
+    """Gives both the same gradients in this one process; returns the largest deviation."""
+    for step in range(steps):
+        for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
+            if p.requires_grad:
+                p.grad, q.grad = gradient(0, step, p, i), gradient(0, step, q, i)
+        ours.step()
+        reference.step()
+    return max(relative(p, q) for p, q in zip(parameters(ours), parameters(reference), strict=True))
+
+
+def make_pair(make: Callable[[], list], **options) -> tuple[OneBitAdam, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    ours = OneBitAdam(make(), freeze_step=1000, **options)
+    torch.manual_seed(0)
+    return ours, torch.optim.AdamW(make(), foreach=False, **options)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_lr_schedulers_act_as_on_adamw(tensor_lr):
+    results = []
+    for make in (lambda p, lr: OneBitAdam(p, lr, freeze_step=1000), lambda p, lr: torch.optim.AdamW(p, lr)):
+        torch.manual_seed(0)
+        p = Parameter(torch.randn(50))
+        optimizer = make([p], torch.tensor(1e-2) if tensor_lr else 1e-2)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [5])
+        for step in range(20):
+            p.grad = gradient(0, step, p, 0)
+            optimizer.step()
+            scheduler.step()
+        results.append((p, float(optimizer.param_groups[0]["lr"])))
+    (ours, lr), (reference, expected_lr) = results
+    print(f"deviation under a scheduler: {relative(ours, reference):.1e} (limit 1e-6)")
+    assert lr == pytest.approx(expected_lr, rel=1e-6)
+    assert relative(ours, reference) <= 1e-6
+
+
+def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned():
+    p = Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = OneBitAdam([p], lr=0.1, weight_decay=0.0, freeze_step=100)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 25.0
+    torch.testing.assert_close(p.detach(), torch.tensor([2.9, 3.9]))
+
+
+def test_a_gradient_that_is_none_counts_as_zeros():
+    shapes = [(40,), (7, 3)]
+    ours, reference = make_pair(lambda: [Parameter(torch.randn(s)) for s in shapes], weight_decay=0.1)
+    for step in range(12):
+        for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
+            absent = (step + i) % 3 == 0 or (i == 1 and step < 4)
+            p.grad = None if absent else gradient(0, step, p, i)
+            q.grad = torch.zeros_like(q) if absent else p.grad.clone()
+        ours.step()
+        reference.step()
+    for p, q in zip(parameters(ours), parameters(reference), strict=True):
+        assert relative(p, q) <= 1e-6
+
+
+def test_frozen_parameters_stay_and_have_no_state():
+    def make() -> list[Parameter]:
+        return [Parameter(torch.randn(20), requires_grad=i != 1) for i in range(3)]
+
+    ours, reference = make_pair(make)
+    before = parameters(ours)[1].clone()
+    assert run_alone(ours, reference) <= 1e-6
+    assert torch.equal(parameters(ours)[1], before)
+    assert parameters(ours)[1] not in ours.state
+
+
+def with_odd_memory() -> list[Parameter]:
+    return [
+        Parameter(torch.randn(6, 5, 4, 3).to(memory_format=torch.channels_last)),
+        Parameter(torch.randn(30, 20).t()),
+        Parameter(torch.randn(40, 50)[::3, 5:40:2]),
+        Parameter(torch.randn(9, 1, 8).transpose(0, 2)),
+        Parameter(torch.randn(70)[::7]),
+        Parameter(torch.randn(0, 3)),
+    ]
+
+
+def test_parameters_of_any_strides_are_updated_where_they_lie():
+    ours, reference = make_pair(with_odd_memory, weight_decay=0.1)
+    assert not parameters(ours)[2].is_contiguous()
+    where = [p.data_ptr() for p in parameters(ours)]
+    strides = [p.stride() for p in parameters(ours)]
+    worst = run_alone(ours, reference)
+    print(f"deviation with odd strides: {worst:.1e} (limit 1e-6)")
+    assert worst <= 1e-6
+    assert [p.data_ptr() for p in parameters(ours)] == where
+    assert [p.stride() for p in parameters(ours)] == strides
+    for p, q in zip(parameters(ours), parameters(reference), strict=True):
+        assert ours.state[p]["exp_avg"].shape == p.shape
+        assert relative(ours.state[p]["exp_avg"], reference.state[q]["exp_avg"]) <= 1e-6
+        assert relative(ours.momentum(p), reference.state[q]["exp_avg"]) <= 1e-6
+
+
+@pytest.mark.parametrize("freeze_step", [1000, 3])
+def test_gradients_of_other_strides_than_their_parameter_are_not_misread(freeze_step):
+    """The same numbers in other memory orders give the same bits, in both stages."""
+    results = []
+    for odd in (False, True):
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(6, 5, 4, 3)), Parameter(torch.randn(30, 20)), Parameter(torch.randn(8))]
+        optimizer = OneBitAdam(params, freeze_step=freeze_step)
+        for step in range(8):
+            for i, p in enumerate(params):
+                p.grad = gradient(0, step, p, i)
+            params[2].grad = torch.full((8,), float(step - 3))
+            if odd:
+                params[0].grad = params[0].grad.to(memory_format=torch.channels_last)
+                params[1].grad = params[1].grad.t().contiguous().t()
+                params[2].grad = torch.tensor(float(step - 3)).expand(8)
+            optimizer.step()
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_tied_parameters_are_updated_once():
+    def tied() -> torch.nn.Module:
+        torch.manual_seed(0)
+        embedding, head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False)
+        head.weight = embedding.weight
+        return torch.nn.Sequential(embedding, head)
+
+    ours, reference = tied(), tied()
+    optimizers = (
+        OneBitAdam(ours.parameters(), freeze_step=1000),
+        torch.optim.AdamW(reference.parameters(), foreach=False),
+    )
+    for _ in range(10):
+        for model, optimizer in zip((ours, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 3])).square().sum().backward()
+            optimizer.step()
+    assert len(optimizers[0].state) == 1
+    assert relative(ours[0].weight, reference[0].weight) <= 1e-6
+
+
+def test_masked_coordinates_stay_exactly_still_and_the_others_follow_adamw():
+    mask = torch.rand(30, 20, generator=torch.Generator().manual_seed(1)) > 0.3
+    torch.manual_seed(0)
+    p = Parameter(torch.randn(20, 30).t())
+    q = Parameter(p.detach().clone())
+    ours = OneBitAdam([p], weight_decay=0.5, freeze_step=1000, mask={p: mask})
+    before = p.detach().clone()
+    run_alone(ours, torch.optim.AdamW([q], weight_decay=0.5, foreach=False))
+    assert torch.equal(p[~mask], before[~mask])
+    assert relative(p[mask], q[mask]) <= 1e-6
+    assert not torch.equal(p[mask], before[mask])
+
+
+def test_named_parameters_appear_by_name_in_messages():
+    model = torch.nn.Linear(3, 2)
+    optimizer = OneBitAdam(model.named_parameters(), freeze_step=10)
+    model.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"parameter 1 \(bias\) no longer requires gradients"):
+        optimizer.step()
+
+
+def test_a_group_added_before_the_freeze_trains_as_in_adamw():
+    torch.manual_seed(0)
+    first, second = torch.randn(1500), torch.randn(33)
+    optimizers = []
+    for make in (lambda p: OneBitAdam(p, freeze_step=1000), lambda p: torch.optim.AdamW(p, foreach=False)):
+        p, q = Parameter(first.clone()), Parameter(second.clone())
+        optimizer = make([p])
+        for step in range(20):
+            if step == 7:
+                optimizer.add_param_group({"params": [q], "lr": 1e-2, "weight_decay": 0.3})
+            for i, tensor in enumerate(parameters(optimizer)):
+                tensor.grad = gradient(0, step, tensor, i)
+            optimizer.step()
+        optimizers.append(optimizer)
+    for p, q in zip(*map(parameters, optimizers), strict=True):
+        print(f"deviation with an added group: {relative(p, q):.1e} (limit 1e-6)")
+        assert relative(p, q) <= 1e-6
