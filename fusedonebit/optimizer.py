@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checkpoint, inspection
+from . import checkpoint, construction, inspection
 from .comm import CollectiveError, CompressedAllReduce, Flag, agree, describe_mismatch, make_transport
 from .errors import FusedOneBitWarning
 from .freezing import AutoFreeze, DeadCoordinates, warn_text
@@ -26,7 +25,6 @@ from .parameters import ParameterList, first_device, materialise
 from .triton_kernels import TAIL, FlatLayout, choose_block_size, flatten, freeze, live_table
 
 Phase = Literal["warmup", "compression"]
-_GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -54,8 +52,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             check_group(defaults)
             super().__init__(params, defaults)
             self._list = ParameterList(self.param_groups)
-            self._check_masks()
-            self._check_device()
+            construction.check_masks(self._masks, self._list)
+            construction.check_device(self.device)
         except (TypeError, ValueError, RuntimeError) as caught:
             error = caught
         self._agree_on_construction(error, broadcast_parameters)
@@ -64,29 +62,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- construction
 
-    def _check_device(self) -> None:
-        if self._list.device.type == "cuda" and torch.version.hip is None:
-            try:
-                import triton  # noqa: F401
-            except ImportError as missing:
-                raise RuntimeError(
-                    "params on cuda need triton, which is not installed: pip install triton"
-                ) from missing
-
-    def _check_masks(self) -> None:
-        known = {id(p) for p in self._list.params}
-        for p, mask in self._masks.items():
-            if id(p) not in known:
-                raise ValueError(f"mask names a tensor of shape {tuple(p.shape)} that is no trainable parameter")
-            if mask.dtype is not torch.bool or mask.shape != p.shape:
-                raise ValueError(
-                    f"a mask must be a bool tensor of its parameter's shape {tuple(p.shape)}, "
-                    f"got {mask.dtype} {tuple(mask.shape)}"
-                )
-
     def _agree_on_construction(self, error: Exception | None, broadcast: bool) -> None:
         """Compares everything that must be equal on all ranks, values last."""
-        facts = [] if error else self._facts()
+        facts = [] if error else construction.facts(self, broadcast)
         agree(self._transport, facts, self.device, error, "construct the optimizer alike on every rank")
         if broadcast:
             self._list.before_update()
@@ -96,26 +74,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 self._list.after_update()
         hint = "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
         agree(self._transport, self._list.values(), self.device, hint=hint)
-
-    def _facts(self) -> list[tuple[str, str]]:
-        options = [(f.name, repr(getattr(self.options, f.name))) for f in fields(self.options)]
-        groups = [
-            (f"{key} of group {i}", repr(_plain(group[key])))
-            for i, group in enumerate(self.param_groups)
-            for key in _GROUP_KEYS
-        ]
-        masks = [
-            (f"the mask of {name}", str(int(self._masks[p].sum())))
-            for p, name in zip(self._list.params, self._list.names, strict=True)
-            if p in self._masks
-        ]
-        kind = ("the optimizer", type(self).__name__)
-        return [
-            kind,
-            *options,
-            *self._list.facts(),
-            ("the number of groups", str(len(self.param_groups))),
-        ] + (groups + masks)
 
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
@@ -140,7 +98,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._grad: Tensor | None = None
         self._phase: Phase = "warmup"
         self._variance_step: Tensor | None = None
-        self._outcomes = Outcomes(device, self.options.nonfinite, lambda: describe_mismatch(self._reduce.arrived_words))
+        self._outcomes = Outcomes(device, self.options.nonfinite, self._describe_mismatch)
         self._freeze_at: int | None = None
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
@@ -274,10 +232,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         tail[1:6] = torch.tensor(words).to(self.device, non_blocking=True)
         own = tail[2:6] * world_size
         self._transport.all_reduce(self._grad)
+        self._marks_differ = tail[2:6] != own
         flags = (
             (tail[0] > 0).int() * int(Flag.NONFINITE)
             + (tail[1] > 0).int() * int(Flag.ABORT)
-            + (tail[2:6] != own).any().int() * int(Flag.MISMATCH)
+            + self._marks_differ.any().int() * int(Flag.MISMATCH)
         ).reshape(1)
         self._list.before_update()
         self._update(self._grad, coef, flags)
@@ -290,6 +249,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._apply(coef, self._reduce.flags)
         self._list.after_update()
         return self._reduce.flags
+
+    def _describe_mismatch(self) -> str:
+        if self._phase == "compression":
+            return describe_mismatch(self._reduce.arrived_words)
+        steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
+        return "number of steps" if steps else "hyper-parameters (learning rate and the like)"
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         """One warm-up update from averaged gradients ``grad`` float32 [>= P]; none where skipped."""
@@ -411,7 +376,3 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 nothing was changed.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
-
-
-def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, Tensor) else value

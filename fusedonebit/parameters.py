@@ -187,10 +187,10 @@ class ParameterList:
         return [list(stride) for stride in self._strides]
 
     def facts(self) -> list[Fact]:
-        """What must be equal on all ranks: count, shapes and dtypes."""
+        """What must be equal on all ranks: count, dtypes, shapes and memory order."""
         described = [
-            (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}")
-            for p, name in zip(self.params, self.names, strict=True)
+            (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} in memory order {stride}")
+            for p, name, stride in zip(self.params, self.names, self._strides, strict=True)
         ]
         return [("the number of trainable parameters", str(len(self))), *described]
 
