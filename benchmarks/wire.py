@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 
@@ -12,9 +11,8 @@ from .shapes import MODELS, sizes
 
 def run() -> None:
     print("Wire bytes of one rank and compression-stage step, all W messages of both collectives counted")
-    print(
-        f"{'model':12} {'W':>3} {'tensors':>7} {'elements':>12} {'block':>5} {'bytes':>12} {'/ (2 n/8)':>9} {'/ fp32':>7}"
-    )
+    columns = f"{'model':12} {'W':>3} {'tensors':>7} {'elements':>12} {'block':>5} {'bytes':>12}"
+    print(f"{columns} {'/ (2 n/8)':>9} {'saved':>7}")
     for name, shapes in MODELS.items():
         for world_size in (2, 8, 64):
             counts = sizes(shapes())

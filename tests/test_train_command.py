@@ -90,7 +90,8 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
     )
     deadline = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, errors = process.communicate(timeout=30)
@@ -114,7 +115,8 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path)
     )
     deadline = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.2)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
@@ -124,9 +126,9 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path)
 def test_works_under_torchrun(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--steps", "6", "--freeze-step", "3"]
     result = subprocess.run(
-        [*torchrun, "-m", "fusedonebit.cli", "train", *SMALL]
-        + ["--steps", "6", "--freeze-step", "3", "--text", str(text), "--out", str(out)],
+        [*torchrun, "-m", "fusedonebit.cli", "train", *SMALL, *options, "--text", str(text), "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=120,
