@@ -260,6 +260,12 @@ def test_large_tensors_get_large_blocks_and_tiny_ones_small():
     assert choose_block_size([], 2) == 128
 
 
+def test_one_percent_of_padding_is_the_limit():
+    assert 101_387 + 101_387 // 100 == 100 * 1024
+    assert choose_block_size([101_387], 1) == 1024
+    assert choose_block_size([101_386], 1) == 512
+
+
 def live_bits(layout: FlatLayout, **kwargs) -> list[bool]:
     table = live_table(layout, **kwargs)
     rows = (table.bits[:, :, None] >> torch.arange(8)) & 1
