@@ -33,7 +33,7 @@ class Word(IntEnum):
     LAYOUT = 3
     """``FlatLayout.fingerprint``."""
     DIGEST = 4
-    """Wrapping sum of the last gathered messages' bits and scales."""
+    """``digest`` of the last gathered messages' bits and scales."""
     TAG = 5
     """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
     SENDER = 6
@@ -127,5 +127,7 @@ def describe_mismatch(arrived: Tensor) -> str:
 
 
 def digest(messages: Messages) -> Tensor:
-    """Wrapping 32-bit sum of all payloads, int32 []."""
-    return messages.payload.view(torch.int32).sum(dtype=torch.int64).to(torch.int32)
+    """Wrapping 64-bit sum of all payloads, its halves combined, int32 []."""
+    # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
+    total = messages.payload.view(torch.int64).sum()
+    return (total ^ (total >> 32)).to(torch.int32)

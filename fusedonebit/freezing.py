@@ -81,7 +81,7 @@ class DeadCoordinates:
         layout: The flat index space.
         block_tensor: int64 [B].
         exp_avg_sq: float32 [P].
-        live_count: int64 [B].
+        live_count: int32 [B].
 
     Attributes:
         mean: float32 [tensors], the mean of each tensor's v > 0 (0 where it has none).

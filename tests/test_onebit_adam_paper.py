@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference_adam
 import torch
+from observe import flat, observe, served, whole_server_error
 from ranks import run_ranks
 
 from fusedonebit import OneBitAdam
@@ -35,59 +36,32 @@ def gradient(rank: int, step: int, i: int) -> torch.Tensor:
     return (drift + noise) * magnitude
 
 
-def flat(tensors: list[torch.Tensor]) -> np.ndarray:
-    return torch.cat([t.detach().reshape(-1) for t in tensors]).numpy().copy()
-
-
 def record_steps(rank: int, world_size: int, norm: str) -> dict:
     """Trains; returns all states, before the first compressed step and after each."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
     optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, scale_norm=norm, **HYPER)
-    states, gradients, served = [], [], None
+    states, gradients = [], []
     for step in range(FREEZE_STEP + STEPS):
         for i, p in enumerate(params):
             p.grad = gradient(rank, step, i)
         if step >= FREEZE_STEP:
             gradients.append(flat([p.grad for p in params]))
             if not states:
-                states.append(observe(optimizer, params))
+                states.append(observe(optimizer))
         optimizer.step()
         if step >= FREEZE_STEP:
-            states.append(observe(optimizer, params))
+            states.append(observe(optimizer))
     assert optimizer.phase == "compression"
-    saved, at, served = optimizer.state_dict()["state"], 0, []
-    for i, p in enumerate(params):
-        start = at + saved[i]["server_error_start"]
-        served.append(np.arange(start, start + len(saved[i]["server_error"])))
-        at += p.numel()
-    return {"states": states, "gradients": gradients, "served": np.concatenate(served)}
-
-
-def observe(optimizer: OneBitAdam, params: list[torch.Tensor]) -> dict[str, np.ndarray]:
-    state = {
-        "x": flat(params),
-        "m": flat([optimizer.momentum(p) for p in params]),
-        "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
-        "worker_error": flat([optimizer.worker_error(p) for p in params]),
-        "server_error": np.zeros(0, dtype=np.float32),
-    }
-    if optimizer.phase == "compression":
-        saved = optimizer.state_dict()["state"]
-        state["server_error"] = flat([saved[i]["server_error"] for i in range(len(params))])
-    return state
+    return {"states": states, "gradients": gradients, "served": served(optimizer)}
 
 
 def whole_state(runs: list[dict], t: int) -> reference_adam.State:
     """The state of all ranks before compressed step ``t`` as Algorithm 1 knows it."""
     here = [{k: a.astype(np.float64) for k, a in run["states"][t].items()} for run in runs]
-    server_error = np.zeros_like(here[0]["x"])
-    for run, state in zip(runs, here, strict=True):
-        if t:
-            server_error[run["served"]] = state["server_error"]
-    return reference_adam.State(
-        here[0]["x"], here[0]["m"], here[0]["v"], [s["worker_error"] for s in here], server_error
-    )
+    server_error = whole_server_error(here, [run["served"] for run in runs])
+    worker_error = [state["worker_error"] for state in here]
+    return reference_adam.State(here[0]["x"], here[0]["m"], here[0]["v"], worker_error, server_error)
 
 
 class Deviation:
@@ -112,7 +86,7 @@ def compare(
     before: reference_adam.State,
     after: reference_adam.State,
     gradients: list[np.ndarray],
-    served: list[np.ndarray],
+    parts: list[np.ndarray],
     spec: reference_adam.Outcome,
 ) -> None:
     agreed = np.ones(before.x.size, dtype=bool)
@@ -127,7 +101,7 @@ def compare(
         off = np.abs(after.worker_error[i] - spec.worker_error[i])[equal] / terms[equal]
         deviation.error = max(deviation.error, float(off.max()))
     equal = agreed & deviation.count_signs(spec.averaged, after.m)
-    for elements, s in zip(served, spec.server_scale, strict=True):
+    for elements, s in zip(parts, spec.server_scale, strict=True):
         magnitude = np.abs(after.m[elements])
         assert (magnitude == magnitude[0]).all()
         deviation.scale = max(deviation.scale, abs(magnitude[0] / s - 1))
@@ -142,9 +116,9 @@ def compare(
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_every_compressed_step_is_algorithm_1(norm):
     runs = run_ranks(record_steps, 4, norm)
-    served = [run["served"] for run in runs]
+    parts = [run["served"] for run in runs]
     d = runs[0]["states"][0]["x"].size
-    np.testing.assert_array_equal(np.sort(np.concatenate(served)), np.arange(d))
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(d))
     deviation = Deviation()
     for t in range(STEPS):
         before, after = whole_state(runs, t), whole_state(runs, t + 1)
@@ -152,7 +126,7 @@ def test_every_compressed_step_is_algorithm_1(norm):
         spec = reference_adam.compressed_step(
             before,
             gradients,
-            served,
+            parts,
             lr=HYPER["lr"],
             beta1=HYPER["betas"][0],
             beta2=HYPER["betas"][1],
@@ -163,7 +137,7 @@ def test_every_compressed_step_is_algorithm_1(norm):
             norm=norm,
         )
         np.testing.assert_array_equal(before.v, after.v)
-        compare(deviation, before, after, gradients, served, spec)
+        compare(deviation, before, after, gradients, parts, spec)
     share = deviation.differing / deviation.signs
     print(f"{norm}: signs that differ: {share:.1e} of {deviation.signs} (limit 1e-5)")
     print(f"{norm}: largest |c| / rms among them: {deviation.largest_differing:.1e} (limit 1e-6)")

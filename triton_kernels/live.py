@@ -25,7 +25,7 @@ class LiveTable(NamedTuple):
     Attributes:
         bits: uint8 [rows, block_size / 8], LSB first.
         row: int32 [n_blocks], each block's row in ``bits``.
-        numel: int64 [n_blocks], live elements of each block.
+        numel: int32 [n_blocks], live elements of each block.
     """
 
     bits: Tensor
@@ -76,7 +76,7 @@ def live_table(
             row[first:end] = torch.arange(len(rows), len(rows) + end - first, dtype=torch.int32)
             rows.extend(padded.view(-1, block))
     table = torch.stack(rows)
-    return LiveTable(_pack_rows(table), row, table.sum(1)[row.long()])
+    return LiveTable(_pack_rows(table), row, table.sum(1, dtype=torch.int32)[row.long()])
 
 
 def _pack_rows(rows: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""Reads an optimizer's state from outside, by what is public, as flat NumPy vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedonebit import OneBitAdam
+
+
+def flat(tensors: Sequence[Tensor]) -> np.ndarray:
+    return torch.cat([t.detach().float().reshape(-1) for t in tensors]).numpy().copy()
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def observe(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
+    """All of the state: parameters x, momentum m, variance v, this rank's residual and its part of the servers'."""
+    params = parameters(optimizer)
+    state = {
+        "x": flat(params),
+        "m": flat([optimizer.momentum(p) for p in params]),
+        "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
+        "worker_error": flat([optimizer.worker_error(p) for p in params]),
+        "server_error": np.zeros(0, dtype=np.float32),
+    }
+    if optimizer.phase == "compression":
+        saved = optimizer.state_dict()["state"]
+        state["server_error"] = flat([saved[i]["server_error"] for i in range(len(params))])
+    return state
+
+
+def served(optimizer: OneBitAdam) -> np.ndarray:
+    """Indices, in the flat vector, of the elements that this rank serves; only in the compression stage."""
+    saved, at, indices = optimizer.state_dict()["state"], 0, []
+    for i, p in enumerate(parameters(optimizer)):
+        start = at + saved[i]["server_error_start"]
+        indices.append(np.arange(start, start + len(saved[i]["server_error"])))
+        at += p.numel()
+    return np.concatenate(indices)
+
+
+def whole_server_error(states: Sequence[dict], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The residual of all servers from each rank's state and ``served``; zero before the freeze."""
+    error = np.zeros(states[0]["x"].size)
+    for state, indices in zip(states, parts, strict=True):
+        if state["server_error"].size:
+            error[indices] = state["server_error"]
+    return error
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Equal only for equal bits."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

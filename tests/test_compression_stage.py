@@ -1,0 +1,232 @@
+"""What the compression stage costs and what it keeps equal."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import reference_adam
+import torch
+from fusedonebit.comm import Messages
+from fusedonebit.triton_kernels import FlatLayout, choose_block_size
+from observe import fingerprint, flat, observe, parameters, served
+from ranks import WORLD_SIZES, run_ranks
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.shapes import MODELS, bert_large, sizes
+from fusedonebit import OneBitAdam
+
+
+def gradient(rank: int, step: int, p: Tensor, i: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
+    return (torch.randn(p.shape, generator=generator) + 0.3).to(p.dtype)
+
+
+def train(optimizer: OneBitAdam, rank: int, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        for i, p in enumerate(parameters(optimizer)):
+            p.grad = gradient(rank, step, p, i)
+        optimizer.step()
+
+
+def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+# ---------------------------------------------------------------- equal on all ranks
+
+
+def fingerprints(rank: int, world_size: int, options: dict) -> list[str]:
+    params = make((33, 40), (7,), (1,), ()) + make((1500,), (12, 5), dtype=torch.bfloat16)
+    params.append(Parameter(torch.ones(8, 6).t()))
+    optimizer = OneBitAdam(params, lr=1e-2, freeze_step=60, **options)
+    prints = []
+    for step in range(200):
+        train(optimizer, rank, 1, start=step)
+        prints.append(fingerprint(params))
+        assert optimizer.phase == ("warmup" if step < 60 else "compression")
+    return prints
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("options", [{}, {"scale_norm": "l1", "scale_scope": "layer"}], ids=["global", "layer"])
+def test_parameters_stay_bit_identical_across_ranks(world_size, options):
+    prints = run_ranks(fingerprints, world_size, options)
+    equal = sum(len(set(of_step)) == 1 for of_step in zip(*prints, strict=True))
+    print(f"W={world_size} {options}: steps after which all ranks' bits are equal: {equal} (limit: all 200)")
+    assert equal == 200
+    assert len(set(prints[0])) == 200
+
+
+# ---------------------------------------------------------------- what travels
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts what reaches torch.distributed's own ops, whatever the optimizer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(rank: int, world_size: int, tensors: int) -> list[tuple[int, int, int, int]]:
+    optimizer = OneBitAdam(make(*[(3 + i % 50,) for i in range(tensors)]), freeze_step=2)
+    train(optimizer, rank, 2)
+    counts = []
+    for step in range(3):
+        with CollectiveCounter() as counter:
+            train(optimizer, rank, 1, start=2 + step)
+        stats = optimizer.stats()
+        message = Messages.size(1, optimizer.layout)
+        counts.append((len(counter.names), stats["collectives_step"], stats["bytes_step"], message))
+    assert optimizer.phase == "compression"
+    return counts
+
+
+@pytest.mark.parametrize("tensors", [3, 300])
+def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(tensors):
+    for counts in run_ranks(count_collectives, 2, tensors):
+        for called, counted, sent, message in counts:
+            print(f"{tensors} tensors: collectives in a step: {called} (limit 2), {sent} bytes to the other rank")
+            assert called == counted == 2
+            assert sent == 2 * message
+
+
+def wire_bytes(counts: tuple[int, ...], world_size: int) -> int:
+    """All messages of both collectives, the rank's own included."""
+    layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
+    return 2 * world_size * Messages.size(1, layout)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size):
+    counts = sizes(bert_large())
+    assert len(counts) == 302
+    real = sum(counts)
+    assert 335e6 < real < 337e6
+    ratio = wire_bytes(counts, world_size) / (2 * real / 8)
+    print(f"BERT-Large, {real:,} elements, W={world_size}: bytes / (2 n/8): {ratio:.5f} (limit 1.01)")
+    assert 1.0 <= ratio <= 1.01
+    for name, shapes in MODELS.items():
+        others = sizes(shapes())
+        print(
+            f"{name}: bytes / (2 n/8) at W={world_size}: {wire_bytes(others, world_size) / (2 * sum(others) / 8):.4f}"
+        )
+
+
+# ---------------------------------------------------------------- what is kept
+
+MILLIONS = [(1024, 1024), (1024,), (1000, 777), (3,), (1536, 2048), (77, 77)]
+
+
+def kept_bytes(rank: int, world_size: int) -> tuple[float, float, int, int]:
+    """Bytes per parameter by ``stats``, and the largest allocations before and after the freeze."""
+    optimizer = OneBitAdam(make(*MILLIONS), freeze_step=2)
+    n = sum(math.prod(shape) for shape in MILLIONS)
+    grads = [gradient(rank, 0, p, i) for i, p in enumerate(parameters(optimizer))]
+    for p, g in zip(parameters(optimizer), grads, strict=True):
+        p.grad = g
+    first = largest_allocation(optimizer.step)
+    optimizer.step()
+    compressed = max(largest_allocation(optimizer.step) for _ in range(3))
+    assert optimizer.phase == "compression"
+    stats = optimizer.stats()
+    assert stats["parameters"] == n
+    return stats["state_bytes"] / n, stats["wire_bytes"] / n, first // n, compressed
+
+
+def largest_allocation(call) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_full_size(world_size):
+    for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size):
+        limit, n = 8.2 + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
+        print(f"W={world_size}: state bytes per parameter: {state:.3f} (limit {limit})")
+        print(f"W={world_size}: wire bytes per parameter: {wire:.3f} (limit 0.3)")
+        print(f"W={world_size}: largest allocation from the freeze on: {compressed} bytes (limit {n // 8}, n / 8)")
+        assert 8 < state <= limit
+        assert 0.12 < wire < 0.3
+        assert warmup == 4, "the warm-up's gradient buffer must show, or nothing would"
+        # The smallest thing of full size is one bit per element; a tile's temporaries stay below.
+        assert compressed < n / 8
+
+
+def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds():
+    optimizer = OneBitAdam(make(*MILLIONS), freeze_step=1)
+    train(optimizer, 0, 2)
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    own = {p.data_ptr() for p in parameters(optimizer)} | {p.grad.data_ptr() for p in parameters(optimizer)}
+
+    def collect(thing: object) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            if thing.data_ptr() not in own:
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                collect(value)
+        elif isinstance(thing, (list, tuple)):
+            for value in thing:
+                collect(value)
+        elif type(thing).__module__.startswith("fusedonebit"):
+            collect(vars(thing) if hasattr(thing, "__dict__") else ())
+
+    collect(optimizer)
+    held, stats = sum(storages.values()), optimizer.stats()
+    told = stats["state_bytes"] + stats["wire_bytes"]
+    print(f"bytes held: {held}, told: {told} (limit: within 1 %)")
+    assert told == pytest.approx(held, rel=0.01)
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_one_process_without_a_group_compresses_on_both_sides_as_algorithm_1_says():
+    (p,) = make((70, 30))
+    optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), freeze_step=5, scale_norm="l1", weight_decay=0.1)
+    train(optimizer, 0, 5)
+    worst = 0.0
+    for step in range(5, 25):
+        before = {k: a.astype(np.float64) for k, a in observe(optimizer).items()}
+        server_error = before["server_error"] if before["server_error"].size else np.zeros(p.numel())
+        state = reference_adam.State(before["x"], before["m"], before["v"], [before["worker_error"]], server_error)
+        train(optimizer, 0, 1, start=step)
+        spec = reference_adam.compressed_step(
+            state,
+            [flat([p.grad]).astype(np.float64)],
+            [served(optimizer)],
+            lr=1e-2,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.1,
+            step=step + 1,
+            frozen_at=5,
+            norm="l1",
+        )
+        after = observe(optimizer)
+        worst = max(worst, float(np.abs(after["m"] / spec.m - 1).max()), float(np.abs(after["x"] - spec.x).max()))
+    assert optimizer.phase == "compression"
+    stats = optimizer.stats()
+    print(f"W=1: deviation from Algorithm 1 in 20 steps: {worst:.1e} (limit 1e-6)")
+    assert worst <= 1e-6
+    assert (stats["world_size"], stats["collectives_step"], stats["bytes_total"]) == (1, 0, 0)
+    assert "local" in stats["transport"]
+    assert stats["worker_error_norm"] > 0
+    assert stats["server_error_norm"] == 0, "one worker's signs and scale survive the second compression"
