@@ -38,7 +38,7 @@ def pack(x: Tensor, bits: Tensor) -> None:
         x: Any real dtype [n], n a multiple of 8, contiguous.
         bits: uint8 [n / 8], written.
     """
-    ones = torch.ge(x, 0, out=torch.empty_like(x)).to(torch.int8)
+    ones = torch.ge(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
     bits.copy_(ones.view(torch.int64).mul_(_SPREAD).bitwise_right_shift_(56))
 
 

@@ -1,0 +1,165 @@
+"""The ops of ``triton_kernels`` written down once more, in float64 NumPy, one array entry per element.
+
+Nothing here knows blocks, tiles, tables or packed bits: ``Problem`` makes random arguments for the
+ops and hands out the same numbers element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from fusedonebit.triton_kernels import Coef, FlatLayout, LiveTable, live_table
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+EPS32 = 2.0**-24  # largest relative error of one float32 rounding
+
+
+class Problem:
+    """Random arguments, by the names that the ops' schemas use.
+
+    Attributes:
+        live: bool [P], which elements count.
+        worker, server: Index of the elements of the whole line, and of chunk ``rank``.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        world_size: int = 1,
+        block_size: int = 128,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        masks: dict[int, Tensor] | None = None,
+        excluded: Sequence[int] = (),
+    ) -> None:
+        self.layout = FlatLayout(tuple(sizes), world_size, block_size)
+        self._random = torch.Generator().manual_seed(seed)
+        self.table: LiveTable = live_table(self.layout, masks, excluded)
+        self.live = unpacked(self.table.bits[self.table.row.long()]) > 0
+        blocks = self.layout.n_blocks
+        self.coef = self._coefficients(len(sizes))
+        self.block_tensor = self.layout.block_tensor()
+        self.grads = [self.normal(size).to(dtype) for size in sizes]
+        self.params = [self.normal(size).to(dtype) for size in sizes]
+        self.compensated = self.normal(self.layout.numel) * torch.from_numpy(self.live)
+        self.worker_scale = self.normal(blocks).abs()
+        self.exp_avg_bits = self.bytes(world_size)
+        self.exp_avg_scale = self.normal(blocks).abs()
+        self.exp_avg_sq = self.normal(self.layout.numel).square() * 1e-2
+        self.bits = self.bytes(world_size)
+        self.partials = torch.full((3, blocks), torch.nan, dtype=torch.float64)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._random)
+
+    def bytes(self, rows: int) -> Tensor:
+        shape = (rows, self.layout.chunk_bytes)
+        return torch.randint(256, shape, generator=self._random, dtype=torch.uint8)
+
+    def _coefficients(self, tensors: int) -> Tensor:
+        coef = torch.empty(tensors, len(Coef))
+        vary = 1 + torch.arange(tensors) / 10
+        coef[:, Coef.BETA1], coef[:, Coef.ONE_MINUS_BETA1] = 1 - 0.1 / vary, 0.1 / vary
+        coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1 - 0.02 / vary, 0.02 / vary
+        coef[:, Coef.STEP_SIZE], coef[:, Coef.DECAY] = 0.03 * vary, 1 - 0.01 * vary
+        coef[:, Coef.RSQRT_BIAS2], coef[:, Coef.EPS], coef[:, Coef.UNIT] = 1.5 * vary, 1e-3 * vary, 2.5 / vary
+        return coef
+
+    def column(self, which: Coef) -> Array:
+        """A coefficient of each element."""
+        return self.by_element(self.coef[self.block_tensor, which])
+
+    def by_element(self, per_block: Tensor) -> Array:
+        return np.repeat(wide(per_block), self.layout.block_size)
+
+    def flat(self, tensors: Sequence[Tensor]) -> Array:
+        """Tensors laid side by side, zeros between them; an empty one is zeros."""
+        line = np.zeros(self.layout.numel)
+        for i, tensor in enumerate(tensors):
+            offset = self.layout.offset(i)
+            line[offset : offset + tensor.numel()] = wide(tensor)
+        return line
+
+    def momentum_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> tuple:
+        return (
+            *(self.grads, self.layout.sizes, self.layout.block_size, self.compensated, self.worker_scale),
+            *(self.exp_avg_bits, self.exp_avg_scale, self.coef, self.block_tensor, exp_avg_sq, eps_inside_sqrt),
+            *(self.table.bits, self.table.row, self.bits, self.partials),
+        )
+
+    def apply_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, skip: int = 0) -> tuple:
+        return (
+            *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
+            *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            torch.tensor([skip], dtype=torch.int32),
+        )
+
+
+def wide(tensor: Tensor) -> Array:
+    """A copy in float64."""
+    return tensor.detach().reshape(-1).double().numpy().copy()
+
+
+def unpacked(bits: Tensor) -> Array:
+    """+1 and -1 of packed bits."""
+    return np.unpackbits(bits.numpy().reshape(-1), bitorder="little") * 2.0 - 1.0
+
+
+def packed(values: Array) -> NDArray[np.uint8]:
+    return np.packbits(values >= 0, bitorder="little")
+
+
+def sign(x: Array) -> Array:
+    return np.where(x >= 0, 1.0, -1.0)
+
+
+def denom(p: Problem, v: Array, eps_inside_sqrt: bool) -> Array:
+    corrected, eps = v * p.column(Coef.RSQRT_BIAS2) ** 2, p.column(Coef.EPS)
+    return np.sqrt(corrected + eps) if eps_inside_sqrt else np.sqrt(corrected) + eps
+
+
+def momentum_compress(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> tuple[Array, Array, Array]:
+    """The new c, the elements whose gradient was dropped, and a bound on c's rounding errors."""
+    old, scale = wide(p.compensated), p.by_element(p.worker_scale)
+    residual = old - scale * sign(old)
+    momentum = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits)
+    unit = p.column(Coef.UNIT) if exp_avg_sq is None else 1 / denom(p, wide(exp_avg_sq), eps_inside_sqrt)
+    kept = p.column(Coef.BETA1) * momentum + residual
+    fresh = p.column(Coef.ONE_MINUS_BETA1) * p.flat(p.grads) * unit
+    with np.errstate(over="ignore", invalid="ignore"):
+        dropped = p.live & ~np.isfinite((kept + fresh).astype(np.float32))
+    fresh = np.where(p.live & ~dropped, fresh, 0.0)
+    bound = 8 * EPS32 * (np.abs(old) + scale + np.abs(momentum) + np.abs(fresh))
+    return np.where(p.live, kept + fresh, 0.0), dropped, bound
+
+
+def scale_of(c: Array, norm: str) -> float:
+    """The scale of live elements ``c``."""
+    if c.size == 0:
+        return 0.0
+    l1, l2 = np.abs(c).mean(), np.sqrt((c * c).mean())
+    return {"l1": l1, "l2": l2, "contractive": min(l2, 1.9 * l1)}[norm]
+
+
+def adam_apply(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> Array:
+    """The moved parameters, by flat index."""
+    x = p.flat(p.params)
+    update = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits) / p.column(Coef.UNIT)
+    if exp_avg_sq is not None:
+        update = update / denom(p, wide(exp_avg_sq), eps_inside_sqrt)
+    moved = p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * update
+    return np.where(p.live, moved, x)
+
+
+def adam_update(p: Problem, grad: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
+    """The new m, v and parameters."""
+    g = np.where(p.live, grad, 0.0)
+    m = p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g
+    v = p.column(Coef.BETA2) * v + p.column(Coef.ONE_MINUS_BETA2) * g * g
+    x = p.flat(p.params)
+    moved = p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * m / denom(p, v, False)
+    return m, v, np.where(p.live, moved, x)

@@ -1,0 +1,346 @@
+"""Every op's contract: its registration, and its twin against float64 NumPy (``reference_ops``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_ops as reference
+import torch
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, pack, unpack
+from fusedonebit.triton_kernels.ops import SCHEMAS
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from reference_ops import Problem, packed, wide
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedonebit import triton_kernels as ops
+
+SIZES = (1, 7, 1023, 1024, 1025, 100_000)
+MIXED = (300, 0, 128, 1, 129)
+WORLD_SIZES = (1, 2, 3, 4, 5)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+SCOPES = ("global", "layer", "block")
+NORMS = tuple(SCALE_NORMS)
+MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def finish_arguments(p: Problem, scope: str, norm: str) -> tuple:
+    segment = p.layout.scale_segments(scope)
+    count = torch.zeros(int(segment.max()) + 1, dtype=torch.float64).index_add_(0, segment, p.table.numel.double())
+    first_of = torch.arange(p.layout.world_size)[:, None] * p.layout.blocks_per_chunk
+    n = len(first_of)
+    outputs = (torch.full((p.layout.n_blocks,), torch.nan), torch.full((3,), torch.nan, dtype=torch.float64))
+    message = (torch.full((n, 1), torch.nan), torch.full((n,), 9, dtype=torch.int32))
+    return (p.partials, segment, count, SCALE_NORMS[norm], *outputs, first_of, *message)
+
+
+def server_arguments(p: Problem, scope: str = "global", rank: int = 0, skip: int = 0) -> tuple:
+    own = slice(rank * p.layout.blocks_per_chunk, (rank + 1) * p.layout.blocks_per_chunk)
+    slot, slots = p.layout.scale_slots(scope)
+    elements = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
+    return (
+        *(p.exp_avg_bits, p.normal(p.layout.world_size, slots).abs(), slot[own]),
+        *(torch.tensor([skip], dtype=torch.int32), p.layout.block_size, p.compensated[elements].clone()),
+        *(p.worker_scale[own], p.table.bits, p.table.row[own], p.bits[:1], p.partials[:, own]),
+    )
+
+
+def update_arguments(p: Problem, skip: int = 0, sums: bool = True) -> tuple:
+    return (
+        *(p.params, p.layout.sizes, p.layout.block_size, p.normal(p.layout.numel + TAIL)),
+        *(p.compensated, p.exp_avg_sq, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        torch.tensor([skip], dtype=torch.int32),
+        torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
+    )
+
+
+def example(name: str) -> list[tuple]:
+    """Realistic arguments of an op, one tuple per way of calling it."""
+    p = Problem((5, 0, 200), world_size=2)
+    sizes = (p.layout.sizes, p.layout.block_size)
+    p.partials.fill_(1.0)
+    tables = (p.coef, p.block_tensor)
+    return {
+        "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
+        "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
+        "flatten": [(p.grads, *sizes, 0.5, torch.empty(p.layout.numel + TAIL))],
+        "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True)],
+        "finish": [finish_arguments(p, "layer", "contractive")],
+        "server_reduce": [server_arguments(p), server_arguments(p, skip=1)],
+        "adam_apply": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
+        "adam_update": [update_arguments(p), update_arguments(p, sums=False), update_arguments(p, skip=1)],
+        "freeze": [(*sizes, p.compensated, p.exp_avg_sq, *tables, dead) for dead in (None, torch.ones(3))],
+        "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
+        "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
+    }[name]
+
+
+# ---------------------------------------------------------------- registration
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_op_is_registered_cleanly(name):
+    for arguments in example(name):
+        torch.library.opcheck(getattr(torch.ops.fusedonebit, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_fake_tensors_pass_through_an_op_untouched(name):
+    with FakeTensorMode() as mode:
+        for arguments in example_as_fake(mode, name):
+            assert getattr(torch.ops.fusedonebit, name)(*arguments) is None
+
+
+def example_as_fake(mode: FakeTensorMode, name: str) -> list[tuple]:
+    def fake(value: object) -> object:
+        if isinstance(value, Tensor):
+            return mode.from_tensor(value)
+        return [mode.from_tensor(t) for t in value] if isinstance(value, list) else value
+
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        real = example(name)
+    return [tuple(fake(value) for value in arguments) for arguments in real]
+
+
+def test_compress_finish_and_apply_compile_into_one_graph_with_equal_bits():
+    def step(p: Problem, finish: tuple) -> None:
+        ops.momentum_compress(*p.momentum_arguments())
+        ops.finish(*finish)
+        ops.adam_apply(*p.apply_arguments(p.exp_avg_sq))
+
+    eager, compiled = Problem(MIXED, 2), Problem(MIXED, 2)
+    outputs = [finish_arguments(p, "layer", "l2") for p in (eager, compiled)]
+    step(eager, outputs[0])
+    torch.compile(step, backend="aot_eager", fullgraph=True)(compiled, outputs[1])
+    for a, b in zip(outputs[0][4:], outputs[1][4:], strict=True):
+        assert same_bits(a, b)
+    for a, b in zip(eager.params, compiled.params, strict=True):
+        assert same_bits(a, b)
+    assert same_bits(eager.compensated, compiled.compensated)
+    assert same_bits(eager.bits, compiled.bits)
+
+
+def test_writing_a_parameter_counts_as_a_change_of_it():
+    p = Problem((5,))
+    p.params = [torch.nn.Parameter(x) for x in p.params]
+    versions = [x._version for x in p.params]
+    with torch.no_grad():
+        ops.adam_apply(*p.apply_arguments())
+    assert [x._version for x in p.params] != versions
+
+
+# ---------------------------------------------------------------- pack, unpack
+
+
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize("n", [0, 8, 1024, 100_000])
+def test_pack_equals_numpy_packbits_little(n, dtype):
+    x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 3).to(dtype)
+    assert np.array_equal(pack(x).numpy(), np.packbits((x >= 0).numpy(), bitorder="little"))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_pack_takes_minus_zero_as_plus_and_nan_as_minus(dtype):
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    x = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, tiny, -tiny, -1.0], dtype=dtype)
+    assert x[5] > 0 > x[6]
+    assert pack(x).tolist() == [0b00101011]
+
+
+@given(arrays(np.float32, st.integers(0, 40).map(lambda n: 8 * n)))
+def test_unpack_inverts_pack(x):
+    signs = unpack(pack(torch.from_numpy(x)))
+    assert signs.dtype is torch.float32
+    assert np.array_equal(signs.numpy(), np.where(x >= 0, 1, -1))
+    assert same_bits(pack(signs), pack(torch.from_numpy(x)))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int8])
+def test_unpack_writes_the_dtype_asked_for(dtype):
+    signs = unpack(torch.tensor([0b00000001, 0b10000000], dtype=torch.uint8), dtype)
+    assert signs.dtype is dtype
+    assert signs.tolist() == [1, *[-1] * 14, 1]
+
+
+def test_pack_takes_any_strides():
+    x = torch.tensor([[1.0, -1.0]])
+    assert pack(x.expand(8, 2).t()).tolist() == [255, 0]
+    assert pack(x.repeat(1, 8)[0, ::2]).tolist() == [255]
+    assert pack(torch.from_numpy(np.empty(0, np.float32))).tolist() == []
+
+
+@pytest.mark.parametrize("n", [1, 7, 9])
+def test_pack_refuses_what_does_not_fill_bytes(n):
+    with pytest.raises(ValueError, match=f"x must have a multiple of 8 elements, got {n}"):
+        pack(torch.zeros(n))
+
+
+# ---------------------------------------------------------------- momentum_compress
+
+
+def check_momentum_compress(p: Problem, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> None:
+    expected, dropped, bound = reference.momentum_compress(p, exp_avg_sq, eps_inside_sqrt)
+    ops.momentum_compress(*p.momentum_arguments(exp_avg_sq, eps_inside_sqrt))
+    c = wide(p.compensated)
+    assert (np.abs(c - expected) <= bound).all()
+    assert not c[~p.live].any()
+    assert np.array_equal(p.bits.numpy().reshape(-1), packed(c))
+    rows = c.reshape(p.layout.n_blocks, -1)
+    np.testing.assert_allclose(p.partials[0], np.abs(rows).sum(1), rtol=1e-13)
+    np.testing.assert_allclose(p.partials[1], (rows * rows).sum(1), rtol=1e-13)
+    assert np.array_equal(p.partials[2], dropped.reshape(rows.shape).sum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("size", SIZES)
+def test_momentum_compress_is_its_formula(size, world_size, dtype):
+    check_momentum_compress(Problem((size,), world_size, 1024, dtype=dtype))
+
+
+@pytest.mark.parametrize("variance", ["unit", "eps outside", "eps inside"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("live", [{}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]}])
+def test_momentum_compress_takes_each_tensors_row_and_live_elements(live, world_size, variance):
+    p = Problem(MIXED, world_size, **live)
+    check_momentum_compress(p, None if variance == "unit" else p.exp_avg_sq, variance == "eps inside")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_non_finite_gradient_is_dropped_alone_and_counted(bad):
+    p = Problem(MIXED, 3, masks=MASKS)
+    p.grads[0][[0, 1, 299]] = bad  # element 0 is masked
+    p.grads[4][127] = bad
+    clean = Problem(MIXED, 3, masks=MASKS)
+    clean.grads[0][[1, 299]] = clean.grads[4][127] = 0.0
+    check_momentum_compress(p)
+    ops.momentum_compress(*clean.momentum_arguments())
+    assert p.partials[2].sum() == 3
+    assert same_bits(p.compensated, clean.compensated)
+
+
+def test_an_overflow_to_infinity_is_dropped_as_well():
+    p = Problem((200,))
+    p.coef[:, Coef.UNIT] = 1e30
+    p.grads[0][5] = 1e30
+    check_momentum_compress(p)
+    assert p.partials[2].tolist() == [1, 0]
+
+
+def test_an_empty_gradient_stands_for_zeros():
+    empty, zeros = Problem(MIXED, 2), Problem(MIXED, 2)
+    empty.grads[0], zeros.grads[0] = torch.empty(0), torch.zeros(300)
+    for p in (empty, zeros):
+        ops.momentum_compress(*p.momentum_arguments())
+    assert same_bits(empty.compensated, zeros.compensated)
+    assert same_bits(empty.bits, zeros.bits)
+
+
+def test_a_gradient_is_read_in_memory_order():
+    p, other = Problem((12, 20)), Problem((12, 20))
+    p.grads[0] = p.grads[0].view(3, 4).t()
+    for problem in (p, other):
+        ops.momentum_compress(*problem.momentum_arguments())
+    assert same_bits(p.compensated, other.compensated)
+
+
+@pytest.mark.parametrize("junk", [3.0, torch.nan, torch.inf])
+def test_padding_never_enters_a_residual_or_a_sum(junk):
+    clean, dirty = Problem(MIXED, 3, masks=MASKS), Problem(MIXED, 3, masks=MASKS)
+    dirty.compensated[torch.from_numpy(~dirty.live)] = junk
+    for p in (clean, dirty):
+        ops.momentum_compress(*p.momentum_arguments())
+    assert same_bits(clean.compensated, dirty.compensated)
+    assert same_bits(clean.partials, dirty.partials)
+    assert same_bits(clean.bits, dirty.bits)
+
+
+@pytest.mark.parametrize("size", [1, 1025, 100_000])
+def test_momentum_compress_repeats_its_bits(size):
+    first, second = Problem((size,), 2, 1024), Problem((size,), 2, 1024)
+    for p in (first, second):
+        ops.momentum_compress(*p.momentum_arguments())
+    assert same_bits(first.partials, second.partials)
+    assert same_bits(first.compensated, second.compensated)
+
+
+# ---------------------------------------------------------------- settle
+
+
+@pytest.mark.parametrize("live", [{}, {"masks": MASKS, "excluded": [2]}])
+def test_settling_changes_no_later_bit(live):
+    settled, deferred = Problem(MIXED, 3, **live), Problem(MIXED, 3, **live)
+    ops.settle(settled.compensated, settled.worker_scale, settled.table.bits, settled.table.row)
+    assert not same_bits(settled.compensated, deferred.compensated)
+    for p in (settled, deferred):
+        ops.momentum_compress(*p.momentum_arguments())
+    assert same_bits(settled.compensated, deferred.compensated)
+    assert same_bits(settled.partials, deferred.partials)
+    assert same_bits(settled.bits, deferred.bits)
+
+
+def test_settle_leaves_the_residual_and_none_where_nothing_is_live():
+    p = Problem(MIXED, 3, masks=MASKS)
+    p.compensated[1], p.compensated[2] = 0.0, -0.0
+    c, s = p.compensated.numpy().copy(), p.by_element(p.worker_scale).astype(np.float32)
+    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
+    expected = np.where(p.live, c - s * np.where(c >= 0, np.float32(1), np.float32(-1)), 0)
+    assert np.array_equal(p.compensated.numpy(), expected)
+    assert not p.worker_scale.any()
+    again = p.compensated.clone()
+    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
+    assert same_bits(again, p.compensated)
+
+
+# ---------------------------------------------------------------- contraction
+
+
+def residual_ratio(x: np.ndarray, norm: str) -> float:
+    """|x - s*sign(x)|^2 / |x|^2 as ``finish`` reports it."""
+    p = Problem((x.size,))
+    p.grads = [torch.from_numpy(x)]
+    p.compensated.zero_(), p.worker_scale.zero_(), p.exp_avg_scale.zero_()
+    p.coef[:, Coef.ONE_MINUS_BETA1] = p.coef[:, Coef.UNIT] = 1.0
+    ops.momentum_compress(*p.momentum_arguments())
+    arguments = finish_arguments(p, "global", norm)
+    ops.finish(*arguments)
+    square, residual, _ = arguments[5].tolist()
+    return residual / square
+
+
+vectors = arrays(np.float32, st.integers(1, 200), elements=st.floats(-1000, 1000, width=32)).filter(
+    lambda x: np.abs(x).max() > 1e-3
+)
+
+
+@given(vectors)
+def test_l1_and_contractive_scales_contract_every_vector(x):
+    assert residual_ratio(x, "l1") <= (1 - 1 / x.size) + 1e-6
+    assert residual_ratio(x, "contractive") <= (1 - 0.19 / x.size) + 1e-6
+
+
+def test_an_l2_scale_expands_where_one_element_stands_out():
+    x = np.zeros(100, np.float32)
+    x[7] = 1.0
+    # s = 1/10: one error of 0.9 and 99 of 0.1.
+    assert residual_ratio(x, "l2") == pytest.approx(0.81 + 0.99, rel=1e-6)
+    assert residual_ratio(x, "l1") == pytest.approx(0.99, rel=1e-6)
+    assert residual_ratio(x, "contractive") == pytest.approx((1 - 0.019) ** 2 + 99 * 0.019**2, rel=1e-6)
+
+
+def test_no_vector_at_all_has_scale_zero():
+    p = Problem((0, 0), 2)
+    ops.momentum_compress(*p.momentum_arguments())
+    arguments = finish_arguments(p, "layer", "l1")
+    ops.finish(*arguments)
+    assert arguments[4].tolist() == [0.0, 0.0]
+    assert arguments[5].tolist() == [0.0, 0.0, 0.0]
