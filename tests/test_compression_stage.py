@@ -156,9 +156,7 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
         limit, n = 8.2 + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
         print(f"W={world_size}: state bytes per parameter: {state:.3f} (limit {limit})")
         print(f"W={world_size}: wire bytes per parameter: {wire:.3f} (limit 0.3)")
-        print(
-            f"W={world_size}: largest allocation from the freeze on: {compressed} bytes (limit {1.1 * n / 8:.0f}, 1.1 n / 8)"
-        )
+        print(f"W={world_size}: largest allocation from the freeze on: {compressed} bytes (limit {1.1 * n / 8:.0f})")
         assert 8 < state <= limit
         assert 0.12 < wire < 0.3
         assert warmup == 4, "the warm-up's gradient buffer must show, or nothing would"
