@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from fusedonebit.triton_kernels import Coef, FlatLayout, LiveTable, live_table
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, LiveTable, live_table
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -96,6 +96,33 @@ class Problem:
             *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
             *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
             torch.tensor([skip], dtype=torch.int32),
+        )
+
+    def finish_arguments(self, scope: str, norm: str) -> tuple:
+        segment = self.layout.scale_segments(scope)
+        count = torch.bincount(segment, self.table.numel.double())
+        # A slot for every block: message k, slot i is block i of chunk k.
+        slot_block = torch.arange(self.layout.n_blocks).view(self.layout.world_size, -1)
+        outputs = (torch.full((self.layout.n_blocks,), torch.nan), torch.full((3,), torch.nan, dtype=torch.float64))
+        message = (torch.full(slot_block.shape, torch.nan), torch.full((len(slot_block),), 9, dtype=torch.int32))
+        return (self.partials, segment, count, SCALE_NORMS[norm], *outputs, slot_block, *message)
+
+    def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0) -> tuple:
+        own = slice(rank * self.layout.blocks_per_chunk, (rank + 1) * self.layout.blocks_per_chunk)
+        slot, slots = self.layout.scale_slots(scope)
+        elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
+        return (
+            *(self.exp_avg_bits, self.normal(self.layout.world_size, slots).abs(), slot[own]),
+            *(torch.tensor([skip], dtype=torch.int32), self.layout.block_size, self.compensated[elements].clone()),
+            *(self.worker_scale[own], self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
+        )
+
+    def update_arguments(self, skip: int = 0, sums: bool = True) -> tuple:
+        return (
+            *(self.params, self.layout.sizes, self.layout.block_size, self.normal(self.layout.numel + TAIL)),
+            *(self.compensated, self.exp_avg_sq, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            torch.tensor([skip], dtype=torch.int32),
+            torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
         )
 
 

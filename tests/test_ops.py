@@ -31,36 +31,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
 
 
-def finish_arguments(p: Problem, scope: str, norm: str) -> tuple:
-    segment = p.layout.scale_segments(scope)
-    count = torch.zeros(int(segment.max()) + 1, dtype=torch.float64).index_add_(0, segment, p.table.numel.double())
-    first_of = torch.arange(p.layout.world_size)[:, None] * p.layout.blocks_per_chunk
-    n = len(first_of)
-    outputs = (torch.full((p.layout.n_blocks,), torch.nan), torch.full((3,), torch.nan, dtype=torch.float64))
-    message = (torch.full((n, 1), torch.nan), torch.full((n,), 9, dtype=torch.int32))
-    return (p.partials, segment, count, SCALE_NORMS[norm], *outputs, first_of, *message)
-
-
-def server_arguments(p: Problem, scope: str = "global", rank: int = 0, skip: int = 0) -> tuple:
-    own = slice(rank * p.layout.blocks_per_chunk, (rank + 1) * p.layout.blocks_per_chunk)
-    slot, slots = p.layout.scale_slots(scope)
-    elements = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
-    return (
-        *(p.exp_avg_bits, p.normal(p.layout.world_size, slots).abs(), slot[own]),
-        *(torch.tensor([skip], dtype=torch.int32), p.layout.block_size, p.compensated[elements].clone()),
-        *(p.worker_scale[own], p.table.bits, p.table.row[own], p.bits[:1], p.partials[:, own]),
-    )
-
-
-def update_arguments(p: Problem, skip: int = 0, sums: bool = True) -> tuple:
-    return (
-        *(p.params, p.layout.sizes, p.layout.block_size, p.normal(p.layout.numel + TAIL)),
-        *(p.compensated, p.exp_avg_sq, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        torch.tensor([skip], dtype=torch.int32),
-        torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
-    )
-
-
 def example(name: str) -> list[tuple]:
     """Realistic arguments of an op, one tuple per way of calling it."""
     p = Problem((5, 0, 200), world_size=2)
@@ -72,10 +42,10 @@ def example(name: str) -> list[tuple]:
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
         "flatten": [(p.grads, *sizes, 0.5, torch.empty(p.layout.numel + TAIL))],
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True)],
-        "finish": [finish_arguments(p, "layer", "contractive")],
-        "server_reduce": [server_arguments(p), server_arguments(p, skip=1)],
+        "finish": [p.finish_arguments("layer", "contractive")],
+        "server_reduce": [p.server_arguments(), p.server_arguments(skip=1)],
         "adam_apply": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
-        "adam_update": [update_arguments(p), update_arguments(p, sums=False), update_arguments(p, skip=1)],
+        "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
         "freeze": [(*sizes, p.compensated, p.exp_avg_sq, *tables, dead) for dead in (None, torch.ones(3))],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
         "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
@@ -116,7 +86,7 @@ def test_compress_finish_and_apply_compile_into_one_graph_with_equal_bits():
         ops.adam_apply(*p.apply_arguments(p.exp_avg_sq))
 
     eager, compiled = Problem(MIXED, 2), Problem(MIXED, 2)
-    outputs = [finish_arguments(p, "layer", "l2") for p in (eager, compiled)]
+    outputs = [p.finish_arguments("layer", "l2") for p in (eager, compiled)]
     step(eager, outputs[0])
     torch.compile(step, backend="aot_eager", fullgraph=True)(compiled, outputs[1])
     for a, b in zip(outputs[0][4:], outputs[1][4:], strict=True):
@@ -311,7 +281,7 @@ def residual_ratio(x: np.ndarray, norm: str) -> float:
     p.compensated.zero_(), p.worker_scale.zero_(), p.exp_avg_scale.zero_()
     p.coef[:, Coef.ONE_MINUS_BETA1] = p.coef[:, Coef.UNIT] = 1.0
     ops.momentum_compress(*p.momentum_arguments())
-    arguments = finish_arguments(p, "global", norm)
+    arguments = p.finish_arguments("global", norm)
     ops.finish(*arguments)
     square, residual, _ = arguments[5].tolist()
     return residual / square
@@ -340,7 +310,7 @@ def test_an_l2_scale_expands_where_one_element_stands_out():
 def test_no_vector_at_all_has_scale_zero():
     p = Problem((0, 0), 2)
     ops.momentum_compress(*p.momentum_arguments())
-    arguments = finish_arguments(p, "layer", "l1")
+    arguments = p.finish_arguments("layer", "l1")
     ops.finish(*arguments)
     assert arguments[4].tolist() == [0.0, 0.0]
     assert arguments[5].tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,277 @@
+"""The ops behind the compression, against float64 NumPy: scales, server, updates, the freeze."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_ops as reference
+import torch
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
+from reference_ops import EPS32, Problem, packed, scale_of, sign, unpacked, wide
+from torch import Tensor
+
+from fusedonebit import triton_kernels as ops
+
+SIZES = (1, 7, 1023, 1024, 1025, 100_000)
+MIXED = (300, 0, 128, 1, 129)
+WORLD_SIZES = (1, 2, 3, 4, 5)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCOPES = ("global", "layer", "block")
+MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
+every_size = pytest.mark.parametrize(
+    ("sizes", "block"), [*(((size,), 1024) for size in SIZES), (MIXED, 128)], ids=[*map(str, SIZES), "mixed"]
+)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def rounding(expected: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Largest error of one rounding to ``dtype``."""
+    info = torch.finfo(dtype)
+    return info.eps / 2 * np.abs(expected) + info.smallest_normal * info.eps
+
+
+# ---------------------------------------------------------------- finish
+
+
+@pytest.mark.parametrize("norm", SCALE_NORMS)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_scale_is_the_norm_of_its_scopes_live_elements(world_size, scope, norm):
+    p = Problem(MIXED, world_size, masks=MASKS, excluded=[2])
+    ops.momentum_compress(*p.momentum_arguments())
+    arguments = p.finish_arguments(scope, norm)
+    ops.finish(*arguments)
+    segment, scale, message_scales = arguments[1], arguments[4], arguments[7]
+    c, owner = wide(p.compensated), p.by_element(segment)
+    expected = [scale_of(c[(owner == s) & p.live], norm) for s in segment.tolist()]
+    np.testing.assert_allclose(wide(scale), expected, rtol=EPS32 * 1.001)
+    assert same_bits(message_scales.reshape(-1), scale)
+
+
+@pytest.mark.parametrize("norm", SCALE_NORMS)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_totals_are_the_norms_of_what_was_compressed_and_of_its_residual(scope, norm):
+    p = Problem(MIXED, 3, masks=MASKS)
+    ops.momentum_compress(*p.momentum_arguments())
+    arguments = p.finish_arguments(scope, norm)
+    ops.finish(*arguments)
+    c, s = wide(p.compensated), p.by_element(arguments[4])
+    residual = np.where(p.live, c - s * sign(c), 0.0)
+    np.testing.assert_allclose(arguments[5], [c @ c, residual @ residual, 0.0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 5])
+def test_every_message_is_flagged_where_anything_was_dropped(dropped):
+    p = Problem(MIXED, 4)
+    p.partials.fill_(1.0)
+    p.partials[2] = 0.0
+    p.partials[2, 3] = dropped
+    arguments = p.finish_arguments("layer", "l1")
+    ops.finish(*arguments)
+    assert arguments[8].tolist() == [int(dropped > 0)] * 4
+    assert arguments[5][2] == dropped
+
+
+# ---------------------------------------------------------------- server_reduce
+
+
+def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
+    arguments = p.server_arguments(scope, rank, skip)
+    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials = arguments
+    own = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
+    live, old, s = p.live[own], wide(compensated), np.repeat(wide(old_scale), block)
+    signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)
+    scales = np.repeat(arrived_scales[:, slot].double().numpy(), block, axis=1)
+    average = (scales * signs).mean(0) if not skip else np.zeros_like(old)
+    expected = np.where(live, average + old - s * sign(old), 0.0)
+    ops.server_reduce(*arguments)
+    c = wide(compensated)
+    assert (np.abs(c - expected) <= 8 * EPS32 * (np.abs(scales).sum(0) + np.abs(old) + s)).all()
+    assert not c[~live].any()
+    assert np.array_equal(bits.numpy().reshape(-1), packed(c))
+    rows = c.reshape(-1, block)
+    np.testing.assert_allclose(partials[0], np.abs(rows).sum(1), rtol=1e-13)
+    np.testing.assert_allclose(partials[1], (rows * rows).sum(1), rtol=1e-13)
+    assert not partials[2].any()
+
+
+@pytest.mark.parametrize("skip", [0, 1, 6])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_server_averages_its_chunk_and_adds_its_residual(world_size, scope, skip):
+    for rank in range(world_size):
+        check_server_reduce(Problem(MIXED, world_size, masks=MASKS, excluded=[2]), scope, rank, skip)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@every_size
+def test_a_server_serves_chunks_of_any_size(sizes, block, world_size):
+    check_server_reduce(Problem(sizes, world_size, block), "global", world_size - 1, 0)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("junk", [3.0, torch.nan])
+def test_padding_never_enters_a_servers_residual_or_sums(junk, skip):
+    outcomes = []
+    for value in (0.0, junk):
+        p = Problem(MIXED, 2, masks=MASKS)
+        p.compensated[torch.from_numpy(~p.live)] = value
+        arguments = p.server_arguments("layer", 1, skip)
+        ops.server_reduce(*arguments)
+        outcomes.append((arguments[5], arguments[9], arguments[10]))
+    assert all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+# ---------------------------------------------------------------- adam_apply
+
+
+def check_moved(p: Problem, before: Problem, expected: np.ndarray, terms: np.ndarray) -> None:
+    """``terms``: magnitudes of what was added up."""
+    moved = p.flat(p.params)
+    assert (np.abs(moved - expected) <= rounding(expected, p.params[0].dtype) + 8 * EPS32 * terms).all()
+    assert np.array_equal(moved[~p.live], before.flat(before.params)[~p.live])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
+def test_adam_apply_is_its_formula_rounded_once(sizes, block, world_size, dtype):
+    for variance, inside in (("frozen", False), ("frozen", True), (None, False)):
+        p, before = (Problem(sizes, world_size, block, dtype=dtype) for _ in range(2))
+        exp_avg_sq = p.exp_avg_sq if variance else None
+        expected = reference.adam_apply(p, exp_avg_sq, inside)
+        ops.adam_apply(*p.apply_arguments(exp_avg_sq, inside))
+        check_moved(p, before, expected, 2 * np.abs(before.flat(before.params)) + np.abs(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adam_apply_moves_no_masked_or_excluded_element(dtype):
+    p, before = (Problem(MIXED, 3, dtype=dtype, masks=MASKS, excluded=[2]) for _ in range(2))
+    expected = reference.adam_apply(p, p.exp_avg_sq, False)
+    ops.adam_apply(*p.apply_arguments(p.exp_avg_sq))
+    check_moved(p, before, expected, 2 * np.abs(before.flat(before.params)) + np.abs(expected))
+    assert same_bits(p.params[2].float(), before.params[2].float())
+
+
+@pytest.mark.parametrize("flag", [1, 2, 4, 7])
+def test_a_skipped_step_moves_nothing(flag):
+    p, before = Problem(MIXED, 2), Problem(MIXED, 2)
+    ops.adam_apply(*p.apply_arguments(p.exp_avg_sq, skip=flag))
+    ops.adam_update(*p.update_arguments(skip=flag))
+    for name in ("compensated", "exp_avg_sq"):
+        assert same_bits(getattr(p, name), getattr(before, name))
+    assert all(same_bits(a, b) for a, b in zip(p.params, before.params, strict=True))
+
+
+# ---------------------------------------------------------------- adam_update
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_size
+def test_adam_update_is_its_formula_rounded_once(sizes, block, dtype):
+    check_adam_update(sizes, block, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adam_update_moves_no_masked_or_excluded_element(dtype):
+    check_adam_update(MIXED, 128, dtype, masks=MASKS, excluded=[2])
+
+
+def check_adam_update(sizes: tuple[int, ...], block: int, dtype: torch.dtype, **live: object) -> None:
+    p, before = (Problem(sizes, 2, block, dtype=dtype, **live) for _ in range(2))
+    arguments = p.update_arguments()
+    grad, sums = wide(arguments[3])[: p.layout.numel], arguments[-1]
+    m, v, x = reference.adam_update(p, grad, wide(p.compensated), wide(p.exp_avg_sq))
+    ops.adam_update(*arguments)
+    used = p.layout.first_block[-1] * block
+    size = np.abs(wide(before.compensated)) + np.abs(grad)
+    assert (np.abs(wide(p.compensated) - m)[:used] <= 8 * EPS32 * size[:used]).all()
+    np.testing.assert_allclose(wide(p.exp_avg_sq)[:used], v[:used], rtol=8 * EPS32)
+    update = p.column(Coef.STEP_SIZE) * size / reference.denom(p, v, False)
+    check_moved(p, before, x, np.abs(before.flat(before.params)) + update)
+    in_use = slice(0, used // block)
+    expected = wide(p.exp_avg_sq).reshape(-1, block).sum(1)
+    np.testing.assert_allclose(sums.numpy()[in_use], expected[in_use], rtol=1e-13)
+
+
+def test_padding_never_enters_a_moment():
+    p = Problem(MIXED, 3, masks=MASKS)
+    dead = torch.from_numpy(~p.live)
+    p.exp_avg_sq[dead] = 0.0
+    ops.adam_update(*p.update_arguments())
+    assert not p.compensated[dead].any()
+    assert not p.exp_avg_sq[dead].any()
+
+
+# ---------------------------------------------------------------- flatten
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
+def test_flatten_scales_every_element_and_clears_the_padding(sizes, block, world_size, dtype):
+    p = Problem(sizes, world_size, block, dtype=dtype)
+    out = torch.full((p.layout.numel + TAIL,), 7.0)
+    ops.flatten(p.grads, p.layout.sizes, block, 1 / world_size, out)
+    np.testing.assert_allclose(wide(out[:-TAIL]), p.flat(p.grads) / world_size, rtol=2 * EPS32)
+    assert out[-TAIL:].tolist() == [0.0] + [7.0] * (TAIL - 1)
+
+
+def test_flatten_counts_non_finite_elements_and_takes_empty_ones_as_zeros():
+    p = Problem((300, 70_000, 128), 2)
+    p.grads[0] = torch.empty(0)
+    p.grads[1][[0, 128, 69_999]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    out = torch.full((p.layout.numel + TAIL,), torch.nan)
+    ops.flatten(p.grads, p.layout.sizes, p.layout.block_size, 0.5, out)
+    assert out[-TAIL] == 3
+    assert not out[:384].any()
+
+
+def test_flatten_divides_before_a_sum_could_overflow():
+    largest = torch.finfo(torch.float32).max
+    out = torch.empty(128 + TAIL)
+    ops.flatten([torch.full((128,), largest)], (128,), 128, 0.5, out)
+    assert out[-TAIL] == 0
+    assert (out[:128] * 2 == largest).all()
+
+
+# ---------------------------------------------------------------- freeze
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_freeze_scales_the_momentum_and_revives_only_dead_variances(replace):
+    p, before = Problem(MIXED, 2), Problem(MIXED, 2)
+    dead = torch.rand(p.layout.numel, generator=torch.Generator().manual_seed(1)) < 0.3
+    p.exp_avg_sq[dead] = 0.0
+    values = torch.arange(5) + 1.0
+    tables = (p.coef, p.block_tensor, values if replace else None)
+    ops.freeze(p.layout.sizes, 128, p.compensated, p.exp_avg_sq, *tables)
+    expected = p.column(Coef.BETA1) * p.column(Coef.UNIT) * wide(before.compensated)
+    np.testing.assert_allclose(wide(p.compensated), expected, rtol=3 * EPS32)
+    own = torch.arange(p.layout.first_block[-1] * 128)
+    revived = values.repeat_interleave(torch.tensor(p.layout.first_block).diff() * 128) * float(replace)
+    assert torch.equal(p.exp_avg_sq[own], torch.where(dead[own], revived, before.exp_avg_sq[own]))
+
+
+def test_the_first_compressed_momentum_continues_the_warm_ups():
+    p = Problem(MIXED, 2)
+    m, g = wide(p.compensated), p.flat(p.grads)
+    p.worker_scale.zero_(), p.exp_avg_scale.zero_()
+    ops.freeze(p.layout.sizes, 128, p.compensated, p.exp_avg_sq, p.coef, p.block_tensor, None)
+    ops.momentum_compress(*p.momentum_arguments())
+    expected = (p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g) * p.column(Coef.UNIT)
+    assert (np.abs(wide(p.compensated) - expected) <= 16 * EPS32 * (np.abs(m) + np.abs(g))).all()
+
+
+@every_size
+def test_live_variance_sums_and_counts_each_block(sizes, block):
+    p = Problem(sizes, 3, block)
+    p.exp_avg_sq[::3] = 0.0
+    partials = torch.full((2, p.layout.n_blocks), torch.nan, dtype=torch.float64)
+    ops.live_variance(p.layout.sizes, block, p.exp_avg_sq, partials)
+    rows = wide(p.exp_avg_sq).reshape(-1, block)[: p.layout.first_block[-1]]
+    np.testing.assert_allclose(partials[0, : len(rows)], rows.sum(1), rtol=1e-13)
+    assert np.array_equal(partials[1, : len(rows)], (rows > 0).sum(1))
