@@ -1,0 +1,132 @@
+"""What was compressed away is never lost: skips, dropped elements and aborted steps included.
+
+With m the momentum, e the workers' residuals, E the servers', after every step
+
+    m_t + E_t + mean(e_t) = beta1 * m_{t-1} + (1 - beta1) * mean(g_t) + E_{t-1} + mean(e_{t-1})
+
+up to rounding, where g_t counts only what was finite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from observe import observe, parameters, served, whole_server_error
+from ranks import run_ranks
+from torch.nn import Parameter
+
+from fusedonebit import AbortedStepError, OneBitAdam
+
+WARMUP = 3
+EVENTS = ("fine", "nan", "inf", "many nan", "none", "zero", "large", "broken")
+SKIPPING = {"nan", "inf", "many nan", "broken"}
+
+Schedule = list[tuple[str, str]]
+
+
+def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> np.ndarray:
+    """Sets this rank's gradients; returns what should count of them."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * step)
+    counted = []
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 1) + 0.1
+        keep = torch.ones(p.shape, dtype=torch.bool)
+        if event in ("nan", "inf", "many nan"):
+            keep.view(-1)[: 1 if event != "many nan" else None : 3] = i != 0
+            g = torch.where(keep, g, float("-inf" if event == "inf" else "nan"))
+        if event in ("zero", "large"):
+            g *= 0.0 if event == "zero" else 1e6
+        p.grad = None if event == "none" else g
+        counted.append(torch.where(keep, g, 0.0) * (event not in ("none", "broken")))
+    if event == "broken":
+        params[-1].grad = params[-1].grad.to_sparse()
+    return torch.cat([c.reshape(-1) for c in counted]).double().numpy()
+
+
+def follow(rank: int, world_size: int, schedule: Schedule, beta1: float, options: dict) -> dict:
+    """Trains along a schedule of events by rank; records everything before and after each step."""
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape)) for shape in ((700,), (9, 13), (1,))]
+    optimizer = OneBitAdam(params, betas=(beta1, 0.99), freeze_step=WARMUP, **options)
+    for step in range(WARMUP):
+        set_gradients(params, rank, step, "fine")
+        optimizer.step()
+    states, gradients, updates = [observe(optimizer)], [], []
+    for step, events in enumerate(schedule):
+        gradients.append(set_gradients(params, rank, WARMUP + step, events[rank]))
+        try:
+            optimizer.step()
+        except (AbortedStepError, TypeError):
+            assert "broken" in events
+        states.append(observe(optimizer))
+        updates.append(optimizer.stats()["step"])
+    assert [p.shape for p in parameters(optimizer)] == [p.shape for p in params]
+    return {"states": states, "gradients": gradients, "updates": updates, "served": served(optimizer)}
+
+
+def imbalance(runs: list[dict], t: int, beta1: float) -> float:
+    """How far the two sides of the equation are apart after step ``t``, relative to its largest terms."""
+    parts = [run["served"] for run in runs]
+    before, after = ([run["states"][k] for run in runs] for k in (t, t + 1))
+    mean_before, mean_after = (np.mean([s["worker_error"].astype(float) for s in side], 0) for side in (before, after))
+    gradient = np.mean([run["gradients"][t] for run in runs], 0)
+    servers_before, servers_after = whole_server_error(before, parts), whole_server_error(after, parts)
+    right = beta1 * before[0]["m"].astype(float) + (1 - beta1) * gradient + servers_before + mean_before
+    left = after[0]["m"].astype(float) + servers_after + mean_after
+    terms = [after[0]["m"], servers_before, servers_after, before[0]["m"]]
+    terms += [s["worker_error"] for s in (*before, *after)] + [run["gradients"][t] for run in runs]
+    return float((np.abs(left - right) / sum(np.abs(term.astype(float)) for term in terms)).max())
+
+
+@settings(max_examples=25)
+@given(
+    schedule=st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(EVENTS)), min_size=1, max_size=8),
+    beta1=st.sampled_from([0.0, 0.5, 0.9]),
+    options=st.fixed_dictionaries(
+        {
+            "scale_norm": st.sampled_from(["l1", "l2", "contractive"]),
+            "scale_scope": st.sampled_from(["global", "layer", "block"]),
+            "block_size": st.sampled_from([None, 1024, 128]),
+        }
+    ),
+)
+@example(schedule=[("nan", "fine"), ("fine", "fine"), ("inf", "many nan"), ("fine", "fine")], beta1=0.9, options={})
+@example(schedule=[("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "large")], beta1=0.9, options={})
+def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
+    runs = run_ranks(follow, 2, schedule, beta1, options)
+    updates, worst = WARMUP, 0.0
+    for t, events in enumerate(schedule):
+        before, after = (runs[0]["states"][k] for k in (t, t + 1))
+        if SKIPPING & set(events):
+            np.testing.assert_array_equal(before["x"], after["x"])
+        else:
+            updates += 1
+            assert (before["x"] != after["x"]).any()
+        assert [run["updates"][t] for run in runs] == [updates, updates]
+        for key in ("x", "m", "v"):
+            np.testing.assert_array_equal(runs[0]["states"][t + 1][key], runs[1]["states"][t + 1][key])
+        worst = max(worst, imbalance(runs, t, beta1))
+    print(f"{len(schedule)} steps: imbalance, of the terms: {worst:.1e} (limit 3e-7)")
+    assert worst <= 3e-7
+
+
+def test_a_skipped_step_before_the_freeze_changes_nothing_at_all():
+    for before, after, skipped in run_ranks(skip_in_the_warmup, 2):
+        for key, value in before.items():
+            np.testing.assert_array_equal(value, after[key])
+        assert skipped == 1
+
+
+def skip_in_the_warmup(rank: int, world_size: int) -> tuple[dict, dict, int]:
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(700))]
+    optimizer = OneBitAdam(params, freeze_step=100)
+    set_gradients(params, rank, 0, "fine")
+    optimizer.step()
+    before = observe(optimizer)
+    set_gradients(params, rank, 1, "nan" if rank == 1 else "large")
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 1
+    return before, observe(optimizer), optimizer.stats()["skipped_steps"]
