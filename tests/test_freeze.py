@@ -1,0 +1,244 @@
+"""When the variance is frozen, and what becomes of coordinates without one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from observe import fingerprint, flat, observe, parameters
+from ranks import WORLD_SIZES, run_ranks
+from torch.nn import Parameter
+
+from fusedonebit import FusedOneBitWarning, OneBitAdam
+
+DELAY = 8
+
+
+def make(*shapes: tuple[int, ...]) -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def gradient(rank: int, step: int, p: Parameter, i: int) -> torch.Tensor:
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i))
+
+
+def step_once(optimizer: OneBitAdam, rank: int, step: int, bad: bool = False) -> None:
+    for i, p in enumerate(parameters(optimizer)):
+        p.grad = gradient(rank, step, p, i)
+    if bad:
+        p.grad.view(-1)[0] = float("nan")
+    optimizer.step()
+
+
+# ---------------------------------------------------------------- freeze_step
+
+
+def phases_with_skips(rank: int, world_size: int, freeze_step: int) -> tuple[list[str], list[float], dict]:
+    optimizer = OneBitAdam(make((50,)), freeze_step=freeze_step)
+    phases, updates = [], []
+    for step in range(12):
+        step_once(optimizer, rank, step, bad=step in (0, 2, 3) and rank == step % world_size)
+        phases.append(optimizer.phase)
+        updates.append(optimizer.state[parameters(optimizer)[0]]["step"].item())
+    return phases, updates, optimizer.stats()
+
+
+def test_freeze_step_is_the_exact_number_of_uncompressed_updates_although_steps_are_skipped():
+    for phases, updates, stats in run_ranks(phases_with_skips, 2, 4):
+        # Steps 0, 2 and 3 change nothing: updates 1 to 4 are steps 1, 4, 5 and 6.
+        assert phases == ["warmup"] * 7 + ["compression"] * 5
+        assert updates == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert (stats["freeze_step"], stats["skipped_steps"], stats["step"]) == (4, 3, 9)
+
+
+def test_freeze_step_0_without_a_checkpoint_says_what_to_do():
+    optimizer = OneBitAdam(make((5,)), freeze_step=0)
+    with pytest.raises(RuntimeError, match=r"freeze_step=0 needs a variance .* load_state_dict"):
+        step_once(optimizer, 0, 0)
+
+
+# ---------------------------------------------------------------- auto
+
+
+def auto_freeze(rank: int, world_size: int, options: dict, bad: tuple[int, ...], steps: int) -> tuple:
+    """Trains with gradients that are ten times as large from step 15 on."""
+    optimizer = OneBitAdam(make((400,), (30,)), betas=(0.9, 0.9), freeze_step="auto", **options)
+    frozen_after, norms = None, [0.0]
+    for step in range(steps):
+        for i, p in enumerate(parameters(optimizer)):
+            p.grad = gradient(rank, step, p, i) * (1.0 if step < 15 else 10.0)
+        if step in bad and rank == world_size - 1:
+            p.grad[0] = float("inf")
+        optimizer.step()
+        if optimizer.phase == "compression" and frozen_after is None:
+            frozen_after = step
+        if step not in bad:
+            norms.append(sum(float(s["exp_avg_sq"].double().sum()) for s in optimizer.state.values()))
+    return frozen_after, optimizer.stats()["freeze_step"], norms
+
+
+def first_stable(norms: list[float], beta2: float, lr_warmup_steps: int) -> int:
+    """The paper's rule by its definition: the first update t whose ratio to t - D is 0.96, bias-corrected."""
+    distance = round(1 / (1 - beta2))
+    corrected = [0.0] + [norm / (1 - beta2**t) for t, norm in enumerate(norms) if t]
+    for t in range(distance + max(1, lr_warmup_steps), len(norms)):
+        a, b = corrected[t], corrected[t - distance]
+        if min(a, b) / max(a, b) >= 0.96:
+            return t
+    raise AssertionError("never stable")
+
+
+@pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
+@pytest.mark.parametrize("lr_warmup_steps", [0, 13, 40])
+@pytest.mark.parametrize("bad", [(), (1, 7, 12, 19, 20, 21)], ids=["", "skips"])
+def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(world_size, lr_warmup_steps, bad):
+    results = run_ranks(auto_freeze, world_size, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
+    assert len({result[:2] for result in results}) == 1
+    frozen_after, freeze_step, norms = results[0]
+    decided = first_stable(norms[: freeze_step + 1], 0.9, lr_warmup_steps)
+    skipped_while_pending = freeze_step - decided - DELAY
+    print(f"W={world_size}: decided after {decided} updates, frozen after {freeze_step} (limit: {DELAY} steps later)")
+    assert decided >= lr_warmup_steps + 10
+    # The delay is counted in steps; those skipped during it are no updates.
+    assert -len(bad) <= skipped_while_pending <= 0
+    assert frozen_after == freeze_step + sum(step < frozen_after for step in bad)
+    if not bad:
+        assert freeze_step == decided + DELAY
+
+
+def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still():
+    # From update 16 on v is looked at; there it leaps, and then nothing but skips.
+    for _, freeze_step, norms in run_ranks(auto_freeze, 2, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
+        assert len(norms) == 1 + 17
+        assert freeze_step is None
+
+
+# ---------------------------------------------------------------- dead coordinates and tensors
+
+
+def train_with_dead(rank: int, world_size: int, dead_coordinates: str) -> tuple[dict, dict, list[str], list, str]:
+    """An embedding of which only the first rows are seen before the freeze, and a tensor that never is."""
+    torch.manual_seed(0)
+    embedding, unused, used = Parameter(torch.randn(20, 8)), Parameter(torch.randn(37)), Parameter(torch.randn(6))
+    optimizer = OneBitAdam(
+        [embedding, unused, used], lr=1e-2, freeze_step=5, dead_coordinates=dead_coordinates, weight_decay=0.1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            embedding.grad = torch.zeros(20, 8)
+            embedding.grad[:15] = gradient(rank, step, embedding, 0)[:15]
+            used.grad = gradient(rank, step, used, 2)
+            optimizer.step()
+        before = {"embedding": embedding.detach().clone(), "unused": unused.detach().clone()}
+        variance = optimizer.state[embedding]["exp_avg_sq"].clone()
+        for step in range(5, 8):
+            embedding.grad, used.grad = gradient(rank, step, embedding, 0), gradient(rank, step, used, 2)
+            unused.grad = None
+            optimizer.step()
+    texts = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
+    after = {
+        "moved": (embedding.detach() - before["embedding"]).abs(),
+        "unused": torch.equal(unused, before["unused"]),
+        "variance": optimizer.state[embedding]["exp_avg_sq"].clone(),
+        "warmup_variance": variance,
+        "unused_error": optimizer.worker_error(unused),
+        "unused_momentum": optimizer.momentum(unused),
+        "bits": fingerprint([embedding, unused, used]),
+        "scale": float(optimizer.momentum(used).abs()[0]),
+        "rest": flat([optimizer.momentum(embedding), optimizer.momentum(used)]),
+    }
+    return after, optimizer.stats(), texts
+
+
+def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step():
+    results = run_ranks(train_with_dead, 2, "mean")
+    assert len({after["bits"] for after, _, _ in results}) == 1
+    for after, stats, _ in results:
+        seen = after["warmup_variance"][:15]
+        torch.testing.assert_close(after["variance"][15:], seen.mean().expand(5, 8))
+        assert torch.equal(after["variance"][:15], seen)
+        largest = float(after["moved"][15:].max() / after["moved"][:15].median())
+        print(f"largest step of an unseen coordinate, of the others' median: {largest:.1f} (limit 10)")
+        assert after["moved"][15:].min() > 0
+        assert largest < 10
+        assert stats["dead_coordinates"] == 40
+
+
+def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named():
+    for after, stats, texts in run_ranks(train_with_dead, 2, "mean"):
+        assert after["unused"], "no decay, no update"
+        assert not after["unused_error"].any()
+        assert not after["unused_momentum"].any()
+        assert stats["dead_tensors"] == ["parameter 1"]
+        assert [text for text in texts if "1 tensor(s) had no gradient" in text and "parameter 1" in text] == texts
+        assert len(texts) == 1
+
+
+def test_dead_coordinates_keep_leaves_the_variance_as_it_is():
+    for after, stats, texts in run_ranks(train_with_dead, 2, "keep"):
+        assert torch.equal(after["variance"], after["warmup_variance"])
+        assert not after["variance"][15:].any()
+        assert after["moved"][15:].min() > 1e3 * after["moved"][:15].max(), "m / eps explodes, as DeepSpeed's does"
+        assert not after["unused"]
+        assert stats["dead_tensors"] == []
+        assert texts == []
+
+
+def scales_with_and_without(rank: int, world_size: int, with_dead: bool) -> float:
+    p, dead = make((900,), (900,))
+    optimizer = OneBitAdam([p, dead] if with_dead else [p], freeze_step=3, scale_norm="l2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedOneBitWarning)
+        for step in range(5):
+            p.grad = gradient(rank, step, p, 0)
+            optimizer.step()
+    return optimizer.stats()["compensated_norm"], optimizer.stats()["worker_error_norm"]
+
+
+def test_a_dead_tensor_has_no_weight_in_a_scale():
+    alone, beside = (run_ranks(scales_with_and_without, 1, with_dead)[0] for with_dead in (False, True))
+    assert alone == pytest.approx(beside, rel=1e-6)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def train_masked(rank: int, world_size: int, memory_order: str) -> tuple[bool, float, bool, int]:
+    torch.manual_seed(0)
+    (p, q) = make((40, 30), (11,))
+    if memory_order == "transposed":
+        p = Parameter(p.detach().t().contiguous().t())
+    mask = torch.rand(40, 30, generator=torch.Generator().manual_seed(5)) > 0.4
+    optimizer = OneBitAdam([p, q], lr=1e-2, weight_decay=0.5, freeze_step=4, mask={p: mask})
+    start = p.detach().clone()
+    for step in range(12):
+        step_once(optimizer, rank, step)
+    assert optimizer.phase == "compression"
+    outside = ~mask
+    still = torch.equal(p[outside], start[outside]) and not optimizer.worker_error(p)[outside].any()
+    moved = float((p - start)[mask].abs().min())
+    return still, moved, not optimizer.momentum(p)[outside].any(), optimizer.stats()["dead_coordinates"]
+
+
+@pytest.mark.parametrize("memory_order", ["contiguous", "transposed"])
+def test_masked_coordinates_stay_exactly_still_in_both_stages_with_weight_decay(memory_order):
+    for still, moved, no_momentum, dead in run_ranks(train_masked, 2, memory_order):
+        assert still
+        assert no_momentum
+        assert moved > 0
+        assert dead == 0
+
+
+def test_a_mask_of_all_true_changes_no_bit():
+    results = []
+    for masked in (False, True):
+        (p,) = make((500,))
+        mask = {p: torch.ones(500, dtype=torch.bool)} if masked else None
+        optimizer = OneBitAdam([p], freeze_step=3, mask=mask)
+        for step in range(8):
+            step_once(optimizer, 0, step)
+        results.append(observe(optimizer))
+    assert all((results[0][key] == results[1][key]).all() for key in results[0])
