@@ -67,7 +67,7 @@ def _served(optimizer: OneBitOptimizer, i: int) -> tuple[int, int]:
     lo = optimizer._transport.rank * layout.chunk_numel - layout.offset(i)
     start = min(max(lo, 0), layout.sizes[i])
     stop = min(max(lo + layout.chunk_numel, 0), layout.sizes[i])
-    return (start, stop) if start < stop else (-min(lo, 0), -min(lo, 0))
+    return start, stop
 
 
 def _header(optimizer: OneBitOptimizer) -> dict[str, Any]:
@@ -131,19 +131,32 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping
     compressed = header["phase"] == "compression"
     if compressed:
         _check_compressed(optimizer, header)
-    tensors = ("exp_avg_sq", "worker_error") if compressed else ("exp_avg", "exp_avg_sq")
     for i, index in enumerate(optimizer._list.index_of):
         state = state_dict["state"].get(index, {})
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
-        for key in tensors:
-            expected = optimizer._list.params[i].shape
-            if state[key].shape != expected:
+        for key, expected in _shapes(optimizer, i, compressed).items():
+            if tuple(state[key].shape) != expected:
                 raise ValueError(
                     f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape "
-                    f"{tuple(expected)}, got {tuple(state[key].shape)}"
+                    f"{expected}, got {tuple(state[key].shape)}"
                 )
     return header
+
+
+def _shapes(optimizer: OneBitOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
+    layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
+    if not compressed:
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+    first, end = layout.first_block[i : i + 2]
+    start, stop = _served(optimizer, i)
+    return {
+        "exp_avg_sq": shape,
+        "worker_error": shape,
+        "exp_avg_bits": (-(-layout.sizes[i] // 8),),
+        "exp_avg_scale": (end - first,),
+        "server_error": (stop - start,),
+    }
 
 
 def _check_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
