@@ -1,0 +1,338 @@
+"""The compressed all-reduce on real gloo ranks: conservation, traffic, skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fusedonebit.comm import (
+    CollectiveError,
+    CompressedAllReduce,
+    Flag,
+    LocalTransport,
+    TorchTransport,
+    describe_mismatch,
+    make_transport,
+)
+from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
+from ranks import run_ranks
+from reference_ops import scale_of, sign
+from torch import Tensor
+
+SIZES = (300, 0, 128, 1, 513)
+MASK = torch.arange(300) % 3 > 0
+SCOPES = ("global", "layer", "block")
+NORMS = tuple(SCALE_NORMS)
+WORLD_SIZES = (1, 2, 3, 4)
+CPU = torch.device("cpu")
+STEPS = 5
+NO_FLAG = 0
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """World size 1 needs no process."""
+    return run_ranks(function, world_size, *args) if world_size > 1 else [function(0, 1, *args)]
+
+
+def make(world_size: int, sizes: Sequence[int] = SIZES, **options: Any) -> CompressedAllReduce:
+    layout = FlatLayout(tuple(sizes), world_size, 128)
+    return CompressedAllReduce(layout, make_transport(None, CPU), **options)
+
+
+def tensors_of(rank: int, step: int, sizes: Sequence[int] = SIZES) -> list[Tensor]:
+    """What a rank averages in a step; uneven between tensors, as gradients are."""
+    random = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(size, generator=random) * 10.0**-i for i, size in enumerate(sizes)]
+
+
+def line(layout: FlatLayout, tensors: Sequence[Tensor]) -> np.ndarray:
+    out = torch.zeros(layout.numel)
+    for i, tensor in enumerate(tensors):
+        out[layout.offset(i) : layout.offset(i) + tensor.numel()] = tensor.nan_to_num(0.0, 0.0, 0.0)
+    return out.numpy()
+
+
+class Run:
+    """What a rank saw: inputs and results by step, flags, and its residuals at the end.
+
+    Args:
+        spoil: Changes the tensors, or returns other keyword arguments for the call.
+    """
+
+    def __init__(self, rank: int, reduce: CompressedAllReduce, spoil: Callable[..., dict] | None = None) -> None:
+        self.inputs, self.results, self.flags, self.texts = [], [], [], []
+        for step in range(STEPS):
+            tensors = tensors_of(rank, step, reduce.layout.sizes)
+            keywords = spoil(rank, step, tensors, reduce) if spoil else {}
+            reduce(tensors, **keywords)
+            self.inputs.append(line(reduce.layout, tensors))
+            self.results.append(reduce.result().numpy())
+            self.flags.append(int(reduce.flags))
+            self.texts.append(describe_mismatch(reduce.arrived_words))
+        reduce.settle()
+        self.worker_error = reduce.compensated.numpy()
+        self.server_error = reduce.server_compensated.numpy()
+
+
+def assert_nothing_was_lost(runs: Sequence[Run]) -> None:
+    """Sum of results + mean of worker residuals + server residuals == sum of means."""
+    given = np.sum([np.mean([run.inputs[t] for run in runs], 0, dtype=np.float64) for t in range(STEPS)], 0)
+    worker = np.mean([run.worker_error for run in runs], 0, dtype=np.float64)
+    server = np.concatenate([run.server_error for run in runs])
+    result = np.sum(runs[0].results, 0, dtype=np.float64)
+    np.testing.assert_allclose(result + worker + server, given, rtol=0, atol=1e-5)
+    # The check has something to check: residuals are no rounding errors.
+    assert np.abs(worker + server).max() > 1e-2
+
+
+def assert_ranks_are_equal(runs: Sequence[Run]) -> None:
+    for run in runs[1:]:
+        assert [r.tobytes() for r in run.results] == [r.tobytes() for r in runs[0].results]
+        assert run.flags == runs[0].flags
+
+
+# ---------------------------------------------------------------- the average
+
+
+def averages(rank: int, world_size: int, scope: str, norm: str) -> Run:
+    return Run(rank, make(world_size, scale_scope=scope, scale_norm=norm))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_was_compressed_away_is_never_lost_and_ranks_stay_equal(world_size, scope, norm):
+    runs = on_ranks(averages, world_size, scope, norm)
+    assert_nothing_was_lost(runs)
+    assert_ranks_are_equal(runs)
+    assert runs[0].flags == [NO_FLAG] * STEPS
+    np.testing.assert_allclose(runs[0].results[0], algorithm_1(runs, scope, norm), rtol=1e-6)
+
+
+def algorithm_1(runs: Sequence[Run], scope: str, norm: str) -> np.ndarray:
+    """The first result, from the inputs: both compressions, with nothing carried over yet."""
+    world_size = len(runs)
+    layout = FlatLayout(SIZES, world_size, 128)
+    live = np.zeros(layout.numel, bool)
+    for span in layout.spans(0, layout.numel):
+        live[span.flat : span.flat + span.stop - span.start] = True
+    segment = np.repeat(layout.scale_segments(scope).numpy(), 128)
+    chunk = np.arange(layout.numel) // layout.chunk_numel
+    sent = [compressed(run.inputs[0], segment, live, norm) for run in runs]
+    average = np.where(live, np.mean(sent, 0, dtype=np.float64), 0.0)
+    served = compressed(average.astype(np.float32), segment * world_size + chunk, live, norm)
+    return np.where(live, served, np.float32(0))
+
+
+def compressed(x: np.ndarray, segment: np.ndarray, live: np.ndarray, norm: str) -> np.ndarray:
+    scale = np.zeros(x.size, np.float32)
+    for s in np.unique(segment):
+        scale[segment == s] = scale_of(x[live & (segment == s)].astype(np.float64), norm)
+    return (scale * sign(x)).astype(np.float32)
+
+
+def masked(rank: int, world_size: int) -> Run:
+    reduce = make(world_size, scale_scope="layer")
+    reduce.set_live(live_table(reduce.layout, {0: MASK}, excluded=[3]))
+    return Run(rank, reduce)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_masked_and_padding_elements_have_no_result_and_no_residual(world_size):
+    runs = on_ranks(masked, world_size)
+    assert_ranks_are_equal(runs)
+    layout = FlatLayout(SIZES, world_size, 128)
+    dead = np.ones(layout.numel, bool)
+    for tensor in (0, 2, 4):
+        dead[layout.offset(tensor) : layout.offset(tensor) + SIZES[tensor]] = False
+    dead[:300] = ~MASK.numpy()
+    server_error = np.concatenate([run.server_error for run in runs])
+    for values in (*runs[0].results, *(run.worker_error for run in runs), server_error):
+        assert not values[dead].any()
+    assert all(result[~dead].all() for result in runs[0].results)
+    assert all(run.worker_error[~dead].any() for run in runs)
+
+
+def settling(rank: int, world_size: int) -> bool:
+    settled, deferred = (make(world_size, scale_scope="layer") for _ in range(2))
+    for step in range(STEPS):
+        for reduce in (settled, deferred):
+            reduce(tensors_of(rank, step))
+        settled.settle()
+        if not torch.equal(settled.gathered.payload, deferred.gathered.payload):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_settling_between_steps_changes_nothing_on_the_wire(world_size):
+    assert on_ranks(settling, world_size) == [True] * world_size
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
+def test_nothing_at_all_can_be_averaged(sizes):
+    reduce = make(1, sizes)
+    for _ in range(2):
+        reduce([torch.empty(0) for _ in sizes])
+    assert not reduce.result().any()
+    assert int(reduce.flags) == NO_FLAG
+
+
+# ---------------------------------------------------------------- traffic
+
+
+def traffic(rank: int, world_size: int, scope: str) -> list[tuple[int, ...]]:
+    reduce = make(world_size, scale_scope=scope)
+    counts = reduce.transport.traffic
+    seen = []
+    for step in range(2):
+        counts.start_step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            reduce(tensors_of(rank, step))
+        called = sum(event.name.startswith("c10d::") for event in profile.events())
+        seen.append((called, counts.collectives_step, counts.bytes_step, counts.bytes_total))
+    return seen
+
+
+@pytest.mark.parametrize(("scope", "slots"), [("global", 1), ("layer", 3), ("block", 5)])
+def test_a_call_is_two_collectives_of_one_message_to_each_other_rank(scope, slots):
+    # The tensors of each chunk's blocks: 0 0 0 2 3 | 4 4 4 4 4.
+    message = 32 + -(-4 * slots // 16) * 16 + 5 * 128 // 8
+    for seen in run_ranks(traffic, 2, scope):
+        assert seen == [(2, 2, 2 * message, 2 * message), (2, 2, 2 * message, 4 * message)]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_bytes_grow_with_the_ranks_and_shrink_with_the_chunks(world_size):
+    message = 32 + 16 + -(-10 // world_size) * 128 // 8
+    for seen in run_ranks(traffic, world_size, "global"):
+        assert seen[0] == (2, 2, 2 * (world_size - 1) * message, 2 * (world_size - 1) * message)
+
+
+def test_world_size_one_sends_nothing():
+    reduce = make(1)
+    reduce(tensors_of(0, 0))
+    counts = reduce.transport.traffic
+    assert (counts.collectives_total, counts.bytes_total) == (0, 0)
+
+
+# ---------------------------------------------------------------- skips
+
+
+def spoiled(rank: int, world_size: int, how: str) -> Run:
+    return Run(rank, make(world_size, scale_scope="layer"), SPOILERS[how])
+
+
+def a_non_finite(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    if (rank, step) == (1, 2):
+        tensors[0][[0, 299]] = torch.tensor([torch.nan, -torch.inf])
+    return {}
+
+
+def an_abort(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    if (rank, step) != (1, 2):
+        return {}
+    tensors[:] = [torch.empty(0)] * len(tensors)
+    return {"abort": True}
+
+
+def another_tag(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    return {"tag": 8 if (rank, step) == (1, 2) else 7}
+
+
+def a_missed_step(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    if rank == 1:
+        reduce.synchronisations += {2: 1, 3: -1}.get(step, 0)
+    return {}
+
+
+def a_corrupted_gather(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    intact = TorchTransport.all_gather
+
+    def corrupt(gathered: Tensor, sent: Tensor) -> None:
+        intact(reduce.transport, gathered, sent)
+        if (rank, step) == (1, 1):
+            gathered[-1, -1] ^= 0x10
+
+    reduce.transport.all_gather = corrupt
+    return {}
+
+
+SPOILERS = {f.__name__: f for f in (a_non_finite, an_abort, another_tag, a_missed_step, a_corrupted_gather)}
+REASONS = [
+    ("a_non_finite", Flag.NONFINITE, ""),
+    ("an_abort", Flag.ABORT, ""),
+    (
+        "another_tag",
+        Flag.MISMATCH,
+        "hyper-parameters (learning rate and the like), as a hash: 7 on rank 0, 8 on rank 1",
+    ),
+    ("a_missed_step", Flag.MISMATCH, "number of synchronisations: 3 on rank 0, 4 on rank 1"),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("how", "flag", "text"), REASONS, ids=[reason[0] for reason in REASONS])
+def test_one_rank_makes_all_skip_the_step_and_nothing_is_lost(how, flag, text, world_size):
+    runs = run_ranks(spoiled, world_size, how)
+    assert runs[0].flags == [0, 0, int(flag), 0, 0]
+    assert_ranks_are_equal(runs)
+    assert_nothing_was_lost(runs)
+    assert [result.any() for result in runs[0].results] == [True, True, False, True, True]
+    for run in runs:
+        assert np.isfinite(run.results).all()
+        assert not text or run.texts[2] == text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_corrupted_gather_is_found_on_every_rank_at_the_next_call(world_size):
+    for run in run_ranks(spoiled, world_size, "a_corrupted_gather"):
+        assert run.flags == [0, 0, int(Flag.MISMATCH), 0, 0]
+        assert run.texts[2].startswith("digest of the last synchronisation: ")
+        assert run.texts[2].endswith(" on rank 1")
+
+
+def other_layouts(rank: int, world_size: int) -> tuple[int, str]:
+    sizes = (5, 200) if rank == 0 else (200, 5)
+    reduce = make(world_size, sizes)
+    reduce(tensors_of(rank, 0, sizes))
+    return int(reduce.flags), describe_mismatch(reduce.arrived_words)
+
+
+def test_another_layout_of_the_same_length_is_found():
+    for flags, text in run_ranks(other_layouts, 2):
+        assert flags == Flag.MISMATCH
+        assert text.startswith("parameter layout: ")
+
+
+# ---------------------------------------------------------------- failures
+
+
+def deserted(rank: int, world_size: int) -> str:
+    reduce = make(world_size)
+    reduce(tensors_of(rank, 0))
+    if rank == 1:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        reduce(tensors_of(rank, 1))
+    return str(caught.value)
+
+
+def test_ranks_left_alone_get_an_error_that_names_the_collective():
+    first, gone, last = run_ranks(deserted, 3, group_timeout=5, timeout=30)
+    assert gone == ""
+    for rank, text in ((0, first), (2, last)):
+        assert text.startswith(f"all_to_all of rank {rank} of 3 failed (gloo): ")
+        assert text.endswith("Restart all ranks from the last checkpoint.")
+
+
+def test_bad_arguments_of_the_all_reduce_are_named():
+    with pytest.raises(ValueError, match="world_size must be the transport's 1, got 2"):
+        CompressedAllReduce(FlatLayout((5,), 2), LocalTransport())
+    with pytest.raises(ValueError, match=r"scale_norm must be one of \['contractive', 'l1', 'l2'\], got 'max'"):
+        CompressedAllReduce(FlatLayout((5,)), scale_norm="max")
+    with pytest.raises(ValueError, match="scale_scope must be 'global', 'layer' or 'block', got 'row'"):
+        CompressedAllReduce(FlatLayout((5,)), scale_scope="row")

@@ -1,0 +1,298 @@
+"""The message's bytes, what ranks agree on, and the transports."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fusedonebit.comm import (
+    CompressedAllReduce,
+    DisagreementError,
+    Flag,
+    LocalTransport,
+    Messages,
+    Word,
+    agree,
+    checksum,
+    describe_mismatch,
+    make_transport,
+)
+from fusedonebit.comm.wire import agreed_flags, digest
+from fusedonebit.triton_kernels import FlatLayout
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+LAYOUT = FlatLayout((300, 5), 2, 128)
+
+# ---------------------------------------------------------------- the message
+
+
+@pytest.mark.parametrize(("slots", "scale_bytes"), [(1, 16), (4, 16), (5, 32), (8, 32), (9, 48)])
+def test_a_message_is_header_scales_and_bits_at_the_documented_offsets(slots, scale_bytes):
+    messages = Messages(3, slots, LAYOUT, CPU)
+    messages.scales[1] = torch.arange(slots) + 0.5
+    messages.words[1, Word.SENDER] = -2
+    messages.bits[1] = torch.arange(32)
+    raw = messages.buffer[1].numpy().tobytes()
+    assert len(raw) == messages.nbytes == 32 + scale_bytes + 32
+    assert len(raw) % 16 == 0
+    assert raw[:4] == b"FO1B"
+    assert struct.unpack("<8i", raw[:32]) == (0x42314F46, 1, 0, LAYOUT.fingerprint, 0, 0, -2, 0)
+    scales = struct.unpack(f"<{scale_bytes // 4}f", raw[32 : 32 + scale_bytes])
+    assert scales == tuple(i + 0.5 if i < slots else 0.0 for i in range(scale_bytes // 4))
+    assert raw[32 + scale_bytes :] == bytes(range(32))
+    assert not messages.bits[[0, 2]].any()
+
+
+def test_the_words_lie_in_the_documented_order():
+    assert [word.name for word in Word] == ["MAGIC", "VERSION", "STEP", "LAYOUT", "DIGEST", "TAG", "SENDER", "FLAGS"]
+    assert list(Word) == list(range(8))
+    assert [int(flag) for flag in (Flag.NONFINITE, Flag.ABORT, Flag.MISMATCH)] == [1, 2, 4]
+
+
+def test_a_sent_message_says_step_digest_tag_and_sender():
+    reduce = CompressedAllReduce(FlatLayout((200,), 1, 128))
+    for step in (1, 2):
+        before = int(digest(reduce.gathered)) if step > 1 else 0
+        reduce([torch.randn(200, generator=torch.Generator().manual_seed(step))], tag=2**31 - 1)
+        assert reduce.arrived_words.tolist() == [
+            [0x42314F46, 1, step, reduce.layout.fingerprint, before, 2**31 - 1, 0, 0]
+        ]
+    assert before != 0
+
+
+def random_messages(seed: int) -> Messages:
+    messages = Messages(2, 1, LAYOUT, CPU)
+    messages.payload.copy_(torch.randint(256, messages.payload.shape, generator=torch.Generator().manual_seed(seed)))
+    return messages
+
+
+def test_every_single_flipped_bit_changes_the_digest():
+    messages = random_messages(0)
+    intact = int(digest(messages))
+    for message, byte, bit in np.ndindex(2, messages.payload.shape[1], 8):
+        messages.payload[message, byte] ^= 1 << bit
+        assert int(digest(messages)) != intact
+        messages.payload[message, byte] ^= 1 << bit
+    assert int(digest(messages)) == intact
+
+
+def test_the_digest_is_of_the_payload_alone():
+    messages = random_messages(1)
+    intact = int(digest(messages))
+    messages.words.fill_(77)
+    assert int(digest(messages)) == intact
+
+
+@pytest.mark.parametrize(
+    ("flags", "agreed"), [([0, 0, 0], 0), ([1, 0, 0], 1), ([0, 0, 2], 2), ([1, 2, 0], 3), ([0, 3, 1], 3)]
+)
+def test_flags_of_all_ranks_are_united(flags, agreed):
+    words = Messages(3, 1, LAYOUT, CPU).words.clone()
+    words[:, Word.FLAGS] = torch.tensor(flags)
+    words[:, Word.SENDER] = torch.arange(3)
+    for own in words:
+        assert agreed_flags(words, own).tolist() == [agreed]
+
+
+CHECKED = {
+    Word.MAGIC: "message format",
+    Word.VERSION: "message format version",
+    Word.STEP: "number of synchronisations",
+    Word.LAYOUT: "parameter layout",
+    Word.DIGEST: "digest of the last synchronisation",
+    Word.TAG: "hyper-parameters",
+}
+
+
+@pytest.mark.parametrize("word", CHECKED)
+def test_each_checked_word_that_differs_is_a_mismatch_on_every_rank(word):
+    words = Messages(3, 1, LAYOUT, CPU).words.clone()
+    words[2, word] += 1
+    for own in words:
+        assert agreed_flags(words, own).tolist() == [int(Flag.MISMATCH)]
+    text = describe_mismatch(words)
+    assert text.startswith(CHECKED[word])
+    assert text.endswith(f": {int(words[0, word])} on rank 0, {int(words[2, word])} on rank 2")
+
+
+def test_words_equal_on_all_ranks_that_are_not_this_ranks_own_are_damage():
+    words = Messages(3, 1, LAYOUT, CPU).words.clone()
+    own = words[0].clone()
+    own[Word.STEP] += 1
+    assert agreed_flags(words, own).tolist() == [int(Flag.MISMATCH)]
+    assert describe_mismatch(words) == "a message arrived damaged"
+
+
+# ---------------------------------------------------------------- agree
+
+
+class NoTextError(Exception):
+    pass
+
+
+CASES: dict[str, Callable[[int], tuple[list[tuple[str, str]], Exception | None]]] = {
+    "same": lambda rank: ([("lr", "0.1"), ("eps", "1")], None),
+    "value": lambda rank: ([("lr", "0.1"), ("eps", str(rank // 2))], None),
+    "name": lambda rank: ([("lr" if rank < 2 else "beta", "0.1")], None),
+    "fewer": lambda rank: ([("lr", "0.1"), ("eps", "1")][: 2 - rank // 2], None),
+    "more": lambda rank: ([("lr", "0.1"), ("eps", "1")][: 1 + rank // 2], None),
+    "error": lambda rank: ([], ValueError("lr must be > 0, got -1") if rank == 1 else None),
+    "errors": lambda rank: ([], ValueError("bad") if rank else None),
+    "same error": lambda rank: ([], ValueError("bad")),
+    "no text": lambda rank: ([], NoTextError() if rank == 1 else None),
+}
+
+
+def agreeing(rank: int, world_size: int, case: str) -> tuple[str, str, int]:
+    transport = make_transport(None, CPU)
+    facts, error = CASES[case](rank)
+    try:
+        agree(transport, facts, CPU, error, hint="seed alike")
+    except Exception as raised:
+        outcome = (type(raised).__name__, str(raised))
+    else:
+        outcome = ("", "")
+    return (*outcome, transport.traffic.collectives_total)
+
+
+def differ(message: str) -> tuple[str, str, int]:
+    return ("DisagreementError", message + "; seed alike", 3)
+
+
+OUTCOMES = {
+    "same": [("", "", 1)] * 3,
+    "value": [differ("ranks differ: eps is 0 on rank 0 but 1 on rank 2")] * 3,
+    "name": [differ("ranks differ: lr is 0.1 on rank 0 but beta 0.1 on rank 2")] * 3,
+    "fewer": [differ("ranks differ: eps is 1 on rank 0 but nothing more on rank 2")] * 3,
+    "more": [differ("ranks differ: rank 0 states fewer facts than others")] * 3,
+    "error": [
+        differ("failed on rank 1: lr must be > 0, got -1"),
+        ("ValueError", "lr must be > 0, got -1", 3),
+        differ("failed on rank 1: lr must be > 0, got -1"),
+    ],
+    "errors": [differ("failed on rank 1: bad, rank 2: bad"), *[("ValueError", "bad", 3)] * 2],
+    "same error": [("ValueError", "bad", 3)] * 3,
+    "no text": [
+        differ("failed on rank 1: NoTextError"),
+        ("NoTextError", "", 3),
+        differ("failed on rank 1: NoTextError"),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_or_every_rank_learns_the_first_difference(case):
+    assert run_ranks(agreeing, 3, case) == OUTCOMES[case]
+
+
+def test_a_single_rank_agrees_with_itself_and_raises_its_own_error():
+    agree(LocalTransport(), [("lr", "0.1")], CPU)
+    with pytest.raises(KeyError, match="lr"):
+        agree(LocalTransport(), [], CPU, KeyError("lr"))
+    assert issubclass(DisagreementError, ValueError)
+
+
+# ---------------------------------------------------------------- checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64])
+def test_checksums_are_equal_for_equal_bits_and_change_with_any_element(dtype):
+    x = (torch.randn(500, generator=torch.Generator().manual_seed(0)) > 0).to(dtype)
+    assert checksum(x) == checksum(x.clone())
+    assert 0 <= checksum(x) < 2**63
+    for i in range(500):
+        y = x.clone()
+        y[i] = 1 - y[i].to(torch.uint8)
+        assert checksum(y) != checksum(x)
+
+
+def test_a_checksum_sees_order_length_and_the_sign_of_zero():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert checksum(x) != checksum(x[[1, 0, 2]])
+    assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(torch.tensor([torch.nan])) == checksum(torch.tensor([torch.nan]))
+    long = torch.zeros(3 << 20, dtype=torch.uint8)
+    swapped = long.clone()
+    long[5], swapped[5 + (1 << 20)] = 1, 1
+    assert checksum(long) != checksum(swapped)
+
+
+def test_a_checksum_reads_memory_order_from_where_the_tensor_starts():
+    x = torch.arange(12.0)
+    assert checksum(x.view(3, 4).t()) == checksum(x)
+    assert checksum(x[4:8]) == checksum(x[4:8].clone()) != checksum(x[:4])
+
+
+# ---------------------------------------------------------------- transports
+
+
+def test_without_a_group_nothing_travels_and_nothing_is_counted():
+    transport = make_transport(None, CPU)
+    assert isinstance(transport, LocalTransport)
+    sent, received = torch.arange(4.0)[None], torch.zeros(1, 4)
+    transport.all_to_all(received, sent)
+    assert torch.equal(received, sent)
+    transport.all_gather(received.zero_(), sent)
+    assert torch.equal(received, sent)
+    transport.all_reduce(received)
+    transport.broadcast(received)
+    assert torch.equal(received, sent)
+    assert (transport.traffic.collectives_total, transport.traffic.bytes_total) == (0, 0)
+    assert repr(transport) == "local (world size 1)"
+
+
+def moving(rank: int, world_size: int) -> tuple:
+    transport = make_transport(None, CPU)
+    counts, seen = transport.traffic, []
+    rows, one = torch.zeros(world_size, 4), torch.full((1, 4), float(rank))
+    calls = [
+        (transport.all_to_all, rows, torch.full((world_size, 4), float(rank)) + 10 * torch.arange(world_size)[:, None]),
+        (transport.all_gather, rows, one),
+        (transport.all_reduce, one.clone()),
+        (transport.broadcast, one.clone()),
+    ]
+    for call, target, *sent in calls:
+        counts.start_step()
+        call(target, *sent)
+        seen.append((target[:, 0].tolist(), counts.collectives_step, counts.bytes_step))
+    return seen, repr(transport), counts.bytes_total == sum(entry[2] for entry in seen)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_transport_moves_rows_and_counts_what_it_sends_to_others(world_size):
+    ranks = range(world_size)
+    for rank, (seen, text, total) in enumerate(run_ranks(moving, world_size)):
+        assert seen == [
+            ([10.0 * rank + w for w in ranks], 1, 16 * (world_size - 1)),
+            ([float(w) for w in ranks], 1, 16 * (world_size - 1)),
+            ([float(sum(ranks))], 1, 32 * (world_size - 1) // world_size),
+            ([0.0], 1, 0 if rank else 16),
+        ]
+        assert text == f"torch.distributed gloo (rank {rank} of {world_size})"
+        assert total
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    texts = []
+    group, alone = dist.new_group([0]), dist.new_group([1])
+    for candidate, device in ((group, CPU), (alone, CPU), (None, torch.device("meta"))):
+        try:
+            texts.append(repr(make_transport(candidate, device)))
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_group_that_lacks_this_process_or_its_device_is_refused():
+    absent, local = "process_group must contain this process", "local (world size 1)"
+    first, second = run_ranks(refused, 2)
+    assert first[:2] == [local, absent]
+    assert second[:2] == [absent, local]
+    for texts in (first, second):
+        assert texts[2].startswith("process_group must have a backend for meta tensors, got ")
