@@ -29,6 +29,8 @@ def check_device(device: torch.device) -> None:
 
 def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
     """Raises TypeError or ValueError for the first mask that fits no trainable parameter."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"mask must map parameters to bool tensors, got {type(masks).__name__}")
     known = {id(p) for p in params.params}
     for p, mask in masks.items():
         if not isinstance(p, Tensor) or not isinstance(mask, Tensor):

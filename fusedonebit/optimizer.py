@@ -42,7 +42,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.options = options
         self._built = False
-        self._masks = dict(mask or {})
         params = materialise(params)
         self.device = first_device(params)
         self._transport = make_transport(process_group, self.device)
@@ -52,7 +51,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             check_group(defaults)
             super().__init__(params, defaults)
             self._list = ParameterList(self.param_groups)
-            construction.check_masks(self._masks, self._list)
+            construction.check_masks(mask or {}, self._list)
+            self._masks = dict(mask or {})
             construction.check_device(self.device)
         except (TypeError, ValueError, RuntimeError) as caught:
             error = caught

@@ -246,10 +246,10 @@ def materialise(params: Any) -> list[Any]:
 
 
 def first_device(params: Sequence[Any]) -> torch.device:
-    """The device of the first tensor found, CPU where there is none."""
+    """The device of the first tensor with memory, CPU where there is none."""
     for entry in params:
         for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
             tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 return tensor.device
     return torch.device("cpu")

@@ -1,0 +1,217 @@
+"""What can't be used raises, and says which argument, its value and what was expected."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fusedonebit import OneBitAdam, construction
+
+
+def make(*shapes: tuple[int, ...]) -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -0.1}, "lr must be a finite number >= 0, got -0.1"),
+        ({"lr": float("nan")}, "lr must be a finite number >= 0, got nan"),
+        ({"lr": "fast"}, "lr must be a finite number >= 0, got 'fast'"),
+        ({"lr": torch.ones(2)}, r"lr must be a number or a tensor of one element, got shape \(2,\)"),
+        ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.9\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+        ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
+        ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08"),
+        ({"weight_decay": float("inf")}, "weight_decay must be a finite number >= 0, got inf"),
+        ({"maximize": 1}, "maximize must be True or False, got 1"),
+        ({"freeze_step": -1}, 'freeze_step must be an int >= 0 or "auto", got -1'),
+        ({"freeze_step": 1.5}, 'freeze_step must be an int >= 0 or "auto", got 1.5'),
+        ({"freeze_step": True}, 'freeze_step must be an int >= 0 or "auto", got True'),
+        ({"freeze_step": "soon"}, "freeze_step must be an int >= 0 or \"auto\", got 'soon'"),
+        ({"lr_warmup_steps": -3}, "lr_warmup_steps must be an int >= 0, got -3"),
+        ({"scale_norm": "l3"}, "scale_norm must be one of 'contractive', 'l1', 'l2', got 'l3'"),
+        ({"scale_scope": "row"}, "scale_scope must be one of 'global', 'layer', 'block', got 'row'"),
+        ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
+        ({"nonfinite": "ignore"}, "nonfinite must be one of 'skip', 'raise', got 'ignore'"),
+        ({"bias_correction": None}, "bias_correction must be True or False, got None"),
+        ({"eps_inside_sqrt": "yes"}, "eps_inside_sqrt must be True or False, got 'yes'"),
+        ({"block_size": 1000}, r"block_size must be one of \(1024, 512, 256, 128\) or None, got 1000"),
+        ({"mask": {"weight": torch.ones(3)}}, "mask must map parameters to bool tensors, got str: Tensor"),
+        ({"mask": "weight"}, "mask must map parameters to bool tensors, got str"),
+        ({"mask": {torch.zeros(7): torch.ones(7) > 0}}, r"tensor of shape \(7,\) that is no trainable parameter"),
+    ],
+)
+def test_bad_hyper_parameters_are_named(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        OneBitAdam(make((3,)), **{"freeze_step": 5, **options})
+
+
+def test_bad_hyper_parameters_of_a_group_are_named_with_the_group():
+    p, q = make((3,), (4,))
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1 in group 1"):
+        OneBitAdam([{"params": [p]}, {"params": [q], "eps": -1}], freeze_step=5)
+
+
+def test_freeze_step_is_required():
+    with pytest.raises(TypeError, match="freeze_step"):
+        OneBitAdam(make((3,)))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            torch.ones(3).bool(),
+            r"a mask must be a bool tensor of its parameter's shape \(2, 3\), got torch.bool \(3,\)",
+        ),
+        (
+            torch.ones(2, 3),
+            r"a mask must be a bool tensor of its parameter's shape \(2, 3\), got torch.float32 \(2, 3\)",
+        ),
+    ],
+)
+def test_a_mask_must_fit_its_parameter(value, message):
+    (p,) = make((2, 3))
+    with pytest.raises(ValueError, match=message):
+        OneBitAdam([p], freeze_step=5, mask={p: value})
+
+
+def sparse_parameter() -> list:
+    return [Parameter(torch.eye(3).to_sparse())]
+
+
+def shared_memory() -> list:
+    whole = torch.randn(10)
+    return [Parameter(whole[:6]), Parameter(whole[5:])]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (lambda: torch.randn(3, requires_grad=True), "params must be an iterable of tensors or of dicts, got a tensor"),
+        (list, "empty parameter list"),
+        (lambda: [torch.randn(3)], "at least one tensor that requires gradients, got none"),
+        (sparse_parameter, "parameter 0 must be dense, got layout torch.sparse_coo"),
+        (
+            lambda: [Parameter(torch.randn(2, dtype=torch.cfloat))],
+            "must be float32, bfloat16 or float16, got torch.comp",
+        ),
+        (lambda: [Parameter(torch.randn(2).double())], "must be float32, bfloat16 or float16, got torch.float64"),
+        (lambda: [Parameter(torch.randn(2, device="meta"))], "parameter 0 must have memory, got a meta tensor"),
+        (lambda: [Parameter(torch.randn(1, 3).expand(4, 3))], r"must not overlap itself, got strides \(0, 1\)"),
+        (lambda: [*make((2,)), Parameter(torch.randn(2, device="meta"))], "parameter 1 must have memory"),
+        (lambda: 2 * make((2,)), "params must not share memory, but parameter 0 and parameter 1 do; tie weights by"),
+        (shared_memory, "params must not share memory, but parameter 0 and parameter 1 do"),
+        (lambda: [3], "optimizer can only optimize Tensors, but one of the params is int"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_parameters_that_cannot_be_optimised_are_named(params, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        OneBitAdam(params(), freeze_step=5)
+
+
+def sparse_gradient(p: Parameter, model: torch.nn.Module) -> None:
+    p.grad = torch.eye(4, 3).to_sparse()
+
+
+def wrong_shape(p: Parameter, model: torch.nn.Module) -> None:
+    p.grad.data = torch.ones(5)
+
+
+def cast(p: Parameter, model: torch.nn.Module) -> None:
+    model.bfloat16()
+
+
+def reshape(p: Parameter, model: torch.nn.Module) -> None:
+    p.grad = None
+    p.data = torch.randn(5)
+
+
+def freeze(p: Parameter, model: torch.nn.Module) -> None:
+    p.requires_grad_(False)
+
+
+def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
+    model.bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize("freeze_step", [100, 1], ids=["warmup", "compression"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            sparse_gradient,
+            r"gradient of parameter 0 \(weight\) must be dense, got .* use sparse=False in the embedding",
+        ),
+        (wrong_shape, r"gradient of parameter 0 \(weight\) must be \(4, 3\) on cpu, got \(5,\) on cpu"),
+        (
+            cast,
+            r"parameter 0 \(weight\) was torch.float32 \(4, 3\) on cpu .* but now is torch.bfloat16 \(4, 3\) on cpu",
+        ),
+        (
+            reshape,
+            r"parameter 0 \(weight\) was torch.float32 \(4, 3\) on cpu .* but now is torch.float32 \(5,\) on cpu",
+        ),
+        (freeze, r"parameter 0 \(weight\) no longer requires gradients"),
+        (unfreeze, r"parameter of shape \(4,\) requires gradients now but did not when the optimizer was made"),
+    ],
+)
+def test_what_changed_since_construction_is_named_and_nothing_moves(spoil, message, freeze_step):
+    model = torch.nn.Linear(3, 4)
+    model.bias.requires_grad_(False)
+    optimizer = OneBitAdam(model.named_parameters(), freeze_step=freeze_step)
+    for _ in range(3):
+        model.weight.grad = torch.randn(4, 3)
+        optimizer.step()
+    before = model.weight.detach().clone()
+    spoil(model.weight, model)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        optimizer.step()
+    assert optimizer.stats()["step"] == 3
+    if spoil in (sparse_gradient, wrong_shape, freeze, unfreeze):
+        assert torch.equal(model.weight, before)
+
+
+def test_a_group_can_not_be_added_after_the_freeze():
+    p, q = make((3,), (4,))
+    optimizer = OneBitAdam([p], freeze_step=1)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"add_param_group must be called before the freeze.*construct a new"):
+        optimizer.add_param_group({"params": [q]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_cuda_parameters_need_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(RuntimeError, match="params on cuda need triton, which is not installed: pip install triton"):
+        construction.check_device(torch.device("cuda"))
+    construction.check_device(torch.device("cpu"))
+
+
+def test_looking_at_a_foreign_parameter_says_so():
+    optimizer = OneBitAdam(make((3,)), freeze_step=5)
+    for look in (optimizer.momentum, optimizer.worker_error):
+        with pytest.raises(
+            ValueError, match=r"param must be a trainable parameter of this optimizer, got shape \(4,\)"
+        ):
+            look(torch.zeros(4))
+
+
+def test_importing_costs_less_than_a_second_beyond_torch():
+    code = "import time, torch; t = time.perf_counter(); import fusedonebit; print(time.perf_counter() - t)"
+    best = min(
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(2)
+    )
+    print(f"import fusedonebit after torch: {best:.3f} s (limit 1)")
+    assert best < 1
