@@ -12,7 +12,11 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class AbortedStepError(RuntimeError):
-    """Another rank could not take its step; no rank has, and nothing was changed."""
+    """Another rank could not take its step; no rank has.
+
+    Parameters and step counts are as before. In the compression stage the other ranks' gradients of
+    this step are kept as residual: go on with new gradients, don't repeat the step with the same.
+    """
 
 
 class OutOfStepError(RuntimeError):

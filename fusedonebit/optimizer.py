@@ -178,8 +178,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             closure: Evaluates the model again and returns the loss.
 
         Raises:
-            NonFiniteGradientError: with ``nonfinite="raise"``, on every rank; nothing was changed.
-            AbortedStepError, OutOfStepError: on every rank; nothing was changed.
+            NonFiniteGradientError: with ``nonfinite="raise"``, on every rank.
+            AbortedStepError, OutOfStepError: on every rank. After any of these parameters and step
+                counts are as before, and in the compression stage gradients are kept as residual.
             CollectiveError: if a rank died or hangs; restart from a checkpoint.
             RuntimeError, TypeError, ValueError: if this rank's parameters or gradients can't be used.
         """

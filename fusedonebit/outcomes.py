@@ -74,13 +74,13 @@ class Outcomes:
         self.skipped += 1
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
-                f"ranks are out of step after {self.updates} updates: {self._describe()}. Nothing was changed; every "
+                f"ranks are out of step after {self.updates} updates: {self._describe()}. No parameter was changed; every "
                 "rank must call step() equally often, with equal hyper-parameters, resuming from the same checkpoint"
             )
         if flags & Flag.ABORT:
             raise AbortedStepError(
                 f"another rank could not take the step after {self.updates} updates (its own error says why); "
-                "nothing was changed on any rank"
+                "no parameter was changed on any rank"
             )
         text = (
             f"a gradient on some rank was not finite after {self.updates} updates; "
