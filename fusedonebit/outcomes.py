@@ -74,8 +74,9 @@ class Outcomes:
         self.skipped += 1
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
-                f"ranks are out of step after {self.updates} updates: {self._describe()}. No parameter was changed; every "
-                "rank must call step() equally often, with equal hyper-parameters, resuming from the same checkpoint"
+                f"ranks are out of step after {self.updates} updates: {self._describe()}. No parameter was changed; "
+                "every rank must call step() equally often, with equal hyper-parameters, "
+                "resuming from the same checkpoint"
             )
         if flags & Flag.ABORT:
             raise AbortedStepError(
