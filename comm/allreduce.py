@@ -23,15 +23,14 @@ from ..triton_kernels import (
     FlatLayout,
     LiveTable,
     ScaleScope,
-    finish,
     live_table,
     momentum_compress,
     server_reduce,
-    settle,
     unpack,
 )
+from .feedback import ErrorFeedback
 from .transport import LocalTransport, Transport
-from .wire import Flag, Messages, Word, agreed_flags, digest
+from .wire import Flag, Messages, Word, agreed_flags, digest, union
 
 
 class CompressedAllReduce:
@@ -54,8 +53,8 @@ class CompressedAllReduce:
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
 
     Attributes:
-        compensated, worker_scale: c float32 [P] and s float32 [B] of this worker.
-        server_compensated, server_scale: The same of the chunk that this rank serves.
+        worker: This rank's ``ErrorFeedback`` over all P elements.
+        server: That of the chunk which it serves.
         gathered: W messages; their bits are the result's signs, kept until the next call has read
             them. They then receive the alltoall before they receive the allgather.
         scale: float32 [B], the result's magnitude per block.
@@ -82,57 +81,37 @@ class CompressedAllReduce:
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = torch.device(device)
-        self._norm = SCALE_NORMS[scale_norm]
-        self._build_tables(scale_scope)
-        self._build_buffers(compensated)
+        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated)
         self.set_live(live_table(layout).to(self.device))
         self.synchronisations = 0
 
-    def _build_tables(self, scope: ScaleScope) -> None:
-        layout, device = self.layout, self.device
-        slot, self.slots = layout.scale_slots(scope)
-        self.segment = layout.scale_segments(scope).to(device)
+    def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None) -> None:
+        layout, device, rank = self.layout, self.device, self.transport.rank
+        served = layout.blocks_per_chunk
+        slot, slots = layout.scale_slots(scope)
+        self._own = slice(rank * served, (rank + 1) * served)
         self.block_tensor = layout.block_tensor().to(device)
-        # A block of each slot of each chunk; chunks with fewer slots repeat a block of theirs.
-        block_of = torch.arange(layout.world_size)[:, None] * layout.blocks_per_chunk
-        block_of = block_of.repeat(1, self.slots)
-        block_of.view(-1)[(torch.arange(layout.n_blocks) // layout.blocks_per_chunk) * self.slots + slot] = (
-            torch.arange(layout.n_blocks)
-        )
-        self._own = slice(
-            self.transport.rank * layout.blocks_per_chunk, (self.transport.rank + 1) * layout.blocks_per_chunk
-        )
         self.slot = slot.to(device)
-        self._worker_slot_block = block_of.to(device)
-        own_blocks = block_of[self.transport.rank : self.transport.rank + 1] - self._own.start
-        self._server_slot_block = own_blocks.to(device)
-
-    def _build_buffers(self, compensated: Tensor | None) -> None:
-        layout, device = self.layout, self.device
-        world_size, blocks, served = layout.world_size, layout.n_blocks, layout.blocks_per_chunk
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self.compensated = zeros(layout.numel) if compensated is None else compensated
-        self.worker_scale, self.scale = zeros(blocks), zeros(blocks)
-        self.server_compensated, self.server_scale = zeros(layout.chunk_numel), zeros(served)
-        self.to_servers = Messages(world_size, self.slots, layout, device)
-        self.gathered = Messages(world_size, self.slots, layout, device)
-        self.served = Messages(1, self.slots, layout, device)
+        # Index of each block's scale among the slots of all gathered messages.
+        self._gathered_slot = torch.arange(layout.n_blocks, device=device) // served * slots + self.slot
+        if compensated is None:
+            compensated = torch.zeros(layout.numel, device=device)
+        self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm)
+        self.server = ErrorFeedback(torch.zeros(layout.chunk_numel, device=device), slot[self._own], norm)
+        self.scale = torch.zeros(layout.n_blocks, device=device)
+        self.to_servers = Messages(layout.world_size, slots, layout, device)
+        self.gathered = Messages(layout.world_size, slots, layout, device)
+        self.served = Messages(1, slots, layout, device)
         for sent in (self.to_servers, self.served):
-            sent.words[:, Word.SENDER] = self.transport.rank
-        self._partials = zeros(3, blocks, dtype=torch.float64)
-        self.worker_totals = zeros(3, dtype=torch.float64)
-        self.server_totals = zeros(3, dtype=torch.float64)
-        self.flags = zeros(1, dtype=torch.int32)
+            sent.words[:, Word.SENDER] = rank
+        self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self.arrived_words = self.gathered.words.clone()
 
     def set_live(self, live: LiveTable) -> None:
-        """Says which elements count. No other may be non-zero in ``compensated``."""
+        """Says which elements count. No other may be non-zero in ``worker.compensated``."""
         self.live = live
-        self._worker_count = _count(live.numel, self.segment)
-        self._server_count = _count(live.numel[self._own], self.slot[self._own])
+        self.worker.set_live(live)
+        self.server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
 
     def __call__(
         self,
@@ -165,8 +144,8 @@ class CompressedAllReduce:
             tensors,
             self.layout.sizes,
             self.layout.block_size,
-            self.compensated,
-            self.worker_scale,
+            self.worker.compensated,
+            self.worker.scale,
             self.gathered.bits,
             self.scale,
             self._plain_coef() if coef is None else coef,
@@ -176,9 +155,10 @@ class CompressedAllReduce:
             self.live.bits,
             self.live.row,
             self.to_servers.bits,
-            self._partials,
+            self.worker.partials,
         )
-        self._finish_worker(tag, abort)
+        self.worker.finish(self.to_servers)
+        self._sign_messages(tag, abort)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
@@ -186,19 +166,8 @@ class CompressedAllReduce:
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive()
 
-    def _finish_worker(self, tag: int, abort: bool) -> None:
+    def _sign_messages(self, tag: int, abort: bool) -> None:
         words = self.to_servers.words
-        finish(
-            self._partials,
-            self.segment,
-            self._worker_count,
-            self._norm,
-            self.worker_scale,
-            self.worker_totals,
-            self._worker_slot_block,
-            self.to_servers.scales,
-            words[:, Word.FLAGS],
-        )
         self.synchronisations += 1
         words[:, Word.STEP] = self.synchronisations & 0x7FFFFFFF
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
@@ -207,42 +176,31 @@ class CompressedAllReduce:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
 
     def _serve(self) -> None:
-        partials = self._partials[:, self._own]
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
             self.slot[self._own],
             self.flags,
             self.layout.block_size,
-            self.server_compensated,
-            self.server_scale,
+            self.server.compensated,
+            self.server.scale,
             self.live.bits,
             self.live.row[self._own],
             self.served.bits,
-            partials,
+            self.server.partials,
         )
-        finish(
-            partials,
-            self.slot[self._own],
-            self._server_count,
-            self._norm,
-            self.server_scale,
-            self.server_totals,
-            self._server_slot_block,
-            self.served.scales,
-            self.served.words[:, Word.FLAGS],
-        )
+        self.server.finish(self.served)
+        # A header damaged on its way here is seen here only: pass on what was seen.
+        self.served.words[:, Word.FLAGS] = self.flags
 
     def _receive(self) -> None:
-        by_slot = self.gathered.scales.reshape(-1)
-        chunk = torch.arange(self.layout.n_blocks, device=self.device) // self.layout.blocks_per_chunk
-        torch.index_select(by_slot, 0, chunk * self.slots + self.slot, out=self.scale)
+        self.flags = union(self.gathered.words[:, Word.FLAGS])
+        torch.index_select(self.gathered.scales.reshape(-1), 0, self._gathered_slot, out=self.scale)
         self.served.words[:, Word.DIGEST] = digest(self.gathered)
         # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
         kept = (self.flags == 0).float()
-        self.scale *= kept
-        self.worker_scale *= kept
-        self.server_scale *= kept
+        for scale in (self.scale, self.worker.scale, self.server.scale):
+            scale *= kept
 
     @property
     def wire_bytes(self) -> int:
@@ -253,15 +211,16 @@ class CompressedAllReduce:
     def state_bytes(self) -> int:
         """Bytes of everything else held here, tables included, ``compensated`` too."""
         held = [v for v in vars(self).values() if isinstance(v, Tensor)]
-        return sum(t.nbytes for t in (*held, *self.live, self.gathered.buffer))
+        tables = sum(t.nbytes for t in (*held, *self.live, self.gathered.buffer))
+        return tables + self.worker.nbytes + self.server.nbytes
 
     def settle(self) -> None:
         """Forms both deferred residuals in place: then ``compensated`` holds e, its scales 0.
 
         Changes no later step. Only checkpoints and people who look need it.
         """
-        settle(self.compensated, self.worker_scale, self.live.bits, self.live.row)
-        settle(self.server_compensated, self.server_scale, self.live.bits, self.live.row[self._own])
+        self.worker.settle()
+        self.server.settle()
 
     def result(self) -> Tensor:
         """The last average, float32 [P], by flat index, zero where nothing is live; allocates."""
@@ -277,9 +236,3 @@ class CompressedAllReduce:
         coef[:, Coef.ONE_MINUS_BETA1] = 1.0
         coef[:, Coef.UNIT] = 1.0
         return coef
-
-
-def _count(live: Tensor, segment: Tensor) -> Tensor:
-    """Live elements of each segment, float64 [segments]."""
-    count = torch.zeros(int(segment.max()) + 1, dtype=torch.float64, device=live.device)
-    return count.index_add_(0, segment, live.double())

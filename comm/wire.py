@@ -102,9 +102,13 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
         own: int32 [8], this rank's header.
     """
     differ = (arrived[:, :CHECKED] != own[:CHECKED]).any()
-    flags = arrived[:, Word.FLAGS]
-    union = sum(((flags & flag) != 0).any().int() * int(flag) for flag in (Flag.NONFINITE, Flag.ABORT))
-    return (union + differ.int() * int(Flag.MISMATCH)).reshape(1).to(torch.int32)
+    return union(arrived[:, Word.FLAGS]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+
+
+def union(flags: Tensor) -> Tensor:
+    """All flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
+    each = torch.tensor([int(flag) for flag in Flag], dtype=torch.int32, device=flags.device)
+    return (((flags[:, None] & each) != 0).any(0) * each).sum(dtype=torch.int32).reshape(1)
 
 
 def describe_mismatch(arrived: Tensor) -> str:

@@ -55,8 +55,8 @@ def _compressed_state(optimizer: OneBitOptimizer, i: int, bits: Tensor) -> dict[
     return {
         "exp_avg_bits": bits[offset // 8 : offset // 8 + -(-size // 8)].clone(),
         "exp_avg_scale": reduce.scale[first:end].clone(),
-        "worker_error": optimizer._list.shaped(reduce.compensated, i, offset),
-        "server_error": reduce.server_compensated[offset + start - own : offset + stop - own],
+        "worker_error": optimizer._list.shaped(reduce.worker.compensated, i, offset),
+        "server_error": reduce.server.compensated[offset + start - own : offset + stop - own],
         "server_error_start": start,
     }
 
@@ -238,7 +238,7 @@ def _fill_parameter(optimizer: OneBitOptimizer, i: int, state: Mapping[str, Any]
         bits[offset // 8 : offset // 8 + len(packed)] = packed
         start, stop = _served(optimizer, i)
         own = optimizer._transport.rank * layout.chunk_numel
-        reduce.server_compensated[offset + start - own : offset + stop - own] = state["server_error"].to(
+        reduce.server.compensated[offset + start - own : offset + stop - own] = state["server_error"].to(
             optimizer.device
         )
 

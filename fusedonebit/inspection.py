@@ -14,8 +14,8 @@ def stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
     """See ``OneBitOptimizer.stats``."""
     optimizer._outcomes.catch_up()
     transport, reduce, layout = optimizer._transport, optimizer._reduce, optimizer.layout
-    worker = reduce.worker_totals.clamp(min=0).sqrt().tolist()
-    server = reduce.server_totals.clamp(min=0).sqrt().tolist()
+    compensated, worker_error = reduce.worker.norms()
+    _, server_error = reduce.server.norms()
     warmup_grad = 0 if optimizer._grad is None else optimizer._grad.nbytes
     return {
         "phase": optimizer.phase,
@@ -32,9 +32,9 @@ def stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "bytes_total": transport.traffic.bytes_total,
         "state_bytes": optimizer._exp_avg_sq.nbytes + reduce.state_bytes + warmup_grad,
         "wire_bytes": reduce.wire_bytes,
-        "compensated_norm": worker[0],
-        "worker_error_norm": worker[1],
-        "server_error_norm": server[1],
+        "compensated_norm": compensated,
+        "worker_error_norm": worker_error,
+        "server_error_norm": server_error,
         "dead_tensors": [optimizer._list.names[i] for i in optimizer.dead_tensors],
         "dead_coordinates": optimizer.dead_coordinates,
     }

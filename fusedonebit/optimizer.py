@@ -223,14 +223,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         layout, world_size = self.layout, self._transport.world_size
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
-        flatten(grads, layout.sizes, layout.block_size, 1.0 / world_size, self._grad)
-        # Behind the gradients: dropped elements, aborts, and two numbers all ranks must agree on,
-        # told by sum and sum of squares; small enough to be exact in float32.
+        # Behind the gradients: whether any is not finite, whether this rank aborts, and two numbers
+        # all must agree on, told by sum and sum of squares; small enough to be exact in float32.
         modulus = int((2**24 / world_size) ** 0.5)
         marks = [self._outcomes.attempts % modulus, self._coefficients.tag % modulus]
-        words = [float(abort), *marks, *(mark * mark for mark in marks)]
+        words = [0.0, float(abort), *marks, *(mark * mark for mark in marks)]
         tail = self._grad[layout.numel :]
-        tail[1:6] = torch.tensor(words).to(self.device, non_blocking=True)
+        tail[:6] = torch.tensor(words).to(self.device, non_blocking=True)
+        flatten(grads, layout.sizes, layout.block_size, 1.0 / world_size, self._grad)
         own = tail[2:6] * world_size
         self._transport.all_reduce(self._grad)
         self._marks_differ = tail[2:6] != own

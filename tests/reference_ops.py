@@ -101,11 +101,11 @@ class Problem:
     def finish_arguments(self, scope: str, norm: str) -> tuple:
         segment = self.layout.scale_segments(scope)
         count = torch.bincount(segment, self.table.numel.double())
-        # A slot for every block: message k, slot i is block i of chunk k.
-        slot_block = torch.arange(self.layout.n_blocks).view(self.layout.world_size, -1)
-        outputs = (torch.full((self.layout.n_blocks,), torch.nan), torch.full((3,), torch.nan, dtype=torch.float64))
-        message = (torch.full(slot_block.shape, torch.nan), torch.full((len(slot_block),), 9, dtype=torch.int32))
-        return (self.partials, segment, count, SCALE_NORMS[norm], *outputs, slot_block, *message)
+        start = torch.nn.functional.pad(torch.bincount(segment).cumsum(0), (1, 0))
+        world_size, (_, slots) = self.layout.world_size, self.layout.scale_slots(scope)
+        message = (torch.full((world_size, slots), torch.nan), torch.full((world_size,), 9, dtype=torch.int32))
+        scale = torch.full((self.layout.n_blocks,), torch.nan)
+        return (self.partials, segment, start, count, SCALE_NORMS[norm], scale, *message)
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0) -> tuple:
         own = slice(rank * self.layout.blocks_per_chunk, (rank + 1) * self.layout.blocks_per_chunk)

@@ -73,8 +73,8 @@ class Run:
             self.flags.append(int(reduce.flags))
             self.texts.append(describe_mismatch(reduce.arrived_words))
         reduce.settle()
-        self.worker_error = reduce.compensated.numpy()
-        self.server_error = reduce.server_compensated.numpy()
+        self.worker_error = reduce.worker.compensated.numpy()
+        self.server_error = reduce.server.compensated.numpy()
 
 
 def assert_nothing_was_lost(runs: Sequence[Run]) -> None:

@@ -30,8 +30,8 @@ SCHEMAS: dict[str, str] = {
         f"bool eps_inside_sqrt, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials) -> ()"
     ),
     "finish": (
-        "(Tensor partials, Tensor segment, Tensor count, int norm, Tensor(a!) scale, Tensor(b!) totals, "
-        "Tensor slot_block, Tensor(c!) message_scales, Tensor(d!) message_flags) -> ()"
+        "(Tensor partials, Tensor segment, Tensor segment_start, Tensor count, int norm, Tensor(a!) scale, "
+        "Tensor(b!) message_scales, Tensor(c!) message_flags) -> ()"
     ),
     "server_reduce": (
         "(Tensor arrived_bits, Tensor arrived_scales, Tensor slot, Tensor skip, int block_size, "

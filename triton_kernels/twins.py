@@ -55,16 +55,15 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
         sizes: Elements of each tensor.
         block_size: Elements per block.
         factor: 1 / world_size; dividing before the sum cannot overflow.
-        out: float32 [P + TAIL], written: the values, and at P the number of non-finite ones.
+        out: float32 [P + TAIL], written: the values; and 1 at P if any is not finite.
     """
-    dropped = torch.zeros((), dtype=torch.int64, device=out.device)
     for tile in tiles(sizes, 1, block_size, out.device):
         values = gather(tensors, tile, block_size).mul_(factor).view(-1)
-        dropped += values.numel() - torch.isfinite(values).sum()
+        if not torch.isfinite(values).all():
+            out[-TAIL] = 1.0
         out[tile.start : tile.start + tile.numel] = values
     # Padding that only other ranks' chunks need, behind the last tensor's last block.
     out[tile.start + tile.numel : -TAIL] = 0.0
-    out[-TAIL] = dropped
 
 
 def momentum_compress(
@@ -134,11 +133,10 @@ def momentum_compress(
 def finish(
     partials: Tensor,
     segment: Tensor,
+    segment_start: Tensor,
     count: Tensor,
     norm: int,
     scale: Tensor,
-    totals: Tensor,
-    slot_block: Tensor,
     message_scales: Tensor,
     message_flags: Tensor,
 ) -> None:
@@ -148,27 +146,25 @@ def finish(
 
     Args:
         partials: float64 [3, B].
-        segment: int64 [B], the scale that each block shares.
+        segment: int64 [B], the scale that each block shares; rising.
+        segment_start: int64 [segments + 1], first block of each.
         count: float64 [segments], live elements of each.
         norm: One of ``SCALE_NORMS``' values.
         scale: float32 [B], written: each block's scale.
-        totals: float64 [3], written: squared norm of c, of its residual, dropped elements.
-        slot_block: int64 [messages, slots], a block whose scale fills the slot.
-        message_scales: float32 [messages, slots], written.
+        message_scales: float32 [messages, slots], written: message k carries the scales of its
+            B / messages blocks, in order; slots that it does not need stay as they are.
         message_flags: int32 [messages], written: 1 where any element was dropped, else 0.
     """
-    sums = torch.zeros(2, len(count), dtype=torch.float64, device=partials.device)
-    sums.index_add_(1, segment, partials[:DROPPED])
-    at_least_one = count.clamp(min=1.0)
-    l1, l2 = sums[ABS] / at_least_one, (sums[SQUARE] / at_least_one).sqrt()
+    n = count.clamp(min=1.0)
+    sums = [torch.segment_reduce(partials[row], "sum", offsets=segment_start) for row in (ABS, SQUARE)]
+    l1, l2 = sums[ABS] / n, (sums[SQUARE] / n).sqrt()
     by_segment = (l1, l2, torch.minimum(l2, CONTRACTIVE_LIMIT * l1))[norm].to(torch.float32)
     torch.index_select(by_segment, 0, segment, out=scale)
-    s = by_segment.double()
-    totals[0] = sums[SQUARE].sum()
-    totals[1] = (sums[SQUARE] - 2 * s * sums[ABS] + s * s * count).sum().clamp(min=0.0)
-    totals[2] = partials[DROPPED].sum()
-    message_scales.copy_(scale[slot_block])
-    message_flags.fill_(totals[2] > 0)
+    by_message = segment.view(len(message_flags), -1)
+    slot = by_message - by_message[:, :1]
+    message = torch.arange(len(message_flags), device=segment.device)[:, None]
+    message_scales[message, slot] = scale.view_as(slot)
+    message_flags.fill_((partials[DROPPED] > 0).any())
 
 
 def server_reduce(
@@ -377,8 +373,14 @@ def _column(k: Tensor, column: int) -> Tensor:
 def _denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
     root, eps = _column(k, Coef.RSQRT_BIAS2), _column(k, Coef.EPS)
     if eps_inside_sqrt:
-        return v.mul(root).mul_(root).add_(eps).sqrt_()
-    return v.sqrt().mul_(root).add_(eps)
+        return _sqrt(v.mul(root).mul_(root).add_(eps))
+    return _sqrt(v).mul_(root).add_(eps)
+
+
+def _sqrt(v: Tensor) -> Tensor:
+    # On CPUs torch.sqrt is up to one unit off; a Newton step in float64 rounds it as hardware does.
+    guess = v.sqrt().double().clamp_(1e-300, 1e300)
+    return v.double().div_(guess).add_(guess).mul_(0.5).float()
 
 
 def _mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:

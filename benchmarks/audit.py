@@ -1,0 +1,269 @@
+"""The byte audit: compiles every kernel ahead of time and counts what it does, without a GPU.
+
+For each target it prints registers, spills and barriers, the narrowest load and store of a flat
+float32 operand, and the exact bytes that one full block moves, per element. ``limits.json`` holds
+the worst that is accepted; ``--check`` exits with 1 where a number got worse, ``--update`` writes
+today's numbers.
+
+Bytes are counted in Triton's own IR, where a load names the shape of what it loads: unmasked tensor
+loads and stores (blocks that are padded or masked take other paths), and the scalars a block reads.
+Widths, registers and spills come from PTX and from the assembler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton
+from fusedonebit.triton_kernels import kernels
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+LIMITS = Path(__file__).with_name("limits.json")
+BLOCK = 1024
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_POINTERS = {
+    "*i64": "pointers block_tensor block_start segment segment_start slot",
+    "*fp32": (
+        "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
+        "server_scale grad exp_avg x"
+    ),
+    "*fp64": "partials count exp_avg_sq_sums",
+    "*u8": "exp_avg_bits live tails bits arrived_bits",
+    "*i32": "live_row tail_row skip message_flags",
+}
+TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
+TYPES |= {"factor": "fp32", "per_worker": "fp32"}
+FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
+ADAM = FP32 | {"EPS_INSIDE": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with its constants; ``loops`` is how often a loop in it runs per block."""
+
+    kernel: str
+    constants: dict[str, Any]
+    loops: int = 1
+    num_warps: int = 4
+
+
+CASES = {
+    "pack": Case("pack", {"BLOCK": BLOCK}),
+    "unpack": Case("unpack", {"BLOCK": BLOCK}),
+    "flatten": Case("flatten", FP32),
+    "momentum_compress": Case("momentum_compress", ADAM | {"PRECONDITION": False}),
+    "momentum_compress, bf16": Case("momentum_compress", ADAM | {"PRECONDITION": False, "DTYPE": 1}),
+    "momentum_compress, preconditioned": Case("momentum_compress", ADAM | {"PRECONDITION": True}),
+    "server_reduce, W=2": Case("server_reduce", {"BLOCK": BLOCK}, loops=2),
+    "server_reduce, W=8": Case("server_reduce", {"BLOCK": BLOCK}, loops=8),
+    "server_reduce, W=64": Case("server_reduce", {"BLOCK": BLOCK}, loops=64),
+    "adam_apply": Case("adam_apply", ADAM | {"PRECONDITIONED": False}),
+    "adam_apply, bf16": Case("adam_apply", ADAM | {"PRECONDITIONED": False, "DTYPE": 1}),
+    "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
+    "finish": Case("finish", {"NORM": 1, "LANES": 2048}, num_warps=8),
+}
+STEP = ("momentum_compress", "adam_apply")
+
+
+@dataclass
+class Audit:
+    """What one compiled kernel does."""
+
+    registers: int
+    spill_bytes: int
+    barriers: int
+    load_bits: int
+    store_bits: int
+    bytes_per_element: float
+
+
+def compile_case(case: Case, target: GPUTarget) -> Any:
+    """Compiles a kernel as the launcher would specialise it for aligned operands."""
+    function = getattr(kernels, case.kernel)
+    names = function.arg_names
+    types = {n: "constexpr" if n in case.constants else TYPES.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    constants = {(names.index(n),): value for n, value in case.constants.items()}
+    source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
+    options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+def audit(case: Case, target: GPUTarget) -> Audit:
+    """Compiles and counts."""
+    compiled = compile_case(case, target)
+    counted = _bytes_per_block(compiled.asm["ttir"], case.loops) / BLOCK
+    if target.backend == "hip":
+        return _audit_amd(compiled.asm["amdgcn"], counted)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return Audit(registers, spilled, ptx.count("bar.sync"), _narrowest(ptx, "ld"), _narrowest(ptx, "st"), counted)
+
+
+# What the scalars that branches depend on are for a full block in the middle of a run.
+_ASSUMED = {"row": 0, "skip": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
+
+
+def _bytes_per_block(ttir: str, loops: int) -> float:
+    """Follows the branches that a full block takes, and adds up what is loaded and stored there."""
+    total, values = 0.0, dict(_ASSUMED)
+    regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
+    for line in ttir.splitlines():
+        times = min(regions, default=1) and max([*regions, 1])
+        if match := re.search(r"%(\w+) = tt\.load %(\w+)", line):
+            values[match.group(1)] = _assumed(match.group(2))
+        if match := re.search(r"%(\w+) = arith\.cmpi (\w+), %(\w+), %(\w+) : i\d", line):
+            values[match.group(1)] = _compare(match.group(2), *(values.get(n, _assumed(n)) for n in match.groups()[2:]))
+        if match := re.search(r"%(\w+) = arith\.andi %(\w+), %(\w+) : i1", line):
+            values[match.group(1)] = min(values[n] for n in match.groups()[1:])
+        if match := re.search(r"tt\.(load|store) (.*?) : (.*?) loc", line):
+            masked = match.group(2).count("%") > (1 if match.group(1) == "load" else 2)
+            total += 0 if masked else times * _size(match.group(3))
+        if "} else {" in line:
+            regions[-1] = 1 - regions[-1]
+        elif line.rstrip().endswith("}") or re.match(r"\s*} loc", line):
+            regions and regions.pop()
+        elif match := re.search(r"scf\.if %(\w+)", line):
+            regions.append(values[match.group(1)])
+        elif "scf.for" in line:
+            regions.append(loops)
+        elif re.search(r"\{( loc.*)?$", line):
+            regions.append(1)
+    return total
+
+
+def _assumed(name: str) -> int:
+    stem = re.sub(r"_\d+$", "", name)
+    return _ASSUMED.get(name, _ASSUMED.get(stem, 1))
+
+
+def _compare(predicate: str, left: int, right: int) -> int:
+    return int({"eq": left == right, "ne": left != right}.get(predicate, True))
+
+
+def _size(kind: str) -> float:
+    match = re.search(r"(?:tensor<)?((?:\d+x)*)!tt\.ptr<(\w+)>", kind)
+    assert match, kind
+    elements = 1
+    for n in filter(None, match.group(1).split("x")):
+        elements *= int(n)
+    bits = int(re.sub(r"\D", "", match.group(2)))
+    return elements * bits / 8
+
+
+def _narrowest(ptx: str, operation: str) -> int:
+    """Bits per thread of the narrowest unpredicated vector access of 32-bit data; 32 if scalar."""
+    widths = []
+    for line in ptx.splitlines():
+        match = re.match(rf"\s*{operation}\.global(?:\.\w+)*?\.(?:v(\d)\.)?b(32|64)\b", line)
+        if match and match.group(1):
+            widths.append(int(match.group(1)) * int(match.group(2)))
+    return min(widths, default=0)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def _audit_amd(text: str, counted: float) -> Audit:
+    def directive(name: str) -> int:
+        match = re.search(rf"\.{name}:?\s+(\d+)", text)
+        return int(match.group(1)) if match else 0
+
+    def widest(operation: str) -> int:
+        widths = [int(n) * 32 for n in re.findall(rf"(?:global|buffer)_{operation}_dwordx(\d)", text)]
+        return max(widths, default=0)
+
+    spills = directive("vgpr_spill_count") + directive("sgpr_spill_count") + directive("private_segment_fixed_size")
+    return Audit(directive("vgpr_count"), spills, text.count("s_barrier"), widest("load"), widest("store"), counted)
+
+
+def step_bytes(audits: dict[str, Audit], world_size: int) -> float:
+    """Bytes per parameter of a whole compression-stage step of one rank."""
+    server = audits[f"server_reduce, W={world_size}"].bytes_per_element / world_size
+    return sum(audits[name].bytes_per_element for name in STEP) + server
+
+
+def worse(name: str, now: Audit, limit: dict[str, float]) -> list[str]:
+    """Says what got worse than the limit."""
+    found = []
+    for key, value in asdict(now).items():
+        wider_is_better = key in ("load_bits", "store_bits")
+        if (value < limit[key]) if wider_is_better else (value > limit[key] + 1e-9):
+            found.append(f"{name}: {key} is {value:g}, the limit is {limit[key]:g}")
+    return found
+
+
+def run() -> dict[str, dict[str, Audit]]:
+    """Audits all cases for all targets, printing as it goes."""
+    results: dict[str, dict[str, Audit]] = {}
+    print(
+        f"{'kernel':34} {'target':7} {'regs':>4} {'spill':>5} {'barriers':>8} {'load':>5} {'store':>5} {'B/element':>9}"
+    )
+    for target_name, target in TARGETS.items():
+        results[target_name] = {}
+        for name, case in CASES.items():
+            a = results[target_name][name] = audit(case, target)
+            print(
+                f"{name:34} {target_name:7} {a.registers:4} {a.spill_bytes:5} {a.barriers:8} "
+                f"{a.load_bits:5} {a.store_bits:5} {a.bytes_per_element:9.3f}"
+            )
+    for world_size in (2, 8, 64):
+        counted = step_bytes(results["sm_90"], world_size)
+        bound = 24.9 + 8.2 / world_size
+        print(
+            f"whole compression-stage step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})"
+        )
+    return results
+
+
+def main() -> int:
+    """Runs the audit; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Audit the compiled kernels.")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a number is worse than its limit")
+    parser.add_argument("--update", action="store_true", help="write today's numbers as limits")
+    arguments = parser.parse_args()
+    results = run()
+    if arguments.update:
+        table = {t: {n: asdict(a) for n, a in audits.items()} for t, audits in results.items()}
+        LIMITS.write_text(json.dumps(table, indent=1) + "\n")
+    if not arguments.check:
+        return 0
+    limits = json.loads(LIMITS.read_text())
+    found = [text for t, audits in results.items() for n, a in audits.items() for text in worse(n, a, limits[t][n])]
+    found += [
+        f"whole step, W={w}: {step_bytes(results['sm_90'], w):.3f} bytes per parameter"
+        for w in (2, 8, 64)
+        if step_bytes(results["sm_90"], w) > 24.9 + 8.2 / w
+    ]
+    print("\n".join(found) or "nothing got worse")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""One side of the error feedback: what a worker, or a server, compresses and carries along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import LiveTable, finish, settle
+from .wire import Messages, Word
+
+
+class ErrorFeedback:
+    """The compensated values c, their scales s, and so the residual e = c - s*sign(c).
+
+    Args:
+        compensated: float32 [n], c; zeros at the start.
+        segment: int64 [blocks], the scale that each block shares; rising without gaps.
+        norm: One of ``SCALE_NORMS``' values.
+
+    Attributes:
+        scale: float32 [blocks], s.
+        partials: float64 [3, blocks], for the op that compresses.
+    """
+
+    def __init__(self, compensated: Tensor, segment: Tensor, norm: int) -> None:
+        device, blocks = compensated.device, len(segment)
+        self.compensated = compensated
+        self.scale = torch.zeros(blocks, device=device)
+        self.partials = torch.zeros(3, blocks, dtype=torch.float64, device=device)
+        self._norm = norm
+        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
+        self._segment = segment.to(device)
+        self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+        self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+
+    def set_live(self, live: LiveTable) -> None:
+        """Says which elements of this side count."""
+        self._live = live
+        self._count.zero_().index_add_(0, self._segment, live.numel.double())
+
+    def finish(self, messages: Messages) -> None:
+        """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
+        finish(
+            self.partials,
+            self._segment,
+            self._segment_start,
+            self._count,
+            self._norm,
+            self.scale,
+            messages.scales,
+            messages.words[:, Word.FLAGS],
+        )
+
+    def settle(self) -> None:
+        """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
+        settle(self.compensated, self.scale, self._live.bits, self._live.row)
+
+    def norms(self) -> tuple[float, float]:
+        """|c| and |e| of the last step; waits for the device."""
+        absolute, square, _ = self.partials.unbind(0)
+        s = self.scale.double()
+        residual = square - 2 * s * absolute + s * s * self._live.numel
+        return float(square.sum().sqrt()), float(residual.sum().clamp(min=0).sqrt())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held."""
+        return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))

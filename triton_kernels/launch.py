@@ -1,0 +1,336 @@
+"""Launches the Triton kernels: grids, pointer tables, and a count of every launch.
+
+Each function has the signature of its op, so that a backend is a table from names to functions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .layout import FlatLayout, flat_layout
+from .live import live_table
+from .twins import TAIL
+
+NUM_WARPS = 4
+FINISH_WARPS = 8
+FINISH_LANES = 2048
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MIXED = 3
+_POINTER_ALIGNMENT = 16  # bytes, for 128-bit loads
+
+
+class LaunchCounter:
+    """How many kernels have been launched, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.by_name.values())
+
+    def reset(self) -> None:
+        """Starts again at zero."""
+        self.by_name.clear()
+
+
+launches = LaunchCounter()
+"""Counts every launch of this process."""
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+    name = kernel.__name__
+    launches.by_name[name] = launches.by_name.get(name, 0) + 1
+    # A fused multiply-add would round once where the twins round twice.
+    kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+class _Pointers(NamedTuple):
+    table: Tensor
+    dtype: int
+    aligned: bool
+
+
+_tables: OrderedDict[tuple[Any, ...], _Pointers] = OrderedDict()
+
+
+def _pointers(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
+    """The table of addresses and dtypes; uploaded only when one has changed."""
+    addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
+    kinds = tuple(_KINDS[t.dtype] for t in tensors)
+    key = (addresses, kinds, device)
+    if key in _tables:
+        _tables.move_to_end(key)
+        return _tables[key]
+    host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
+    used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
+    dtype = used.pop() if len(used) == 1 else _MIXED if used else 0
+    aligned = all(address % _POINTER_ALIGNMENT == 0 for address in addresses)
+    _tables[key] = _Pointers(host.to(device, non_blocking=True), dtype, aligned)
+    if len(_tables) > 16:
+        _tables.popitem(last=False)
+    return _tables[key]
+
+
+class _Blocks(NamedTuple):
+    """Static tables of a layout on a device."""
+
+    tensor: Tensor
+    start: Tensor
+    tail_row: Tensor
+    tails: Tensor
+
+
+@lru_cache(maxsize=16)
+def _blocks(layout: FlatLayout, device: torch.device) -> _Blocks:
+    tensor = layout.block_tensor()
+    first = torch.tensor(layout.first_block, dtype=torch.int64)
+    start = (torch.arange(layout.n_blocks) - first[tensor]) * layout.block_size
+    live = live_table(layout)
+    return _Blocks(tensor.to(device), start.to(device), live.row.to(device), live.bits.to(device))
+
+
+def pack(x: Tensor, bits: Tensor) -> None:
+    """See ``kernels.pack``."""
+    _launch(kernels.pack, -(-x.numel() // 1024), x, bits, x.numel(), BLOCK=1024)
+
+
+def unpack(bits: Tensor, x: Tensor) -> None:
+    """See ``kernels.unpack``."""
+    _launch(kernels.unpack, -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
+
+
+def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
+    """See ``kernels.flatten``."""
+    pointers = _pointers(tensors, out.device)
+    blocks = (out.numel() - TAIL) // block_size
+    table = _blocks(flat_layout(tuple(sizes), blocks, block_size), out.device)
+    _launch(
+        kernels.flatten,
+        blocks,
+        pointers.table,
+        len(tensors),
+        table.tensor,
+        table.start,
+        table.tail_row,
+        table.tails,
+        factor,
+        out,
+        out[-TAIL:],
+        DTYPE=pointers.dtype,
+        ALIGNED=pointers.aligned,
+        BLOCK=block_size,
+    )
+
+
+def momentum_compress(
+    grads: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    compensated: Tensor,
+    worker_scale: Tensor,
+    exp_avg_bits: Tensor,
+    exp_avg_scale: Tensor,
+    coef: Tensor,
+    block_tensor: Tensor,
+    exp_avg_sq: Tensor | None,
+    eps_inside_sqrt: bool,
+    live: Tensor,
+    live_row: Tensor,
+    bits: Tensor,
+    partials: Tensor,
+) -> None:
+    """See ``kernels.momentum_compress``."""
+    pointers = _pointers(grads, compensated.device)
+    blocks = len(live_row)
+    _launch(
+        kernels.momentum_compress,
+        blocks,
+        pointers.table,
+        len(grads),
+        compensated,
+        worker_scale,
+        exp_avg_bits,
+        exp_avg_bits.stride(0),
+        exp_avg_scale,
+        coef,
+        block_tensor,
+        _starts(sizes, blocks, block_size, compensated.device),
+        compensated if exp_avg_sq is None else exp_avg_sq,
+        live,
+        live_row,
+        bits,
+        bits.stride(0),
+        partials,
+        blocks,
+        blocks // len(bits),
+        DTYPE=pointers.dtype,
+        ALIGNED=pointers.aligned,
+        EPS_INSIDE=eps_inside_sqrt,
+        PRECONDITION=exp_avg_sq is not None,
+        BLOCK=block_size,
+    )
+
+
+def finish(
+    partials: Tensor,
+    segment: Tensor,
+    segment_start: Tensor,
+    count: Tensor,
+    norm: int,
+    scale: Tensor,
+    message_scales: Tensor,
+    message_flags: Tensor,
+) -> None:
+    """See ``kernels.finish``."""
+    blocks, segments, messages = len(segment), len(count), len(message_flags)
+    _launch(
+        kernels.finish,
+        segments + 1,
+        partials,
+        partials.stride(0),
+        blocks,
+        segment,
+        segment_start,
+        segments,
+        count,
+        scale,
+        message_scales,
+        message_scales.stride(0),
+        message_flags,
+        message_flags.stride(0),
+        messages,
+        blocks // messages,
+        num_warps=FINISH_WARPS,
+        NORM=norm,
+        LANES=FINISH_LANES,
+    )
+
+
+def server_reduce(
+    arrived_bits: Tensor,
+    arrived_scales: Tensor,
+    slot: Tensor,
+    skip: Tensor,
+    block_size: int,
+    compensated: Tensor,
+    server_scale: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    bits: Tensor,
+    partials: Tensor,
+) -> None:
+    """See ``kernels.server_reduce``."""
+    blocks, world_size = len(live_row), len(arrived_bits)
+    _launch(
+        kernels.server_reduce,
+        blocks,
+        arrived_bits,
+        arrived_bits.stride(0),
+        arrived_scales,
+        arrived_scales.stride(0),
+        slot,
+        skip,
+        compensated,
+        server_scale,
+        live,
+        live_row,
+        bits,
+        partials,
+        blocks,
+        world_size,
+        1.0 / world_size,
+        BLOCK=block_size,
+    )
+
+
+def adam_apply(
+    params: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    exp_avg_bits: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq: Tensor | None,
+    eps_inside_sqrt: bool,
+    coef: Tensor,
+    block_tensor: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    skip: Tensor,
+) -> None:
+    """See ``kernels.adam_apply``."""
+    pointers = _pointers(params, exp_avg_scale.device)
+    blocks = len(live_row)
+    _launch(
+        kernels.adam_apply,
+        blocks,
+        pointers.table,
+        len(params),
+        exp_avg_bits,
+        exp_avg_bits.stride(0),
+        exp_avg_scale,
+        exp_avg_scale if exp_avg_sq is None else exp_avg_sq,
+        coef,
+        block_tensor,
+        _starts(sizes, blocks, block_size, exp_avg_scale.device),
+        live,
+        live_row,
+        skip,
+        blocks // len(exp_avg_bits),
+        DTYPE=pointers.dtype,
+        ALIGNED=pointers.aligned,
+        EPS_INSIDE=eps_inside_sqrt,
+        PRECONDITIONED=exp_avg_sq is None,
+        BLOCK=block_size,
+    )
+
+
+def adam_update(
+    params: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coef: Tensor,
+    block_tensor: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    skip: Tensor,
+    exp_avg_sq_sums: Tensor | None,
+) -> None:
+    """See ``kernels.adam_update``."""
+    pointers = _pointers(params, exp_avg.device)
+    blocks = len(live_row)
+    _launch(
+        kernels.adam_update,
+        blocks,
+        pointers.table,
+        len(params),
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        coef,
+        block_tensor,
+        _starts(sizes, blocks, block_size, exp_avg.device),
+        live,
+        live_row,
+        skip,
+        exp_avg if exp_avg_sq_sums is None else exp_avg_sq_sums,
+        DTYPE=pointers.dtype,
+        ALIGNED=pointers.aligned,
+        SUMS=exp_avg_sq_sums is not None,
+        BLOCK=block_size,
+    )
+
+
+def _starts(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> Tensor:
+    return _blocks(flat_layout(tuple(sizes), blocks, block_size), device).start
