@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _spawn(job: Job, nproc: int) -> int:
             _end(ranks)
 
 
-def _wait(ranks: list[BaseProcess]) -> int:
+def _wait(ranks: Sequence[BaseProcess]) -> int:
     while any(process.is_alive() for process in ranks):
         failed = [process for process in ranks if process.exitcode]
         if failed:
@@ -90,7 +91,7 @@ def _wait(ranks: list[BaseProcess]) -> int:
     return 1 if any(process.exitcode for process in ranks) else 0
 
 
-def _end(ranks: list[BaseProcess]) -> None:
+def _end(ranks: Sequence[BaseProcess]) -> None:
     for process in ranks:
         process.terminate()
     for process in ranks:
