@@ -39,14 +39,14 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _POINTERS = {
-    "*i64": "pointers block_tensor block_start segment segment_start slot",
+    "*i64": "pointers block_start segment_start",
     "*fp32": (
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
         "server_scale grad exp_avg x"
     ),
     "*fp64": "partials count exp_avg_sq_sums",
     "*u8": "exp_avg_bits live tails bits arrived_bits",
-    "*i32": "live_row tail_row skip message_flags",
+    "*i32": "block_tensor segment slot live_row tail_row skip message_flags",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 TYPES |= {"factor": "fp32", "per_worker": "fp32"}
@@ -79,7 +79,7 @@ CASES = {
     "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
     "finish": Case("finish", {"NORM": 1, "LANES": 2048}, num_warps=8),
 }
-STEP = ("momentum_compress", "adam_apply")
+STEP = ("momentum_compress", "finish", "adam_apply")
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Audit:
     load_bits: int
     store_bits: int
     bytes_per_element: float
+    narrow_indices: int
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
@@ -109,12 +110,22 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
 def audit(case: Case, target: GPUTarget) -> Audit:
     """Compiles and counts."""
     compiled = compile_case(case, target)
-    counted = _bytes_per_block(compiled.asm["ttir"], case.loops) / BLOCK
+    ttir = compiled.asm["ttir"]
+    count = _bytes_per_scanned_block if case.kernel == "finish" else _bytes_per_block
+    counted = count(ttir, case.loops) / BLOCK
     if target.backend == "hip":
-        return _audit_amd(compiled.asm["amdgcn"], counted)
+        return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
     registers, spilled = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    return Audit(registers, spilled, ptx.count("bar.sync"), _narrowest(ptx, "ld"), _narrowest(ptx, "st"), counted)
+    return Audit(
+        registers,
+        spilled,
+        ptx.count("bar.sync"),
+        _narrowest(ptx, "ld"),
+        _narrowest(ptx, "st"),
+        counted,
+        _narrow_indices(ttir),
+    )
 
 
 # What the scalars that branches depend on are for a full block in the middle of a run.
@@ -158,6 +169,19 @@ def _compare(predicate: str, left: int, right: int) -> int:
     return int({"eq": left == right, "ne": left != right}.get(predicate, True))
 
 
+def _bytes_per_scanned_block(ttir: str, loops: int) -> float:
+    """What ``finish`` moves per block: it scans the partial sums, one block to a (masked) lane."""
+    moved = re.findall(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", ttir)
+    return sum(int(bits) / 8 for bits in moved)
+
+
+def _narrow_indices(ttir: str) -> int:
+    """Arithmetic on the program id that is not in 64 bits, and so would wrap past 2^31."""
+    ids = re.findall(r"%(\w+) = tt\.get_program_id", ttir)
+    uses = [line for line in ttir.splitlines() for i in ids if re.search(rf"[ (,]%{i}\b(?! =)", line)]
+    return sum("arith.extsi" not in line and "arith.cmpi" not in line for line in uses)
+
+
 def _size(kind: str) -> float:
     match = re.search(r"(?:tensor<)?((?:\d+x)*)!tt\.ptr<(\w+)>", kind)
     assert match, kind
@@ -190,7 +214,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
-def _audit_amd(text: str, counted: float) -> Audit:
+def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
     def directive(name: str) -> int:
         match = re.search(rf"\.{name}:?\s+(\d+)", text)
         return int(match.group(1)) if match else 0
@@ -200,13 +224,15 @@ def _audit_amd(text: str, counted: float) -> Audit:
         return max(widths, default=0)
 
     spills = directive("vgpr_spill_count") + directive("sgpr_spill_count") + directive("private_segment_fixed_size")
-    return Audit(directive("vgpr_count"), spills, text.count("s_barrier"), widest("load"), widest("store"), counted)
+    return Audit(
+        directive("vgpr_count"), spills, text.count("s_barrier"), widest("load"), widest("store"), counted, narrow
+    )
 
 
 def step_bytes(audits: dict[str, Audit], world_size: int) -> float:
     """Bytes per parameter of a whole compression-stage step of one rank."""
-    server = audits[f"server_reduce, W={world_size}"].bytes_per_element / world_size
-    return sum(audits[name].bytes_per_element for name in STEP) + server
+    served = audits[f"server_reduce, W={world_size}"].bytes_per_element + audits["finish"].bytes_per_element
+    return sum(audits[name].bytes_per_element for name in STEP) + served / world_size
 
 
 def worse(name: str, now: Audit, limit: dict[str, float]) -> list[str]:

@@ -90,10 +90,8 @@ class CompressedAllReduce:
         served = layout.blocks_per_chunk
         slot, slots = layout.scale_slots(scope)
         self._own = slice(rank * served, (rank + 1) * served)
-        self.block_tensor = layout.block_tensor().to(device)
-        self.slot = slot.to(device)
-        # Index of each block's scale among the slots of all gathered messages.
-        self._gathered_slot = torch.arange(layout.n_blocks, device=device) // served * slots + self.slot
+        self.block_tensor = layout.block_tensor().to(device, torch.int32)
+        self.slot = slot.to(device, torch.int32)
         if compensated is None:
             compensated = torch.zeros(layout.numel, device=device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm)
@@ -195,7 +193,9 @@ class CompressedAllReduce:
 
     def _receive(self) -> None:
         self.flags = union(self.gathered.words[:, Word.FLAGS])
-        torch.index_select(self.gathered.scales.reshape(-1), 0, self._gathered_slot, out=self.scale)
+        by_message = (self.layout.world_size, -1)
+        slot = self.slot.view(by_message).long()
+        torch.gather(self.gathered.scales, 1, slot, out=self.scale.view(by_message))
         self.served.words[:, Word.DIGEST] = digest(self.gathered)
         # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
         kept = (self.flags == 0).float()

@@ -28,8 +28,9 @@ class ErrorFeedback:
         self.scale = torch.zeros(blocks, device=device)
         self.partials = torch.zeros(3, blocks, dtype=torch.float64, device=device)
         self._norm = norm
+        self._norms: tuple[float, float] | None = None
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
-        self._segment = segment.to(device)
+        self._segment = segment.to(device, torch.int32)
         self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
         self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
 
@@ -40,6 +41,7 @@ class ErrorFeedback:
 
     def finish(self, messages: Messages) -> None:
         """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
+        self._norms = None
         finish(
             self.partials,
             self._segment,
@@ -53,10 +55,13 @@ class ErrorFeedback:
 
     def settle(self) -> None:
         """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
+        self._norms = self.norms()
         settle(self.compensated, self.scale, self._live.bits, self._live.row)
 
     def norms(self) -> tuple[float, float]:
         """|c| and |e| of the last step; waits for the device."""
+        if self._norms is not None:
+            return self._norms
         absolute, square, _ = self.partials.unbind(0)
         s = self.scale.double()
         residual = square - 2 * s * absolute + s * s * self._live.numel

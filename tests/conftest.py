@@ -9,6 +9,10 @@ import hypothesis
 import pytest
 import torch
 
+# Before anything imports triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Ranks are spawned processes: they import the tests by name, from here.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(Path(__file__).parent))

@@ -42,10 +42,10 @@ class Problem:
         self.live = unpacked(self.table.bits[self.table.row.long()]) > 0
         blocks = self.layout.n_blocks
         self.coef = self._coefficients(len(sizes))
-        self.block_tensor = self.layout.block_tensor()
+        self.block_tensor = self.layout.block_tensor().int()
         self.grads = [self.normal(size).to(dtype) for size in sizes]
         self.params = [self.normal(size).to(dtype) for size in sizes]
-        self.compensated = self.normal(self.layout.numel) * torch.from_numpy(self.live)
+        self.compensated = torch.where(torch.from_numpy(self.live), self.normal(self.layout.numel), 0.0)
         self.worker_scale = self.normal(blocks).abs()
         self.exp_avg_bits = self.bytes(world_size)
         self.exp_avg_scale = self.normal(blocks).abs()
@@ -99,7 +99,7 @@ class Problem:
         )
 
     def finish_arguments(self, scope: str, norm: str) -> tuple:
-        segment = self.layout.scale_segments(scope)
+        segment = self.layout.scale_segments(scope).int()
         count = torch.bincount(segment, self.table.numel.double())
         start = torch.nn.functional.pad(torch.bincount(segment).cumsum(0), (1, 0))
         world_size, (_, slots) = self.layout.world_size, self.layout.scale_slots(scope)
@@ -112,7 +112,7 @@ class Problem:
         slot, slots = self.layout.scale_slots(scope)
         elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
         return (
-            *(self.exp_avg_bits, self.normal(self.layout.world_size, slots).abs(), slot[own]),
+            *(self.exp_avg_bits, self.normal(self.layout.world_size, slots).abs(), slot[own].int()),
             *(torch.tensor([skip], dtype=torch.int32), self.layout.block_size, self.compensated[elements].clone()),
             *(self.worker_scale[own], self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from .coefficients import Coef
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .live import LiveTable, live_table
-from .ops import backend
+from .ops import backend, using
 from .twins import SCALE_NORMS, TAIL
 
 flatten = torch.ops.fusedonebit.flatten
@@ -73,4 +73,5 @@ __all__ = [
     "server_reduce",
     "settle",
     "unpack",
+    "using",
 ]

@@ -152,12 +152,12 @@ def _residual(c, s):
 
 
 @triton.jit
-def _store_partials(partials, blocks, b, c, dropped):
+def _store_partials(partials, stride, b, c, dropped):
     """Sums of |c| and c^2 over a block, in float64, where squares are exact; and dropped elements."""
     wide = c.to(tl.float64)
     tl.store(partials + b, tl.sum(tl.sum(tl.abs(wide), axis=1), axis=0))
-    tl.store(partials + blocks + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
-    tl.store(partials + 2 * blocks + b, tl.sum(tl.sum(dropped.to(tl.int32), axis=1), axis=0).to(tl.float64))
+    tl.store(partials + stride + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
+    tl.store(partials + 2 * stride + b, tl.sum(tl.sum(dropped.to(tl.int32), axis=1), axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -194,17 +194,17 @@ def unpack(
     byte = tl.arange(0, BLOCK // 8)
     if start + BLOCK <= n:
         sign = _bits_of(tl.load(bits + b * (BLOCK // 8) + byte)) * 2 - 1
-        tl.store(x + start + i, sign.to(x.dtype.element_ty))
+        tl.store(x + start + i, sign.to(tl.float32).to(x.dtype.element_ty))
     else:
         sign = _bits_of(tl.load(bits + b * (BLOCK // 8) + byte, mask=start + byte * 8 < n, other=0)) * 2 - 1
-        tl.store(x + start + i, sign.to(x.dtype.element_ty), mask=start + i < n)
+        tl.store(x + start + i, sign.to(tl.float32).to(x.dtype.element_ty), mask=start + i < n)
 
 
 @triton.jit
 def flatten(
     pointers,  # int64 [2, tensors]: address (0: zeros) and dtype of each
     tensors,  # their number
-    block_tensor,  # int64 [B]
+    block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
     tail_row,  # int32 [B], row of the elements that exist
     tails,  # uint8 [rows, BLOCK / 8]
@@ -245,7 +245,7 @@ def momentum_compress(
     exp_avg_stride,  # bytes between its rows
     exp_avg_scale,  # |m|, float32 [B]
     coef,  # float32 [tensors, COLUMNS]
-    block_tensor,  # int64 [B]
+    block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
     exp_avg_sq,  # float32 [P] where PRECONDITION, else unused
     live,  # uint8 [rows, BLOCK / 8]
@@ -253,7 +253,7 @@ def momentum_compress(
     bits,  # uint8 [W, stride], written
     bits_stride,  # bytes between its rows
     partials,  # float64 [3, B], written
-    blocks,  # B
+    partials_stride,  # elements between its rows
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -298,7 +298,7 @@ def momentum_compress(
     c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK + i, c)
     tl.store(bits + chunk * bits_stride + offset + byte, _bytes_of(c >= 0))
-    _store_partials(partials, blocks, b, c, ~finite)
+    _store_partials(partials, partials_stride, b, c, ~finite)
 
 
 @triton.jit
@@ -316,7 +316,7 @@ def finish(
     partials,  # float64 [3, B], rows ``partials_stride`` apart
     partials_stride,
     blocks,  # B
-    segment,  # int64 [B], the scale that each block shares
+    segment,  # int32 [B], the scale that each block shares
     segment_start,  # int64 [segments + 1], first block of each
     segments,  # their number
     count,  # float64 [segments], live elements of each
@@ -362,7 +362,7 @@ def server_reduce(
     arrived_stride,  # bytes between its rows
     arrived_scales,  # float32 [W, slots]
     scales_stride,  # elements between its rows
-    slot,  # int64 [B / W], each block's slot
+    slot,  # int32 [B / W], each block's slot
     skip,  # int32 [1]
     compensated,  # the server's c, float32 [P / W], read and written
     server_scale,  # its s of the last step, float32 [B / W]
@@ -370,7 +370,7 @@ def server_reduce(
     live_row,  # int32 [B / W]
     bits,  # uint8 [P / 8W], written
     partials,  # float64 [3, B / W], written
-    blocks,  # B / W
+    partials_stride,  # elements between its rows
     world_size,  # W
     per_worker,  # float, 1 / W
     BLOCK: tl.constexpr,
@@ -401,7 +401,7 @@ def server_reduce(
         c = tl.where(_live(live, row, BLOCK), c, 0.0)
     tl.store(compensated + b * BLOCK + i, c)
     tl.store(bits + b * (BLOCK // 8) + byte, _bytes_of(c >= 0))
-    _store_partials(partials, blocks, b, c, tl.zeros(i.shape, tl.int32))
+    _store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32))
 
 
 @triton.jit
@@ -413,7 +413,7 @@ def adam_apply(
     exp_avg_scale,  # float32 [B]
     exp_avg_sq,  # float32 [P] unless PRECONDITIONED
     coef,  # float32 [tensors, COLUMNS]
-    block_tensor,  # int64 [B]
+    block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
@@ -466,7 +466,7 @@ def adam_update(
     exp_avg,  # m, float32 [P], read and written
     exp_avg_sq,  # v, float32 [P], read and written
     coef,  # float32 [tensors, COLUMNS]
-    block_tensor,  # int64 [B]
+    block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]

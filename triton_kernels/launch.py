@@ -95,12 +95,12 @@ def _blocks(layout: FlatLayout, device: torch.device) -> _Blocks:
     first = torch.tensor(layout.first_block, dtype=torch.int64)
     start = (torch.arange(layout.n_blocks) - first[tensor]) * layout.block_size
     live = live_table(layout)
-    return _Blocks(tensor.to(device), start.to(device), live.row.to(device), live.bits.to(device))
+    return _Blocks(tensor.to(device, torch.int32), start.to(device), live.row.to(device), live.bits.to(device))
 
 
 def pack(x: Tensor, bits: Tensor) -> None:
     """See ``kernels.pack``."""
-    _launch(kernels.pack, -(-x.numel() // 1024), x, bits, x.numel(), BLOCK=1024)
+    _launch(kernels.pack, -(-x.numel() // 1024), x.contiguous(), bits, x.numel(), BLOCK=1024)
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
@@ -170,7 +170,7 @@ def momentum_compress(
         bits,
         bits.stride(0),
         partials,
-        blocks,
+        partials.stride(0),
         blocks // len(bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
@@ -245,7 +245,7 @@ def server_reduce(
         live_row,
         bits,
         partials,
-        blocks,
+        partials.stride(0),
         world_size,
         1.0 / world_size,
         BLOCK=block_size,

@@ -10,11 +10,16 @@ first call (over a second) and costs four times as much at every later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 
 from . import twins
+
+Backend = Literal["triton", "plain"]
 
 _TABLES = "Tensor coef, Tensor block_tensor"
 _LIVE = "Tensor live, Tensor live_row"
@@ -51,24 +56,80 @@ SCHEMAS: dict[str, str] = {
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
 
+KERNELS = frozenset(SCHEMAS) - {"freeze", "live_variance", "settle"}
+"""Ops with a Triton kernel; the others run once, or when a checkpoint is written."""
+
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")
+_forced: Backend | None = None
 
 
-def _fake(*args: object) -> None:
-    """Nothing is returned, so there is no shape to infer."""
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Makes all ops run on one backend, whatever the device.
 
+    ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
+    imports triton. ``"plain"`` runs the twins on CUDA tensors too.
 
-def _register(name: str, twin: Callable[..., None]) -> None:
-    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, twin, device)
-    torch.library.register_fake(f"fusedonebit::{name}", _fake, lib=_LIBRARY)
-
-
-for _name in SCHEMAS:
-    _register(_name, getattr(twins, _name))
+    Raises:
+        ValueError: for another name.
+        RuntimeError: if Triton is asked for on a machine without CUDA, outside the interpreter.
+    """
+    global _forced
+    if backend not in ("triton", "plain"):
+        raise ValueError(f"backend must be 'triton' or 'plain', got {backend!r}")
+    if backend == "triton" and not torch.cuda.is_available() and not _interpreting():
+        raise RuntimeError("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1 at the start")
+    before, _forced = _forced, backend
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def backend(device: torch.device) -> str:
     """Names what runs on a device, for ``repr`` and ``stats()``."""
-    return f"plain torch, eager ({device.type})"
+    if _chosen(device.type) == "plain":
+        return f"plain torch, eager ({device.type})"
+    import triton
+
+    return f"Triton {triton.__version__}{', interpreted' if _interpreting() else ''} ({device.type})"
+
+
+def _chosen(device_type: str) -> Backend:
+    return _forced or ("triton" if device_type == "cuda" else "plain")
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _implementation(name: str, device_type: str) -> Callable[..., None]:
+    twin = getattr(twins, name)
+    if name not in KERNELS:
+        return twin
+
+    def run(*arguments: Any) -> None:
+        if _chosen(device_type) == "plain":
+            twin(*arguments)
+        else:
+            # Imported late: importing triton takes time that CPU users need not spend.
+            from . import launch
+
+            getattr(launch, name)(*arguments)
+
+    return run
+
+
+def _fake(*arguments: object) -> None:
+    """Nothing is returned, so there is no shape to infer."""
+
+
+def _register(name: str) -> None:
+    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
+        _LIBRARY.impl(name, _implementation(name, key.lower()), key)
+    torch.library.register_fake(f"fusedonebit::{name}", _fake, lib=_LIBRARY)
+
+
+for _name in SCHEMAS:
+    _register(_name)

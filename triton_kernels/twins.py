@@ -100,7 +100,7 @@ def momentum_compress(
         exp_avg_bits: Signs of m, uint8 [W, P / 8W].
         exp_avg_scale: |m|, float32 [B].
         coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int64 [B].
+        block_tensor: int32 [B].
         exp_avg_sq: None, or float32 [P]: then unit = 1/denom per coordinate, else the layer's.
         eps_inside_sqrt: Which denom; see ``adam_apply``.
         live, live_row: Elements that count; others get c = 0.
@@ -146,7 +146,7 @@ def finish(
 
     Args:
         partials: float64 [3, B].
-        segment: int64 [B], the scale that each block shares; rising.
+        segment: int32 [B], the scale that each block shares; rising.
         segment_start: int64 [segments + 1], first block of each.
         count: float64 [segments], live elements of each.
         norm: One of ``SCALE_NORMS``' values.
@@ -189,7 +189,7 @@ def server_reduce(
     Args:
         arrived_bits: uint8 [W, P / 8W].
         arrived_scales: float32 [W, slots].
-        slot: int64 [B / W], each block's slot.
+        slot: int32 [B / W], each block's slot.
         skip: int32 [1].
         block_size: Elements per block.
         compensated: The server's c, float32 [P / W], read and written.
@@ -243,7 +243,7 @@ def adam_apply(
         exp_avg_sq: Frozen variance, float32 [P], or None where the unit already is 1/denom.
         eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
         coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int64 [B].
+        block_tensor: int32 [B].
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing moves.
     """
@@ -283,7 +283,7 @@ def adam_update(
         exp_avg: m, float32 [P], read and written.
         exp_avg_sq: v, float32 [P], read and written.
         coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int64 [B].
+        block_tensor: int32 [B].
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing changes.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.

@@ -1,0 +1,53 @@
+"""The compiled kernels, without a GPU: ``benchmarks/audit.py`` against its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What the audit prints; a process of its own, since here kernels may be interpreted."""
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.audit", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_no_number_of_any_kernel_got_worse(printed: str):
+    assert "nothing got worse" in printed
+
+
+def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str):
+    steps = re.findall(r"W=(\d+): ([\d.]+) bytes per parameter", printed)
+    assert [int(world_size) for world_size, _ in steps] == [2, 8, 64]
+    for world_size, counted in steps:
+        assert float(counted) <= 24.9 + 8.2 / int(world_size)
+
+
+def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_fp32_operands():
+    limits = json.loads((ROOT / "benchmarks" / "limits.json").read_text())
+    assert set(limits) == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    for kernels in limits.values():
+        for name, numbers in kernels.items():
+            assert numbers["spill_bytes"] == 0
+            assert numbers["narrow_indices"] == 0
+            if name != "finish" and "bf16" not in name:
+                # 0: the kernel has no such access (pack stores bytes only, unpack loads them only).
+                assert numbers["load_bits"] in ((0,) if name == "unpack" else (128,)), name
+                assert numbers["store_bits"] in ((0,) if name == "pack" else (128,)), name

@@ -1,0 +1,290 @@
+"""Each Triton kernel equals its plain-torch twin, run in Triton's interpreter (or on a GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, kernels, using
+from fusedonebit.triton_kernels.launch import launches
+from fusedonebit.triton_kernels.ops import KERNELS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from reference_ops import Problem
+from torch import Tensor
+
+from fusedonebit import OneBitAdam, triton_kernels
+
+SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38)
+
+
+def tensors(arguments: tuple) -> list[Tensor]:
+    """All tensors among an op's arguments, those in lists too."""
+    found = []
+    for argument in arguments:
+        found += argument if isinstance(argument, list) else [argument]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bits, so that NaN equals NaN (whatever its payload) and -0.0 differs from 0.0."""
+    if tensor.is_floating_point():
+        tensor = torch.where(torch.isnan(tensor), torch.nan, tensor)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer)
+
+
+def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: float = 1e-14) -> None:
+    """Runs an op on both backends from equal arguments; every argument must end with equal bits.
+
+    Float64 partial sums may differ in the order of summation.
+    """
+    plain, triton = make(), make()
+    before = launches.total
+    with using("plain"):
+        getattr(triton_kernels, name)(*plain)
+    assert launches.total == before
+    with using("triton"):
+        getattr(triton_kernels, name)(*triton)
+    assert launches.total == before + 1
+    for expected, found in zip(tensors(plain), tensors(triton), strict=True):
+        if expected.dtype is torch.float64:
+            torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)
+        else:
+            assert torch.equal(bits_of(expected), bits_of(found))
+
+
+def problem(sizes, world_size=1, block=1024, dtype=torch.float32, special=False, **options) -> Problem:
+    p = Problem(sizes, world_size, block, dtype=dtype, **options)
+    if special:
+        for g in p.grads:
+            for i, value in enumerate(SPECIAL[: g.numel()]):
+                g[i * 37 % g.numel()] = value
+    return p
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
+    block = 1024 if world_size < 3 else 128
+    for special in (False, True):
+
+        def make(special=special) -> tuple:
+            return problem(sizes, world_size, block, dtype, special).momentum_arguments()
+
+        assert_equal_backends("momentum_compress", make)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_preconditioned_momentum_compress_equals_its_twin(inside):
+    def make() -> tuple:
+        p = problem(SIZES[-1], 2, 128, special=True)
+        return p.momentum_arguments(p.exp_avg_sq, inside)
+
+    assert_equal_backends("momentum_compress", make)
+
+
+def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_their_twin():
+    def make() -> tuple:
+        p = problem((2048, 700, 300, 256), 2, 128)
+        storage = torch.zeros(2049)
+        storage[1:] = p.grads[0]
+        p.grads = [storage[1:], p.grads[1].bfloat16(), p.grads[2].half(), torch.empty(0)]
+        return p.momentum_arguments()
+
+    assert_equal_backends("momentum_compress", make)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "contractive"])
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_finish_equals_its_twin(world_size, scope, norm):
+    def make() -> tuple:
+        p = problem(SIZES[-1], world_size, 128)
+        triton_kernels.momentum_compress(*p.momentum_arguments())
+        return p.finish_arguments(scope, norm)
+
+    assert_equal_backends("finish", make)
+
+
+def test_finish_flags_dropped_elements_as_its_twin_does():
+    def make() -> tuple:
+        p = problem(SIZES[-1], 4, 128, special=True)
+        triton_kernels.momentum_compress(*p.momentum_arguments())
+        return p.finish_arguments("layer", "l2")
+
+    assert make()[0][2].sum() > 0
+    assert_equal_backends("finish", make)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_server_reduce_equals_its_twin(sizes, world_size, skip):
+    def make() -> tuple:
+        p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0})
+        return p.server_arguments("layer", world_size - 1, skip)
+
+    assert_equal_backends("server_reduce", make)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_adam_apply_equals_its_twin(sizes, dtype):
+    for inside in (False, True):
+        for skip in (0, 1):
+            for preconditioned in (False, True):
+
+                def make(inside=inside, skip=skip, preconditioned=preconditioned) -> tuple:
+                    p = problem(sizes, 2, 128, dtype)
+                    return p.apply_arguments(None if preconditioned else p.exp_avg_sq, inside, skip)
+
+                assert_equal_backends("adam_apply", make)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_adam_update_equals_its_twin(sizes, dtype):
+    for skip in (0, 1):
+        for sums in (False, True):
+
+            def make(skip=skip, sums=sums) -> tuple:
+                arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
+                if sums:
+                    arguments[-1].zero_()  # blocks that are all padding are not written
+                return arguments
+
+            assert_equal_backends("adam_update", make)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_flatten_equals_its_twin(sizes, dtype):
+    for special in (False, True):
+
+        def make(special=special) -> tuple:
+            p = problem(sizes, 3, 128, dtype, special)
+            return (p.grads, p.layout.sizes, 128, 1 / 3, torch.zeros(p.layout.numel + TAIL))
+
+        assert_equal_backends("flatten", make)
+
+
+@pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000])
+def test_pack_and_unpack_equal_their_twins(n):
+    for dtype in DTYPES:
+        x = torch.randn(n).to(dtype)
+        x[: len(SPECIAL)] = torch.tensor(SPECIAL).to(dtype)
+        assert_equal_backends_of_functions(lambda x=x: triton_kernels.pack(x))
+        bits = triton_kernels.pack(x)
+        assert_equal_backends_of_functions(lambda bits=bits, dtype=dtype: triton_kernels.unpack(bits, dtype))
+
+
+def assert_equal_backends_of_functions(function: Callable[[], Tensor]) -> None:
+    with using("plain"):
+        expected = function()
+    with using("triton"):
+        found = function()
+    assert torch.equal(bits_of(expected), bits_of(found))
+
+
+layouts = st.tuples(
+    st.lists(st.integers(0, 400), min_size=1, max_size=5), st.integers(1, 5), st.sampled_from(BLOCK_SIZES)
+)
+
+
+@settings(max_examples=10)
+@given(layouts, st.randoms(use_true_random=False))
+def test_any_layout_and_mask_equals_the_twins(layout, random):
+    sizes, world_size, block = layout
+    masks = {i: torch.rand(n) < 0.7 for i, n in enumerate(sizes) if n and random.random() < 0.4}
+    excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]
+    for name, arguments in (
+        ("momentum_compress", lambda p: p.momentum_arguments()),
+        ("server_reduce", lambda p: p.server_arguments("block", world_size - 1)),
+        ("adam_apply", lambda p: p.apply_arguments(p.exp_avg_sq)),
+    ):
+        assert_equal_backends(
+            name, lambda a=arguments: a(Problem(sizes, world_size, block, masks=masks, excluded=excluded))
+        )
+
+    def warmup() -> tuple:
+        p = Problem(sizes, world_size, block, masks=masks)  # nothing is excluded before the freeze
+        p.exp_avg_sq.mul_(torch.from_numpy(p.live))
+        return p.update_arguments(sums=False)
+
+    assert_equal_backends("adam_update", warmup)
+
+
+# ---------------------------------------------------------------- whole steps
+
+
+def train(rank: int, world_size: int, backend: str, scope: str, nan_at: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    generator = torch.Generator().manual_seed(rank)
+    with using(backend):
+        optimizer = OneBitAdam(params, 1e-2, freeze_step=10, scale_scope=scope)
+        for step in range(30):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 2)
+            if step == nan_at and rank == world_size - 1:
+                params[1].grad[3, 3] = torch.nan
+            optimizer.step()
+        assert ("Triton" in optimizer.stats()["backend"]) == (backend == "triton")
+    return [p.detach() for p in params]
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_30_steps_through_the_kernels_give_identical_parameters(scope):
+    plain, triton = train(0, 1, "plain", scope, 20), train(0, 1, "triton", scope, 20)
+    assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
+    (plain, _), (triton, other) = (run_ranks(train, 2, backend, "global", 20) for backend in ("plain", "triton"))
+    assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(triton, other, strict=True))
+
+
+class _NotRun:
+    """Stands in for a kernel whose launch is counted, but which would run for minutes."""
+
+    __name__ = "not run"
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda *arguments, **constants: None
+
+
+@pytest.mark.parametrize("tensors", [3, 302, 3000])
+def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tensors(tensors, monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
+    optimizer = OneBitAdam(params, freeze_step=1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    if tensors > 3:
+        for name in KERNELS:
+            monkeypatch.setattr(kernels, name, _NotRun())
+    with using("triton"):
+        launches.reset()
+        optimizer.step()
+    assert optimizer.phase == "compression"
+    print(f"launches with {tensors} tensors: {launches.total} (limit 5)")
+    assert launches.total == 5
+
+
+def test_triton_on_cpu_tensors_outside_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), using("triton"):
+        pass
+    with pytest.raises(ValueError, match="must be 'triton' or 'plain', got 'cuda'"), using("cuda"):
+        pass
