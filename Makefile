@@ -19,7 +19,7 @@ help:
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=68" wheel torch triton
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=61" wheel torch triton
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,dev]"
 	@touch $@
 

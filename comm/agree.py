@@ -82,7 +82,11 @@ def _first_difference(stated: Sequence[Sequence[Fact]]) -> str:
                 other = facts[index] if index < len(facts) else ("nothing more", "")
                 theirs = other[1] if other[0] == name else " ".join(other).strip()
                 return f"ranks differ: {name} is {value} on rank 0 but {theirs} on rank {rank}"
-    return "ranks differ: rank 0 states fewer facts than others"
+    for rank, facts in enumerate(stated):
+        if len(facts) > len(stated[0]):
+            name, value = facts[len(stated[0])]
+            return f"ranks differ: {name} is {value} on rank {rank} but nothing on rank 0"
+    return "ranks differ"
 
 
 def checksum(tensor: Tensor) -> int:

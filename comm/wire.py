@@ -107,8 +107,11 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
 
 def union(flags: Tensor) -> Tensor:
     """All flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
-    each = torch.tensor([int(flag) for flag in Flag], dtype=torch.int32, device=flags.device)
-    return (((flags[:, None] & each) != 0).any(0) * each).sum(dtype=torch.int32).reshape(1)
+    # Without a tensor made on the host: uploading one would wait for the device.
+    result = torch.zeros(1, dtype=torch.int32, device=flags.device)
+    for flag in Flag:
+        result += ((flags & int(flag)) != 0).any().int() * int(flag)
+    return result
 
 
 def describe_mismatch(arrived: Tensor) -> str:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .comm import Word, agree, checksum
+from .errors import warn
 from .hyperparameters import check_group
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 KEY = "fusedonebit"
 FORMAT = 1
+_NUMERICS = ("scale_norm", "scale_scope", "bias_correction", "eps_inside_sqrt")
 _REPLICATED = ("step", "exp_avg", "exp_avg_sq", "exp_avg_bits", "exp_avg_scale")
 
 
@@ -42,6 +44,9 @@ def save(optimizer: OneBitOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
         bits = optimizer._reduce.gathered.bits.reshape(-1)
         for i, index in enumerate(optimizer._list.index_of):
             packed["state"][index] = packed["state"][index] | _compressed_state(optimizer, i, bits)
+    for state in packed["state"].values():
+        # A tensor of its own for each: AdamW counts each up, and a shared one many times.
+        state["step"] = state["step"].clone()
     packed[KEY] = _header(optimizer)
     return packed
 
@@ -82,6 +87,9 @@ def _header(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "rank": optimizer._transport.rank,
         "block_size": optimizer.layout.block_size,
         "strides": optimizer._list.strides(),
+        "masks": _masks(optimizer),
+        "options": {name: getattr(optimizer.options, name) for name in _NUMERICS},
+        "bytes_total": optimizer._transport.traffic.bytes_total,
         "synchronisations": reduce.synchronisations,
         "digest": int(reduce.served.words[0, Word.DIGEST]),
         "variance_step": None if optimizer._variance_step is None else int(optimizer._variance_step),
@@ -91,6 +99,12 @@ def _header(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "auto": None if optimizer._auto is None else optimizer._auto.state_dict(),
         "own": optimizer._own_state(),
     }
+
+
+def _masks(optimizer: OneBitOptimizer) -> dict[int, int]:
+    """Checksums of the masks by parameter."""
+    params = enumerate(optimizer._list.params)
+    return {i: checksum(optimizer._masks[p].contiguous()) for i, p in params if p in optimizer._masks}
 
 
 def load(
@@ -103,6 +117,8 @@ def load(
     facts: list[tuple[str, str]] = []
     error: Exception | None = None
     try:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         header = _check(optimizer, state_dict)
         facts = _facts(optimizer, state_dict, header)
     except (KeyError, TypeError, ValueError) as caught:
@@ -136,11 +152,15 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
+            if not isinstance(state[key], Tensor):
+                raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(state[key]).__name__}")
             if tuple(state[key].shape) != expected:
                 raise ValueError(
                     f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape "
                     f"{expected}, got {tuple(state[key].shape)}"
                 )
+    if optimizer._auto is not None and header.get("auto") is not None:
+        optimizer._auto.check(header["auto"])
     return header
 
 
@@ -181,6 +201,7 @@ def _check_compressed(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> 
         "rank": optimizer._transport.rank,
         "block_size": optimizer.layout.block_size,
         "strides": optimizer._list.strides(),
+        "masks": _masks(optimizer),
     }
     way_out = {
         "world_size": "resume with as many ranks as wrote it, or from a checkpoint of the warm-up",
@@ -191,6 +212,10 @@ def _check_compressed(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> 
         if header[key] != value:
             hint = way_out.get(key, "construct the model and the optimizer as they were")
             raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+    for name, was in header["options"].items():
+        now = getattr(optimizer.options, name)
+        if now != was:
+            warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 
 
 def _adamw_updates(state_dict: Mapping[str, Any]) -> int:
@@ -213,6 +238,7 @@ def _fill(optimizer: OneBitOptimizer, states: Mapping[int, Mapping[str, Any]], h
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
     optimizer._load_own_state(header.get("own", {}))
+    optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     if optimizer._auto is not None and header.get("auto") is not None:
         optimizer._auto.load_state_dict(header["auto"])
     if header["phase"] == "compression":

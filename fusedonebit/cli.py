@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from . import __version__
 
 USAGE_ERROR = 2
+INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

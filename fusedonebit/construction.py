@@ -61,8 +61,12 @@ def facts(optimizer: OneBitOptimizer, broadcast: bool) -> list[tuple[str, str]]:
         ("the number of groups", str(len(optimizer.param_groups))),
         *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
         *groups,
-        *((f"the mask of {name}", f"checksum {checksum(masks[p].contiguous())}") for p, name in named if p in masks),
+        *((f"the mask of {name}", _describe_mask(masks.get(p))) for p, name in named),
     ]
+
+
+def _describe_mask(mask: Tensor | None) -> str:
+    return "none" if mask is None else f"checksum {checksum(mask.contiguous())}"
 
 
 def _plain(value: object) -> object:

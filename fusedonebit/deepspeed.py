@@ -41,7 +41,7 @@ def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     arguments = {
         "lr": given.pop("lr", 1e-3),
-        "betas": tuple(given.pop("betas", (0.9, 0.999))),
+        "betas": given.pop("betas", (0.9, 0.999)),
         "eps": given.pop("eps", 1e-8),
         "weight_decay": given.pop("weight_decay", 0.0),
         "freeze_step": freeze_step - 1,

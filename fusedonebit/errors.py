@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class FusedOneBitWarning(UserWarning):
     """Something was left out or skipped; training goes on."""
+
+
+def warn(text: str) -> None:
+    """Warns, pointing at the user's line: the first that lies neither here nor in torch."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fusedonebit", "torch"):
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(text, FusedOneBitWarning, stacklevel=level)
 
 
 class NonFiniteGradientError(FloatingPointError):

@@ -66,6 +66,14 @@ class AutoFreeze:
         pending = self._mirror.flush_pending()
         return {"norms": self._norms, "seen": self._seen, "fired": self._fired, "pending": pending}
 
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if ``state`` is of another beta2."""
+        if len(state["norms"]) != self.distance:
+            raise ValueError(
+                f"the checkpoint's freeze rule looks {len(state['norms'])} steps back, this one {self.distance}; "
+                "use the same betas"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes; the distance must be the same."""
         self._norms.copy_(state["norms"])

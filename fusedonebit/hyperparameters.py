@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .telemetry import upload
 from .triton_kernels import BLOCK_SIZES, SCALE_NORMS, Coef, ScaleScope
 
 _LR = 0  # column of the uploaded rows
@@ -83,6 +84,9 @@ def _check_lr(lr: object, where: str) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
+        # One on another device is not read: that would wait for the device.
+        if lr.device.type == "cpu" and not (math.isfinite(lr.item()) and lr.item() >= 0):
+            raise ValueError(f"lr must be a finite number >= 0, got {lr.item()!r}{where}")
     elif not _is_number(lr) or lr < 0:  # type: ignore[operator]
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}{where}")
 
@@ -160,9 +164,7 @@ class CoefficientTable:
             for group in groups
         ]
         if values != self._uploaded:
-            # Pinned, so that the copy need not wait for the device.
-            host = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-            self._rows = host.to(self.device, non_blocking=True)
+            self._rows = upload(values, torch.float64, self.device)
             self._uploaded = values
             self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
         for index, group in enumerate(groups):

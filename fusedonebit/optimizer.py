@@ -7,7 +7,6 @@ update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,11 +16,12 @@ from torch import Tensor
 
 from . import checkpoint, construction, inspection
 from .comm import CollectiveError, CompressedAllReduce, Flag, agree, describe_mismatch, make_transport
-from .errors import FusedOneBitWarning
+from .errors import warn
 from .freezing import AutoFreeze, DeadCoordinates, warn_text
 from .hyperparameters import CoefficientTable, Options, check_group
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
+from .telemetry import upload
 from .triton_kernels import TAIL, FlatLayout, choose_block_size, flatten, freeze, live_table
 
 Phase = Literal["warmup", "compression"]
@@ -29,6 +29,9 @@ Phase = Literal["warmup", "compression"]
 
 class OneBitOptimizer(torch.optim.Optimizer):
     """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``."""
+
+    # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -42,11 +45,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.options = options
         self._built = False
-        params = materialise(params)
+        # From here to the agreement no rank may leave on its own: the others would wait for it.
+        params, error = materialise(params)
         self.device = first_device(params)
         self._transport = make_transport(process_group, self.device)
-        error: Exception | None = None
         try:
+            if error is not None:
+                raise error
             options.check()
             check_group(defaults)
             super().__init__(params, defaults)
@@ -54,7 +59,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             construction.check_masks(mask or {}, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
-        except (TypeError, ValueError, RuntimeError) as caught:
+        except Exception as caught:
             error = caught
         self._agree_on_construction(error, broadcast_parameters)
         self._build()
@@ -188,6 +193,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "GradScaler is not supported yet: each rank would skip steps of its own. Train in bfloat16 "
+                "without a scaler; steps with non-finite gradients are skipped on all ranks alike"
+            )
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
         self._enter_phase()
@@ -229,7 +239,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         marks = [self._outcomes.attempts % modulus, self._coefficients.tag % modulus]
         words = [0.0, float(abort), *marks, *(mark * mark for mark in marks)]
         tail = self._grad[layout.numel :]
-        tail[:6] = torch.tensor(words).to(self.device, non_blocking=True)
+        tail[:6] = upload(words, torch.float32, self.device)
         flatten(grads, layout.sizes, layout.block_size, 1.0 / world_size, self._grad)
         own = tail[2:6] * world_size
         self._transport.all_reduce(self._grad)
@@ -253,9 +263,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _describe_mismatch(self) -> str:
         if self._phase == "compression":
-            return describe_mismatch(self._reduce.arrived_words)
-        steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
-        return "number of steps" if steps else "hyper-parameters (learning rate and the like)"
+            what = describe_mismatch(self._reduce.arrived_words)
+        else:
+            steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
+            what = "number of steps" if steps else "hyper-parameters (learning rate and the like)"
+        keys = ("lr", "betas", "eps", "weight_decay")
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in keys) for group in self.param_groups)
+        return f"{what}. On rank {self._transport.rank}: {here}"
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         """One warm-up update from averaged gradients ``grad`` float32 [>= P]; none where skipped."""
@@ -264,6 +278,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         """One update from the synchronised momentum in ``self._reduce``; none where skipped."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")
 
     def _own_state(self) -> dict[str, Any]:
         """What a subclass adds to a checkpoint: plain values and tensors."""
@@ -316,7 +333,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if not keep and dead.tensors:
             self.dead_tensors = dead.tensors
             self._set_live(excluded=dead.tensors)
-            warnings.warn(warn_text(dead, self._list.names), FusedOneBitWarning, stacklevel=4)
+            warn(warn_text(dead, self._list.names))
         self._publish_state()
 
     # ---------------------------------------------------------------- what users look at

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .comm import Flag
-from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
+from .errors import AbortedStepError, NonFiniteGradientError, OutOfStepError, warn
 from .telemetry import HostMirror
 
 
@@ -92,4 +91,4 @@ class Outcomes:
         # Loss scaling makes skips common: warn of the 1st, 2nd, 4th, 8th ...
         if self.skipped >= 2 * self._warned_at:
             self._warned_at = self.skipped
-            warnings.warn(text, FusedOneBitWarning, stacklevel=2)
+            warn(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class ParameterList:
 
     def _check_unchanged(self) -> None:
         for i, p in enumerate(self.params):
-            if p.data_ptr() != self._pointers[i]:
+            if p.data_ptr() != self._pointers[i] or p.stride() != self._kinds[i][3]:
                 kind = (p.dtype, p.device, p.shape, p.stride())
                 if kind != self._kinds[i]:
                     was, now = (f"{k[0]} {tuple(k[2])} on {k[1]}" for k in (self._kinds[i], kind))
@@ -229,20 +229,24 @@ def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
     )
 
 
-def materialise(params: Any) -> list[Any]:
-    """The optimizer's ``params`` argument with all iterators run out, groups copied.
+def materialise(params: Any) -> tuple[list[Any], Exception | None]:
+    """The optimizer's ``params`` argument with all iterators run out, groups copied; or what is wrong with it."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; pass a list")
+    try:
+        return [_materialise_entry(entry) for entry in params], None
+    except Exception as error:
+        return [], error
 
-    Raises:
-        TypeError: if it is a tensor, or not iterable.
-    """
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of tensors or of dicts, got a tensor; pass [tensor]")
-    return [
-        {**p, "params": [p["params"]] if isinstance(p["params"], Tensor) else list(p["params"])}
-        if isinstance(p, dict) and "params" in p
-        else p
-        for p in params
-    ]
+
+def _materialise_entry(entry: Any) -> Any:
+    if not isinstance(entry, dict) or "params" not in entry:
+        return entry
+    given = entry["params"]
+    if not isinstance(given, Iterable):
+        raise TypeError(f"params of a group must be a tensor or an iterable of tensors, got {type(given).__name__}")
+    return {**entry, "params": [given] if isinstance(given, Tensor) else list(given)}
 
 
 def first_device(params: Sequence[Any]) -> torch.device:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Small host values as a tensor on ``device``, from pinned memory, so that nobody waits."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class HostMirror:
@@ -31,7 +37,7 @@ class HostMirror:
             host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             host.copy_(value, non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(value.device))
             self._queue.append((host, event))
         else:
             self._queue.append((value.clone(), None))

@@ -94,7 +94,10 @@ def shared_memory() -> list:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (lambda: torch.randn(3, requires_grad=True), "params must be an iterable of tensors or of dicts, got a tensor"),
+        (
+            lambda: torch.randn(3, requires_grad=True),
+            "must be an iterable of tensors or of dicts, got Tensor; pass a list",
+        ),
         (list, "empty parameter list"),
         (lambda: [torch.randn(3)], "at least one tensor that requires gradients, got none"),
         (sparse_parameter, "parameter 0 must be dense, got layout torch.sparse_coo"),

@@ -169,7 +169,7 @@ OUTCOMES = {
     "value": [differ("ranks differ: eps is 0 on rank 0 but 1 on rank 2")] * 3,
     "name": [differ("ranks differ: lr is 0.1 on rank 0 but beta 0.1 on rank 2")] * 3,
     "fewer": [differ("ranks differ: eps is 1 on rank 0 but nothing more on rank 2")] * 3,
-    "more": [differ("ranks differ: rank 0 states fewer facts than others")] * 3,
+    "more": [differ("ranks differ: eps is 1 on rank 2 but nothing on rank 0")] * 3,
     "error": [
         differ("failed on rank 1: lr must be > 0, got -1"),
         ("ValueError", "lr must be > 0, got -1", 3),

@@ -73,6 +73,7 @@ class Run:
         settings = Settings(job.lr, job.freeze_step, job.lr_warmup_steps)
         self.optimizer = OPTIMIZERS[name](self.model.parameters(), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
         self._keep_metrics(before=self.first_step)
 
@@ -91,7 +92,9 @@ class Run:
             done = step + 1
             record: dict[str, Any] = {"optimizer": self.name, "step": done, "loss": loss}
             record |= {"tokens_per_s": round(tokens / (time.perf_counter() - began))}
-            record |= {key: self._stats()[key] for key in ("phase", "bytes_step", "bytes_total", "skipped_steps")}
+            stats = self.optimizer.stats()
+            record |= {key: stats[key] for key in ("phase", "bytes_step", "bytes_total", "skipped_steps")}
+            record["bytes_total"] += self.bytes_before
             if done % job.eval_every == 0 or done == job.steps:
                 record["held_out_loss"] = self.held_out_loss()
             self._write(record)
@@ -107,9 +110,6 @@ class Run:
         self.schedule.step()
         self.optimizer.zero_grad()
         return self._mean(loss.detach())
-
-    def _stats(self) -> dict[str, Any]:
-        return self.optimizer.stats()
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -150,7 +150,13 @@ class Run:
         path = self._file(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
-        state = {"step": step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        sent = self.optimizer.stats()["bytes_total"] + self.bytes_before
+        state = {
+            "step": step,
+            "bytes_total": sent,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         torch.save(state | {"schedule": self.schedule.state_dict()}, partial)
         partial.replace(path)
         if self.world_size > 1:
@@ -167,6 +173,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        # The optimizer may or may not have taken its count along.
+        self.bytes_before = state["bytes_total"] - self.optimizer.stats()["bytes_total"]
         return step
 
 

@@ -1,0 +1,159 @@
+"""What somebody who had torch.optim.AdamW, or is careless, runs into."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import Parameter
+
+import fusedonebit
+from fusedonebit import OneBitAdam
+
+
+def parameters(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 5), (300,), (7,))]
+
+
+def step(optimizer: torch.optim.Optimizer, params: list[Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(100 + seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+
+
+def test_a_warmup_checkpoint_goes_on_in_torchs_adamw():
+    ours, theirs, again = parameters(), parameters(), parameters()
+    optimizer = OneBitAdam(ours, 1e-2, freeze_step=100)
+    adamw = torch.optim.AdamW(theirs, 1e-2)
+    for i in range(5):
+        step(optimizer, ours, i)
+        step(adamw, theirs, i)
+    resumed = torch.optim.AdamW(again, 1e-2)
+    for a, b in zip(again, ours, strict=True):
+        a.data.copy_(b)
+    saved = {k: v for k, v in optimizer.state_dict().items() if k != "fusedonebit"}
+    resumed.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    for i in range(5, 10):
+        step(resumed, again, i)
+        step(adamw, theirs, i)
+    assert {int(s["step"]) for s in resumed.state.values()} == {10}
+    for a, b in zip(again, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_looking_at_a_run_does_not_change_what_stats_say():
+    params = parameters()
+    optimizer = OneBitAdam(params, freeze_step=1)
+    for i in range(4):
+        step(optimizer, params, i)
+    keys = ("worker_error_norm", "server_error_norm", "compensated_norm")
+    before = {key: optimizer.stats()[key] for key in keys}
+    error = torch.cat([optimizer.worker_error(p).flatten() for p in params])
+    optimizer.state_dict()
+    assert {key: optimizer.stats()[key] for key in keys} == before
+    assert before["worker_error_norm"] == pytest.approx(float(error.norm()), rel=1e-5)
+    assert before["worker_error_norm"] > 0
+
+
+def test_a_grad_scaler_is_refused_on_every_rank_instead_of_a_hang():
+    for text in run_ranks(with_grad_scaler, 2, group_timeout=20):
+        assert "GradScaler is not supported yet" in text
+
+
+def with_grad_scaler(rank: int, world_size: int) -> str:
+    (p,) = params = [Parameter(torch.ones(4))]
+    optimizer = OneBitAdam(params, freeze_step=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale((p * (torch.inf if rank else 1.0)).sum()).backward()
+    with pytest.raises(RuntimeError) as error:
+        scaler.step(optimizer)
+    return str(error.value)
+
+
+def test_copying_or_pickling_says_what_to_do_instead():
+    optimizer = OneBitAdam(parameters(), freeze_step=1)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="use state_dict"):
+            attempt(optimizer)
+
+
+@pytest.mark.parametrize("given", ["tensor", "none", "number"])
+def test_params_that_are_no_list_on_one_rank_are_an_error_on_every_rank(given):
+    first, other = run_ranks(with_bad_params, 2, given, group_timeout=20)
+    assert "params" in first
+    assert "failed on rank 0" in other
+
+
+def with_bad_params(rank: int, world_size: int, given: str) -> str:
+    bad = {"tensor": torch.ones(3), "none": None, "number": [{"params": 5}]}[given]
+    with pytest.raises((TypeError, ValueError)) as error:
+        OneBitAdam(bad if rank == 0 else parameters(), freeze_step=1)
+    return str(error.value)
+
+
+def test_a_mask_on_one_rank_only_is_named():
+    for text in run_ranks(with_own_mask, 2):
+        assert "the mask of parameter 0 is none on rank 0 but checksum" in text
+
+
+def with_own_mask(rank: int, world_size: int) -> str:
+    params = parameters()
+    with pytest.raises(ValueError, match="ranks differ") as error:
+        OneBitAdam(params, freeze_step=1, mask={params[0]: torch.ones(3, 5, dtype=torch.bool)} if rank else None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
+def test_a_tensor_lr_is_checked_too(lr):
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0, got"):
+        OneBitAdam(parameters(), torch.tensor(lr), freeze_step=1)
+
+
+def test_a_parameter_turned_in_place_is_noticed():
+    p = Parameter(torch.randn(4, 4))
+    optimizer = OneBitAdam([p], freeze_step=1)
+    p.data = p.data.t()
+    p.grad = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="parameter 0 was"):
+        optimizer.step()
+
+
+def test_warnings_point_at_the_users_line():
+    params = parameters()
+    optimizer = OneBitAdam(params, freeze_step=5)
+    params[0].grad = torch.full((3, 5), torch.nan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert [w.category for w in caught] == [fusedonebit.FusedOneBitWarning]
+    assert caught[0].filename == __file__
+
+
+def test_other_numerics_than_the_checkpoints_are_pointed_out():
+    params = parameters()
+    optimizer = OneBitAdam(params, freeze_step=1)
+    for i in range(3):
+        step(optimizer, params, i)
+    other = OneBitAdam(parameters(), freeze_step=1, scale_norm="l1")
+    with pytest.warns(fusedonebit.FusedOneBitWarning, match="written with scale_norm='l2'"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_freeze_rule_of_another_beta2_is_refused_before_anything_changes():
+    params = parameters()
+    optimizer = OneBitAdam(params, betas=(0.9, 0.9), freeze_step="auto")
+    step(optimizer, params, 0)
+    other_params = parameters()
+    other = OneBitAdam(other_params, betas=(0.9, 0.99), freeze_step="auto")
+    step(other, other_params, 1)
+    before = other.momentum(other_params[1])
+    with pytest.raises(ValueError, match="use the same betas"):
+        other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.momentum(other_params[1]), before)
