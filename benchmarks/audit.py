@@ -26,7 +26,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import kernels
+from fusedonebit.triton_kernels import adam_kernels, kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -97,7 +97,7 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands."""
-    function = getattr(kernels, case.kernel)
+    function = getattr(adam_kernels if case.kernel.startswith("adam") else kernels, case.kernel)
     names = function.arg_names
     types = {n: "constexpr" if n in case.constants else TYPES.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}

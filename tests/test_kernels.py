@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, kernels, using
+from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
+from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, adam_kernels, kernels, using
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
 from hypothesis import given, settings
@@ -18,53 +19,6 @@ from torch import Tensor
 from fusedonebit import OneBitAdam, triton_kernels
 
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38)
-
-
-def tensors(arguments: tuple) -> list[Tensor]:
-    """All tensors among an op's arguments, those in lists too."""
-    found = []
-    for argument in arguments:
-        found += argument if isinstance(argument, list) else [argument]
-    return [t for t in found if isinstance(t, Tensor)]
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The bits, so that NaN equals NaN (whatever its payload) and -0.0 differs from 0.0."""
-    if tensor.is_floating_point():
-        tensor = torch.where(torch.isnan(tensor), torch.nan, tensor)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integer)
-
-
-def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: float = 1e-14) -> None:
-    """Runs an op on both backends from equal arguments; every argument must end with equal bits.
-
-    Float64 partial sums may differ in the order of summation.
-    """
-    plain, triton = make(), make()
-    before = launches.total
-    with using("plain"):
-        getattr(triton_kernels, name)(*plain)
-    assert launches.total == before
-    with using("triton"):
-        getattr(triton_kernels, name)(*triton)
-    assert launches.total == before + 1
-    for expected, found in zip(tensors(plain), tensors(triton), strict=True):
-        if expected.dtype is torch.float64:
-            torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)
-        else:
-            assert torch.equal(bits_of(expected), bits_of(found))
-
-
-def problem(sizes, world_size=1, block=1024, dtype=torch.float32, special=False, **options) -> Problem:
-    p = Problem(sizes, world_size, block, dtype=dtype, **options)
-    if special:
-        for g in p.grads:
-            for i, value in enumerate(SPECIAL[: g.numel()]):
-                g[i * 37 % g.numel()] = value
-    return p
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,17 +133,9 @@ def test_pack_and_unpack_equal_their_twins(n):
     for dtype in DTYPES:
         x = torch.randn(n).to(dtype)
         x[: len(SPECIAL)] = torch.tensor(SPECIAL).to(dtype)
-        assert_equal_backends_of_functions(lambda x=x: triton_kernels.pack(x))
+        assert_equal_functions(lambda x=x: triton_kernels.pack(x))
         bits = triton_kernels.pack(x)
-        assert_equal_backends_of_functions(lambda bits=bits, dtype=dtype: triton_kernels.unpack(bits, dtype))
-
-
-def assert_equal_backends_of_functions(function: Callable[[], Tensor]) -> None:
-    with using("plain"):
-        expected = function()
-    with using("triton"):
-        found = function()
-    assert torch.equal(bits_of(expected), bits_of(found))
+        assert_equal_functions(lambda bits=bits, dtype=dtype: triton_kernels.unpack(bits, dtype))
 
 
 layouts = st.tuples(
@@ -272,7 +218,7 @@ def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tens
     optimizer.step()
     if tensors > 3:
         for name in KERNELS:
-            monkeypatch.setattr(kernels, name, _NotRun())
+            monkeypatch.setattr(adam_kernels if name.startswith("adam") else kernels, name, _NotRun())
     with using("triton"):
         launches.reset()
         optimizer.step()

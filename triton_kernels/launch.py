@@ -5,6 +5,7 @@ Each function has the signature of its op, so that a backend is a table from nam
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import adam_kernels, kernels
 from .layout import FlatLayout, flat_layout
 from .live import live_table
 from .twins import TAIL
@@ -60,6 +61,7 @@ class _Pointers(NamedTuple):
 
 
 _tables: OrderedDict[tuple[Any, ...], _Pointers] = OrderedDict()
+_tables_lock = threading.Lock()  # simulated ranks are threads
 
 
 def _pointers(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
@@ -67,17 +69,20 @@ def _pointers(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
     addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
     kinds = tuple(_KINDS[t.dtype] for t in tensors)
     key = (addresses, kinds, device)
-    if key in _tables:
-        _tables.move_to_end(key)
-        return _tables[key]
+    with _tables_lock:
+        if key in _tables:
+            _tables.move_to_end(key)
+            return _tables[key]
     host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
     used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
     dtype = used.pop() if len(used) == 1 else _MIXED if used else 0
     aligned = all(address % _POINTER_ALIGNMENT == 0 for address in addresses)
-    _tables[key] = _Pointers(host.to(device, non_blocking=True), dtype, aligned)
-    if len(_tables) > 16:
-        _tables.popitem(last=False)
-    return _tables[key]
+    pointers = _Pointers(host.to(device, non_blocking=True), dtype, aligned)
+    with _tables_lock:
+        _tables[key] = pointers
+        if len(_tables) > 16:
+            _tables.popitem(last=False)
+    return pointers
 
 
 class _Blocks(NamedTuple):
@@ -266,11 +271,11 @@ def adam_apply(
     live_row: Tensor,
     skip: Tensor,
 ) -> None:
-    """See ``kernels.adam_apply``."""
+    """See ``adam_kernels.adam_apply``."""
     pointers = _pointers(params, exp_avg_scale.device)
     blocks = len(live_row)
     _launch(
-        kernels.adam_apply,
+        adam_kernels.adam_apply,
         blocks,
         pointers.table,
         len(params),
@@ -307,11 +312,11 @@ def adam_update(
     skip: Tensor,
     exp_avg_sq_sums: Tensor | None,
 ) -> None:
-    """See ``kernels.adam_update``."""
+    """See ``adam_kernels.adam_update``."""
     pointers = _pointers(params, exp_avg.device)
     blocks = len(live_row)
     _launch(
-        kernels.adam_update,
+        adam_kernels.adam_update,
         blocks,
         pointers.table,
         len(params),

@@ -1,0 +1,158 @@
+"""What the kernels are made of: how a program reaches its block, its bits and the users' tensors.
+
+A block is laid out as [BLOCK / 8, 8]: a row is the eight elements of one byte of bits, so that
+packing is a sum along a row. Users' tensors are reached through a table of pointers, one per
+tensor; full blocks take a path without masks, whose loads are 128 bits wide.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP32 = tl.constexpr(0)
+BF16 = tl.constexpr(1)
+FP16 = tl.constexpr(2)
+MIXED = tl.constexpr(3)
+
+# Columns of the coefficient table; ``coefficients.Coef`` names them for the host.
+BETA1 = tl.constexpr(0)
+ONE_MINUS_BETA1 = tl.constexpr(1)
+BETA2 = tl.constexpr(2)
+ONE_MINUS_BETA2 = tl.constexpr(3)
+STEP_SIZE = tl.constexpr(4)
+DECAY = tl.constexpr(5)
+RSQRT_BIAS2 = tl.constexpr(6)
+EPS = tl.constexpr(7)
+UNIT = tl.constexpr(8)
+COLUMNS = tl.constexpr(9)
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of the finite float32 numbers
+
+
+@triton.jit
+def elements(BLOCK: tl.constexpr):
+    """Index within the block, int32 [BLOCK / 8, 8]."""
+    return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def bits_of(bits):
+    """0 or 1, int32 [n, 8], from bytes uint8 [n], LSB first."""
+    return (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@triton.jit
+def bytes_of(positive):
+    """uint8 [n] from bool [n, 8]; int32 until the end (summing uint8 has crashed the compiler)."""
+    return tl.sum(positive.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+
+
+@triton.jit
+def live_elements(live, row, BLOCK: tl.constexpr):
+    """Which elements of a block count, bool [BLOCK / 8, 8]."""
+    bits = tl.load(live + row.to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8))
+    return bits_of(bits) != 0
+
+
+@triton.jit
+def _load_as(base, start, i, mask, dtype: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = base.to(tl.pointer_type(dtype)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    if FULL:
+        return tl.load(pointer + i).to(tl.float32)
+    else:
+        return tl.load(pointer + i, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_user(base, kinds, start, i, mask, DTYPE: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
+    """A block of the user's tensor at address ``base`` as float32; zeros where that is 0.
+
+    ``kinds`` points at the tensor's dtype, read only where a list has several.
+    """
+    x = tl.zeros(i.shape, tl.float32)
+    if base != 0:
+        if DTYPE == FP32:
+            x = _load_as(base, start, i, mask, tl.float32, FULL, ALIGNED)
+        elif DTYPE == BF16:
+            x = _load_as(base, start, i, mask, tl.bfloat16, FULL, ALIGNED)
+        elif DTYPE == FP16:
+            x = _load_as(base, start, i, mask, tl.float16, FULL, ALIGNED)
+        else:
+            kind = tl.load(kinds)
+            if kind == FP32:
+                x = _load_as(base, start, i, mask, tl.float32, FULL, ALIGNED)
+            elif kind == BF16:
+                x = _load_as(base, start, i, mask, tl.bfloat16, FULL, ALIGNED)
+            else:
+                x = _load_as(base, start, i, mask, tl.float16, FULL, ALIGNED)
+    return x
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """Rounds to nearest even. By hand for bfloat16: Triton's interpreter would cut the bits off."""
+    if dtype == tl.bfloat16:
+        u = x.to(tl.uint32, bitcast=True)
+        up = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _store_as(base, start, i, x, mask, dtype: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = base.to(tl.pointer_type(dtype)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    if FULL:
+        tl.store(pointer + i, _rounded(x, dtype))
+    else:
+        tl.store(pointer + i, _rounded(x, dtype), mask=mask)
+
+
+@triton.jit
+def store_user(base, kinds, start, i, x, mask, DTYPE: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype."""
+    if DTYPE == FP32:
+        _store_as(base, start, i, x, mask, tl.float32, FULL, ALIGNED)
+    elif DTYPE == BF16:
+        _store_as(base, start, i, x, mask, tl.bfloat16, FULL, ALIGNED)
+    elif DTYPE == FP16:
+        _store_as(base, start, i, x, mask, tl.float16, FULL, ALIGNED)
+    else:
+        kind = tl.load(kinds)
+        if kind == FP32:
+            _store_as(base, start, i, x, mask, tl.float32, FULL, ALIGNED)
+        elif kind == BF16:
+            _store_as(base, start, i, x, mask, tl.bfloat16, FULL, ALIGNED)
+        else:
+            _store_as(base, start, i, x, mask, tl.float16, FULL, ALIGNED)
+
+
+@triton.jit
+def denom(v, k, EPS_INSIDE: tl.constexpr):
+    """sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root; ``k`` is the tensor's row of coefficients."""
+    root = tl.load(k + RSQRT_BIAS2)
+    eps = tl.load(k + EPS)
+    if EPS_INSIDE:
+        return tl.sqrt_rn(v * root * root + eps)
+    else:
+        return tl.sqrt_rn(v) * root + eps
+
+
+@triton.jit
+def residual(c, s):
+    """The deferred error e = c - s*sign(c)."""
+    return c - tl.where(c >= 0, s, -s)
+
+
+@triton.jit
+def store_partials(partials, stride, b, c, dropped):
+    """Sums of |c| and c^2 over a block, in float64, where squares are exact; and dropped elements."""
+    wide = c.to(tl.float64)
+    tl.store(partials + b, tl.sum(tl.sum(tl.abs(wide), axis=1), axis=0))
+    tl.store(partials + stride + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
+    tl.store(partials + 2 * stride + b, tl.sum(tl.sum(dropped.to(tl.int32), axis=1), axis=0).to(tl.float64))

@@ -1,0 +1,127 @@
+"""The Triton kernels of Adam: the warm-up's update and the compression stage's apply. Never autotuned."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .access import (
+    BETA1,
+    BETA2,
+    COLUMNS,
+    DECAY,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    STEP_SIZE,
+    UNIT,
+    bits_of,
+    denom,
+    elements,
+    live_elements,
+    load_user,
+    store_user,
+)
+
+
+@triton.jit
+def adam_apply(
+    pointers,  # int64 [2, tensors]: address of each parameter and its dtype
+    tensors,  # their number
+    exp_avg_bits,  # uint8 [W, stride]
+    exp_avg_stride,  # bytes between its rows
+    exp_avg_scale,  # float32 [B]
+    exp_avg_sq,  # float32 [P] unless PRECONDITIONED
+    coef,  # float32 [tensors, COLUMNS]
+    block_tensor,  # int32 [B]
+    block_start,  # int64 [B], where the block begins in its tensor
+    live,  # uint8 [rows, BLOCK / 8]
+    live_row,  # int32 [B]
+    skip,  # int32 [1]
+    blocks_per_chunk,  # B / W
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EPS_INSIDE: tl.constexpr,
+    PRECONDITIONED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x = (1 - lr*wd)*x - step_size * m/denom, m = scale*sign(bits)/unit.
+
+    Grid: B. Bytes per element: x twice, 4 for v, 1/8 for bits.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK)
+        byte = tl.arange(0, BLOCK // 8)
+        chunk = b // blocks_per_chunk
+        offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
+        t = tl.load(block_tensor + b)
+        base = tl.load(pointers + t)
+        kinds = pointers + tensors + t
+        start = tl.multiple_of(tl.load(block_start + b), 16)
+        k = coef + t * COLUMNS
+        scale = tl.div_rn(tl.load(exp_avg_scale + b), tl.load(k + UNIT))
+        sign = bits_of(tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte))
+        update = tl.where(sign != 0, scale, -scale)
+        if not PRECONDITIONED:
+            v = tl.load(exp_avg_sq + b * BLOCK + i)
+            update = tl.div_rn(update, denom(v, k, EPS_INSIDE))
+        update = update * tl.load(k + STEP_SIZE)
+        decay = tl.load(k + DECAY)
+        if row == 0:
+            x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
+            store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
+        else:
+            mask = live_elements(live, row, BLOCK)
+            x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
+            store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
+
+
+@triton.jit
+def adam_update(
+    pointers,  # int64 [2, tensors]: address of each parameter and its dtype
+    tensors,  # their number
+    grad,  # averaged, float32 [P]
+    exp_avg,  # m, float32 [P], read and written
+    exp_avg_sq,  # v, float32 [P], read and written
+    coef,  # float32 [tensors, COLUMNS]
+    block_tensor,  # int32 [B]
+    block_start,  # int64 [B], where the block begins in its tensor
+    live,  # uint8 [rows, BLOCK / 8]
+    live_row,  # int32 [B]
+    skip,  # int32 [1]
+    exp_avg_sq_sums,  # float64 [B], written where SUMS
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """AdamW on averaged gradients. Grid: B. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK)
+        t = tl.load(block_tensor + b)
+        base = tl.load(pointers + t)
+        kinds = pointers + tensors + t
+        start = tl.multiple_of(tl.load(block_start + b), 16)
+        k = coef + t * COLUMNS
+        g = tl.load(grad + b * BLOCK + i)
+        if row != 0:
+            g = tl.where(live_elements(live, row, BLOCK), g, 0.0)
+        m = tl.load(exp_avg + b * BLOCK + i) * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
+        v = tl.load(exp_avg_sq + b * BLOCK + i) * tl.load(k + BETA2) + g * tl.load(k + ONE_MINUS_BETA2) * g
+        tl.store(exp_avg + b * BLOCK + i, m)
+        tl.store(exp_avg_sq + b * BLOCK + i, v)
+        if SUMS:
+            tl.store(exp_avg_sq_sums + b, tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0))
+        update = tl.div_rn(m, denom(v, k, False))
+        update = update * tl.load(k + STEP_SIZE)
+        decay = tl.load(k + DECAY)
+        if row == 0:
+            x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
+            store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
+        else:
+            mask = live_elements(live, row, BLOCK)
+            x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
+            store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
