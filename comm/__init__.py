@@ -1,12 +1,15 @@
 """The wire format and the collectives on packed uint8 buffers.
 
-They know process groups and tensors, not optimizers.
+They know process groups and tensors, not optimizers. What moves the bytes is a ``Transport``: made
+by ``make_transport`` from a process group, or any object with its four collectives, such as a rank
+of a ``SimulatedGroup`` (threads of one process).
 """
 
 from __future__ import annotations
 
 from .agree import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
+from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
 from .wire import Flag, Messages, Word, describe_mismatch
 
@@ -17,6 +20,8 @@ __all__ = [
     "Flag",
     "LocalTransport",
     "Messages",
+    "SimulatedGroup",
+    "SimulatedTransport",
     "TorchTransport",
     "Traffic",
     "Transport",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ class Traffic:
         self.collectives_step += 1
 
 
+@runtime_checkable
 class Transport(Protocol):
     """What the collectives need of a communication library."""
 
@@ -149,12 +150,16 @@ class TorchTransport:
         return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"
 
 
-def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.device) -> Transport:
     """Returns the transport for a group: the default group if there is one, else none is needed.
+
+    A ``Transport`` is returned as it is: a simulated rank, or a library of the user's own.
 
     Raises:
         ValueError: see ``TorchTransport``.
     """
+    if isinstance(group, Transport):
+        return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return LocalTransport()
     transport = TorchTransport(group, device)

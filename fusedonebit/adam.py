@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from .comm import Transport
 from .deepspeed import onebit_adam_arguments
 from .hyperparameters import Options
 from .optimizer import OneBitOptimizer
@@ -52,7 +53,8 @@ class OneBitAdam(OneBitOptimizer):
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
-        process_group: Ranks to average over; None is the default group, or only this process.
+        process_group: Ranks to average over; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -84,7 +86,7 @@ class OneBitAdam(OneBitOptimizer):
         nonfinite: Literal["skip", "raise"] = "skip",
         broadcast_parameters: bool = False,
         block_size: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = Options(
@@ -112,7 +114,7 @@ class OneBitAdam(OneBitOptimizer):
         cls,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         config: Mapping[str, Any],
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
     ) -> OneBitAdam:
         """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
 

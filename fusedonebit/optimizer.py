@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checkpoint, construction, inspection
-from .comm import CollectiveError, CompressedAllReduce, Flag, agree, describe_mismatch, make_transport
+from .comm import CollectiveError, CompressedAllReduce, Flag, Transport, agree, describe_mismatch, make_transport
 from .errors import warn
 from .freezing import AutoFreeze, DeadCoordinates, warn_text
 from .hyperparameters import CoefficientTable, Options, check_group
@@ -39,7 +39,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         options: Options,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
         mask: Mapping[Tensor, Tensor] | None = None,
         broadcast_parameters: bool = False,
     ) -> None:

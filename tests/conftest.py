@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -17,8 +16,13 @@ if not torch.cuda.is_available():
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(Path(__file__).parent))
 
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
-hypothesis.settings.load_profile("default")
+try:
+    import hypothesis
+except ImportError:  # tests/gpu needs only torch and pytest
+    pass
+else:
+    hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
+    hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

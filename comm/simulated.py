@@ -1,0 +1,119 @@
+"""Several ranks as threads of one process, on one device: for tests, benchmarks and looking around.
+
+    group = SimulatedGroup(4)
+    group.run(lambda rank, transport: train(OneBitAdam(..., process_group=transport)))
+
+On CUDA all ranks must work on the same stream (threads do, unless told otherwise): it orders the copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .transport import CollectiveError, Traffic
+
+T = TypeVar("T")
+
+
+class SimulatedGroup:
+    """Ranks that meet in shared memory, and wait for each other ``timeout`` seconds at most."""
+
+    def __init__(self, world_size: int, timeout: float = 120.0) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._meeting = threading.Condition()
+
+    def transport(self, rank: int) -> SimulatedTransport:
+        """What rank ``rank`` passes as ``process_group``; for that rank's thread only."""
+        return SimulatedTransport(self, rank)
+
+    def run(self, function: Callable[[int, SimulatedTransport], T]) -> list[T]:
+        """Calls ``function(rank, transport)`` on a thread per rank; returns what each returned.
+
+        The first error of any rank is raised. Ranks that wait for one that has raised, or returned,
+        get a ``CollectiveError``.
+        """
+        results: list[Any] = [None] * self.world_size
+        errors: list[BaseException] = []
+        self.offers: list[tuple[str, Tensor]] = [("", Tensor())] * self.world_size
+        self._arrived, self._meetings, self._left = 0, 0, False
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = function(rank, self.transport(rank))
+            except BaseException as error:
+                errors.append(error)
+            with self._meeting:
+                self._left = True
+                self._meeting.notify_all()
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            list(threads.map(call, range(self.world_size)))
+        if errors:
+            raise errors[0]
+        return results
+
+    def meet(self, what: str) -> None:
+        """Returns once all ranks have called it; CollectiveError if one can't come, or not in time."""
+        # Not a threading.Barrier: breaking that can fail ranks that it had already let through.
+        with self._meeting:
+            number = self._meetings
+            self._arrived += 1
+            if self._arrived == self.world_size:
+                self._arrived, self._meetings = 0, number + 1
+                self._meeting.notify_all()
+            self._meeting.wait_for(lambda: self._meetings > number or self._left, self.timeout)
+            if self._meetings == number:
+                why = "another rank has left" if self._left else f"not all ranks came within {self.timeout:g} s"
+                raise CollectiveError(f"{what} of {self.world_size} simulated ranks failed: {why}")
+
+
+class SimulatedTransport:
+    """The ``Transport`` of one rank of a ``SimulatedGroup``; counts bytes as ``TorchTransport`` does."""
+
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, group.world_size
+        self.traffic, self._others = Traffic(), group.world_size - 1
+
+    def _offered(self, what: str, sent: Tensor, nbytes: int) -> list[Tensor]:
+        """What all ranks send, once all have come; they may overwrite it after the next meeting."""
+        self.group.offers[self.rank] = (what, sent)
+        self.group.meet(what)
+        if len({(name, tensor.shape, tensor.dtype) for name, tensor in self.group.offers}) > 1:
+            called = ", ".join(f"{name} of {t.dtype} {tuple(t.shape)}" for name, t in self.group.offers)
+            raise CollectiveError(f"ranks called different collectives: {called}")
+        self.traffic.add(nbytes)
+        return [tensor for _, tensor in self.group.offers]
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        for row, theirs in zip(received, self._offered("all_to_all", sent, sent.nbytes - sent[0].nbytes), strict=True):
+            row.copy_(theirs[self.rank])
+        self.group.meet("all_to_all")
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        for row, theirs in zip(gathered, self._offered("all_gather", sent, self._others * sent.nbytes), strict=True):
+            row.copy_(theirs[0])
+        self.group.meet("all_gather")
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See ``Transport``; adds in rank order."""
+        nbytes = 2 * tensor.nbytes * self._others // self.world_size
+        first, *others = self._offered("all_reduce", tensor, nbytes)
+        total = sum(others, first.clone())
+        self.group.meet("all_reduce")
+        tensor.copy_(total)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        tensor.copy_(self._offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])
+        self.group.meet("broadcast")
+
+    def __repr__(self) -> str:
+        return f"simulated (rank {self.rank} of {self.world_size})"

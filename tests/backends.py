@@ -1,0 +1,78 @@
+"""Runs an op on both backends from equal arguments and compares every bit that it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from fusedonebit.triton_kernels import using
+from fusedonebit.triton_kernels.launch import launches
+from reference_ops import Problem
+from torch import Tensor
+
+from fusedonebit import triton_kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38)
+
+
+def problem(
+    sizes: Sequence[int],
+    world_size: int = 1,
+    block: int = 1024,
+    dtype: torch.dtype = torch.float32,
+    special: bool = False,
+    **options: object,
+) -> Problem:
+    """Random arguments; with ``special``, gradients have NaN, Inf, -0.0 and denormals among them."""
+    p = Problem(sizes, world_size, block, dtype=dtype, **options)
+    if special:
+        for g in p.grads:
+            for i, value in enumerate(SPECIAL[: g.numel()]):
+                g[i * 37 % g.numel()] = value
+    return p
+
+
+def tensors(arguments: tuple) -> list[Tensor]:
+    """All tensors among an op's arguments, those in lists too."""
+    found = []
+    for argument in arguments:
+        found += argument if isinstance(argument, list) else [argument]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bits, so that NaN equals NaN (whatever its payload) and -0.0 differs from 0.0."""
+    if tensor.is_floating_point():
+        tensor = torch.where(torch.isnan(tensor), torch.nan, tensor)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer)
+
+
+def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: float = 1e-14) -> None:
+    """Runs an op on both backends from equal arguments; every argument must end with equal bits.
+
+    Float64 partial sums may differ in the order of summation.
+    """
+    plain, triton = make(), make()
+    before = launches.total
+    with using("plain"):
+        getattr(triton_kernels, name)(*plain)
+    assert launches.total == before
+    with using("triton"):
+        getattr(triton_kernels, name)(*triton)
+    assert launches.total == before + 1
+    for expected, found in zip(tensors(plain), tensors(triton), strict=True):
+        if expected.dtype is torch.float64:
+            torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)
+        else:
+            assert torch.equal(bits_of(expected), bits_of(found))
+
+
+def assert_equal_functions(function: Callable[[], Tensor]) -> None:
+    """What a function returns must have equal bits on both backends."""
+    with using("plain"):
+        expected = function()
+    with using("triton"):
+        found = function()
+    assert torch.equal(bits_of(expected), bits_of(found))

@@ -1,0 +1,153 @@
+"""Simulated ranks, threads of one process, against real gloo ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from fusedonebit.comm import CollectiveError, SimulatedGroup, Transport, make_transport
+from ranks import run_ranks
+from torch import Tensor
+
+from fusedonebit import NonFiniteGradientError, OneBitAdam
+
+SHAPES = ((7,), (33, 40), (1024,), (0,), (3, 5, 7))
+FREEZE = 4
+
+
+def train(rank: int, transport: Transport | None, steps: int = 12) -> dict[str, object]:
+    """Warm-up gradients have few bits, so that their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(7)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = OneBitAdam(params, 1e-2, freeze_step=FREEZE, scale_scope="layer", process_group=transport)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        for p in params:
+            exact = torch.randint(-8, 9, p.shape, generator=generator).float()
+            p.grad = exact if step < FREEZE else torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    stats = optimizer.stats()
+    return {
+        "params": [p.detach() for p in params],
+        "worker_error": [optimizer.worker_error(p) for p in params],
+        "traffic": (stats["collectives_step"], stats["bytes_step"], stats["bytes_total"]),
+        "transport": stats["transport"],
+    }
+
+
+def train_on_gloo(rank: int, world_size: int) -> dict[str, object]:
+    return train(rank, None)
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_simulated_ranks_compute_the_same_bits_as_gloo_ranks(world_size):
+    real = run_ranks(train_on_gloo, world_size)
+    simulated = SimulatedGroup(world_size).run(train)
+    for rank, (r, s) in enumerate(zip(real, simulated, strict=True)):
+        assert equal(r["params"], s["params"])
+        assert equal(r["worker_error"], s["worker_error"])
+        assert equal(s["params"], simulated[0]["params"])
+        assert r["traffic"] == s["traffic"]
+        assert s["transport"] == f"simulated (rank {rank} of {world_size})"
+    assert not equal(simulated[0]["worker_error"], simulated[1]["worker_error"])
+
+
+def test_a_transport_is_taken_as_it_is():
+    transport = SimulatedGroup(3).transport(1)
+    assert isinstance(transport, Transport)
+    assert make_transport(transport, torch.device("cpu")) is transport
+
+
+def test_collectives_move_what_they_name():
+    def each(rank: int, transport: Transport) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sent = torch.arange(3.0)[:, None] + 10 * rank
+        swapped, gathered, total, first = torch.empty(3, 1), torch.empty(3, 1), torch.full((2,), rank + 1.0), sent[0]
+        transport.all_to_all(swapped, sent)
+        transport.all_gather(gathered, sent[:1])
+        transport.all_reduce(total)
+        transport.broadcast(first)
+        return swapped, gathered, total, first
+
+    for rank, (swapped, gathered, total, first) in enumerate(SimulatedGroup(3).run(each)):
+        assert swapped.tolist() == [[rank], [10 + rank], [20 + rank]]
+        assert gathered.tolist() == [[0], [10], [20]]
+        assert total.tolist() == [6, 6]
+        assert first.tolist() == [0]
+
+
+def test_the_first_error_ends_all_ranks_and_is_raised():
+    seen: dict[int, BaseException] = {}
+
+    def each(rank: int, transport: Transport) -> None:
+        if rank == 2:
+            raise KeyError("mine")
+        try:
+            transport.all_reduce(torch.ones(1))
+        except CollectiveError as error:
+            seen[rank] = error
+            raise
+
+    began = time.monotonic()
+    group = SimulatedGroup(4)
+    with pytest.raises(KeyError, match="mine"):
+        group.run(each)
+    assert time.monotonic() - began < 20
+    assert sorted(seen) == [0, 1, 3]
+    assert all("another rank has left" in str(error) for error in seen.values())
+    assert group.run(lambda rank, transport: rank) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_stops_early_or_calls_something_else_hangs_nobody():
+    def early(rank: int, transport: Transport) -> None:
+        for _ in range(2 - rank):
+            transport.all_reduce(torch.ones(1))
+
+    with pytest.raises(CollectiveError, match="another rank has left"):
+        SimulatedGroup(2).run(early)
+
+    def other(rank: int, transport: Transport) -> None:
+        x = torch.ones(2, 1)
+        if rank:
+            transport.all_reduce(x)
+        else:
+            transport.all_gather(x, x)
+
+    with pytest.raises(CollectiveError, match=r"all_gather of torch.float32 \(2, 1\), all_reduce of torch.float32"):
+        SimulatedGroup(2).run(other)
+
+
+def test_a_rank_that_hangs_is_given_up():
+    done = threading.Event()
+
+    def each(rank: int, transport: Transport) -> None:
+        if rank:
+            done.wait(20)
+        else:
+            try:
+                transport.all_reduce(torch.ones(1))
+            finally:
+                done.set()
+
+    with pytest.raises(CollectiveError, match=r"within 0\.2 s"):
+        SimulatedGroup(2, timeout=0.2).run(each)
+
+
+def test_an_optimizers_error_is_raised_on_every_simulated_rank():
+    def each(rank: int, transport: Transport) -> bool:
+        p = torch.nn.Parameter(torch.ones(300))
+        optimizer = OneBitAdam([p], freeze_step=1, nonfinite="raise", process_group=transport)
+        for step in range(3):
+            p.grad = torch.full_like(p, torch.nan if step == 2 and rank == 1 else 1.0)
+            try:
+                optimizer.step()
+            except NonFiniteGradientError:
+                return step == 2
+        return False
+
+    assert SimulatedGroup(3).run(each) == [True, True, True]
