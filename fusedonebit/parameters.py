@@ -136,7 +136,7 @@ class ParameterList:
                 continue
             if g.layout is not torch.strided or g.shape != p.shape or g.device != p.device:
                 _refuse_gradient(g, p, self.names[i])
-            if not g.is_floating_point():
+            if g.dtype not in SUPPORTED_DTYPES:
                 _refuse_gradient(g, p, self.names[i])
             if g.stride() != self._strides[i]:
                 g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
@@ -222,8 +222,8 @@ def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
         raise TypeError(
             f"the gradient of {name} must be dense, got layout {g.layout}; use sparse=False in the embedding"
         )
-    if not g.is_floating_point():
-        raise TypeError(f"the gradient of {name} must be a real float tensor, got {g.dtype}")
+    if g.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"the gradient of {name} must be float32, bfloat16 or float16, got {g.dtype}")
     raise ValueError(
         f"the gradient of {name} must be {tuple(p.shape)} on {p.device}, got {tuple(g.shape)} on {g.device}"
     )

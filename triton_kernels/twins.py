@@ -414,7 +414,7 @@ def _move(
 def _write_partials(c: Tensor, partials: Tensor) -> bool:
     """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is."""
     wide = c.double()
-    partials[SQUARE] = wide.square().sum(1)
+    partials[SQUARE] = (wide * wide).sum(1)
     partials[ABS] = wide.abs_().sum(1)
     partials[DROPPED] = 0.0
     return bool(torch.isfinite(partials[SQUARE]).all())
