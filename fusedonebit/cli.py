@@ -38,7 +38,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--optimizer", default="onebit-adam", metavar="NAME", help="adamw or onebit-adam")
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
-    add("--steps", type=_whole("--steps", 1), default=600, help="updates")
+    add("--steps", type=_whole("--steps", 1), default=500, help="updates")
     add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
     add("--model", default="small", help="tiny, small, medium or large")
     add("--batch-size", type=_whole("--batch-size", 1), default=16, help="sequences per process")
