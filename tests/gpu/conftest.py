@@ -1,0 +1,42 @@
+"""Tests that need a CUDA device, and nothing but torch, triton and pytest.
+
+Without one they are skipped. To see that their code runs at all, FUSEDONEBIT_DRY_RUN=1 takes them to
+CPU tensors, the kernels interpreted, at the smallest sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+CUDA = torch.cuda.is_available()
+DRY_RUN = not CUDA and os.environ.get("FUSEDONEBIT_DRY_RUN") == "1"
+REASON = (
+    "NO CUDA DEVICE: nothing of this was tested on a GPU; run `make gpu` on a machine that has one "
+    "(FUSEDONEBIT_DRY_RUN=1 runs the code on the CPU, which proves nothing about a GPU)"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda_only: has no meaning on a CPU, not even in a dry run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and not CUDA and (not DRY_RUN or item.get_closest_marker("cuda_only")):
+            item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture
+def small_only() -> bool:
+    """Whether sizes above a few thousand elements would take minutes, in the interpreter."""
+    return DRY_RUN

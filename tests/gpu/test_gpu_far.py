@@ -1,0 +1,201 @@
+"""A layout of more than 2^31 elements: indices and offsets must not wrap.
+
+One tensor alone is longer than 2^31, a second lies behind it. Samples at the start, across 2^31 and
+at the far end are compared with the twins, run on slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, live_table, using
+from torch import Tensor
+
+from fusedonebit import triton_kernels
+
+BLOCK = 1024
+SAMPLE = 64  # blocks
+FAR = 2**31
+NEEDED = 48 << 30  # bytes free
+
+
+class Far:
+    """Arguments of the ops over the whole line, made on the device."""
+
+    def __init__(self, device: torch.device, far: int) -> None:
+        self.device = device
+        self.layout = FlatLayout((far + 100 * BLOCK + 7, 5000), 1, BLOCK)
+        self.end = self.layout.first_block[-1]
+        table = live_table(self.layout).to(device)
+        self.live, self.live_row = table.bits, table.row
+        self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
+        blocks = self.layout.n_blocks
+        self.coef = torch.full((2, len(Coef)), 0.5, device=device)
+        self.coef[:, Coef.UNIT] = 1.5
+        self.scale = torch.rand(blocks, device=device) + 0.5
+        self.bits = torch.randint(256, (1, self.layout.chunk_bytes), dtype=torch.uint8, device=device)
+        self.skip = torch.zeros(1, dtype=torch.int32, device=device)
+        self.partials = torch.full((3, blocks), torch.nan, dtype=torch.float64, device=device)
+
+    def tensors(self) -> list[Tensor]:
+        return [torch.randn(n, device=self.device, dtype=torch.bfloat16) for n in self.layout.sizes]
+
+    def line(self) -> Tensor:
+        """float32 [P]; positive, so that it can be a variance, and zero in the padding."""
+        x = torch.rand(self.layout.numel, device=self.device)
+        x.view(-1, BLOCK)[self.end :] = 0.0
+        for i, size in enumerate(self.layout.sizes):
+            x[self.layout.offset(i) + size : self.layout.first_block[i + 1] * BLOCK] = 0.0
+        return x
+
+    def samples(self, far: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+        """Ranges of blocks, and the sizes of the tensors that a layout of just these has."""
+        boundary = far // BLOCK
+        for first in (0, boundary - SAMPLE // 2, self.end - SAMPLE):
+            blocks = slice(first, first + SAMPLE)
+            spans = self.layout.spans(first * BLOCK, (first + SAMPLE) * BLOCK)
+            yield blocks, tuple(span.stop - span.start for span in spans)
+
+    def cut(self, tensors: list[Tensor], blocks: slice) -> list[Tensor]:
+        spans = self.layout.spans(blocks.start * BLOCK, blocks.stop * BLOCK)
+        return [tensors[s.tensor][s.start : s.stop].clone() for s in spans]
+
+
+def flat(x: Tensor, blocks: slice, block: int = BLOCK) -> Tensor:
+    return x[blocks.start * block : blocks.stop * block].clone()
+
+
+@pytest.fixture
+def far(device: torch.device, small_only: bool) -> Iterator[int]:
+    if small_only:
+        yield 2 * SAMPLE * BLOCK
+        return
+    free, _ = torch.cuda.mem_get_info()
+    if free < NEEDED:
+        pytest.skip(f"needs {NEEDED >> 30} GiB of free device memory, there are {free >> 30}")
+    yield FAR
+    torch.cuda.empty_cache()
+
+
+def compare(found: Tensor, expected: Tensor) -> None:
+    if expected.dtype is torch.float64:
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_momentum_compress_past_2_to_the_31(device, far):
+    a = Far(device, far)
+    grads, c = a.tensors(), a.line()
+    written = torch.empty_like(a.bits)
+    before = [(flat(c, blocks), self_scale(a, blocks)) for blocks, _ in a.samples(far)]
+    layout = a.layout
+    with using("triton"):
+        triton_kernels.momentum_compress(
+            *(grads, layout.sizes, BLOCK, c, a.scale, a.bits, a.scale, a.coef, a.block_tensor),
+            *(None, False, a.live, a.live_row, written, a.partials),
+        )
+    for (blocks, sizes), (old, scale) in zip(a.samples(far), before, strict=True):
+        bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
+        partials = torch.zeros(3, SAMPLE, dtype=torch.float64, device=device)
+        with using("plain"):
+            triton_kernels.momentum_compress(
+                *(a.cut(grads, blocks), sizes, BLOCK, old, scale, flat(a.bits[0], blocks, BLOCK // 8)[None], scale),
+                *(a.coef, torch.zeros(SAMPLE, dtype=torch.int32, device=device), None, False, a.live),
+                *(a.live_row[blocks], bits, partials),
+            )
+        compare(flat(c, blocks), old)
+        compare(flat(written[0], blocks, BLOCK // 8), bits[0])
+        compare(a.partials[:, blocks].clone(), partials)
+
+
+def self_scale(a: Far, blocks: slice) -> Tensor:
+    return a.scale[blocks].clone()
+
+
+def test_server_reduce_past_2_to_the_31(device, far):
+    a = Far(device, far)
+    c, written = a.line(), torch.empty_like(a.bits)
+    slot = torch.zeros(a.layout.n_blocks, dtype=torch.int32, device=device)
+    arrived = torch.full((1, 1), 0.75, device=device)
+    before = [flat(c, blocks) for blocks, _ in a.samples(far)]
+    with using("triton"):
+        triton_kernels.server_reduce(
+            *(a.bits, arrived, slot, a.skip, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials)
+        )
+    for (blocks, _), old in zip(a.samples(far), before, strict=True):
+        bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
+        partials = torch.zeros(3, SAMPLE, dtype=torch.float64, device=device)
+        with using("plain"):
+            triton_kernels.server_reduce(
+                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, slot[blocks], a.skip, BLOCK, old),
+                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials),
+            )
+        compare(flat(c, blocks), old)
+        compare(flat(written[0], blocks, BLOCK // 8), bits[0])
+        compare(a.partials[:, blocks].clone(), partials)
+
+
+def test_adam_apply_past_2_to_the_31(device, far):
+    a = Far(device, far)
+    params, v = a.tensors(), a.line()
+    before = [a.cut(params, blocks) for blocks, _ in a.samples(far)]
+    rest = (a.live, a.live_row, a.skip)
+    with using("triton"):
+        triton_kernels.adam_apply(
+            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, v, False, a.coef, a.block_tensor, *rest)
+        )
+    for (blocks, sizes), old in zip(a.samples(far), before, strict=True):
+        owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+        bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
+        with using("plain"):
+            triton_kernels.adam_apply(
+                *(old, sizes, BLOCK, bits, self_scale(a, blocks), flat(v, blocks), False, a.coef, owner, a.live),
+                *(a.live_row[blocks], a.skip),
+            )
+        for found, expected in zip(a.cut(params, blocks), old, strict=True):
+            compare(found, expected)
+
+
+def test_adam_update_and_flatten_past_2_to_the_31(device, far):
+    a = Far(device, far)
+    params, out = a.tensors(), torch.empty(a.layout.numel + TAIL, device=device)
+    out[-TAIL:] = 0.0
+    with using("triton"):
+        triton_kernels.flatten(params, a.layout.sizes, BLOCK, 1.0, out)
+    for blocks, _ in a.samples(far):
+        spans = a.layout.spans(blocks.start * BLOCK, blocks.stop * BLOCK)
+        for span, values in zip(spans, a.cut(params, blocks), strict=True):
+            assert torch.equal(out[span.flat : span.flat + span.stop - span.start], values.float())
+    m, v = a.line(), a.line()
+    before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
+    with using("triton"):
+        triton_kernels.adam_update(
+            *(params, a.layout.sizes, BLOCK, out, m, v, a.coef, a.block_tensor, a.live, a.live_row, a.skip, None)
+        )
+    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+    for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
+        with using("plain"):
+            triton_kernels.adam_update(
+                *(old, sizes, BLOCK, flat(out, blocks), old_m, old_v, a.coef, owner, a.live, a.live_row[blocks]),
+                *(a.skip, None),
+            )
+        compare(flat(m, blocks), old_m)
+        compare(flat(v, blocks), old_v)
+        for found, expected in zip(a.cut(params, blocks), old, strict=True):
+            compare(found, expected)
+
+
+def test_pack_and_unpack_past_2_to_the_31(device, far):
+    x = torch.randn(far + 4096 + 8, device=device, dtype=torch.bfloat16)
+    with using("triton"):
+        bits = triton_kernels.pack(x)
+        signs = triton_kernels.unpack(bits, torch.bfloat16)
+    for start in (0, far - 4096, len(x) - 4096):
+        part = slice(start, start + 4096)
+        with using("plain"):
+            assert torch.equal(bits[part.start // 8 : part.stop // 8], triton_kernels.pack(x[part]))
+        assert torch.equal(signs[part] > 0, x[part] >= 0)
+    assert int((signs > 0).sum()) == int((x >= 0).sum())

@@ -1,0 +1,156 @@
+"""Each Triton kernel on CUDA tensors against its plain-torch twin on the same tensors.
+
+Everything must be equal in every bit, with one exception. Additions, products, quotients and roots
+are rounded correctly on both sides (``div.rn``, ``sqrt.rn``, no contraction, no flushing of
+denormals), in the same order. Only the float64 partial sums are added in another order: they may
+differ by 1e-14, and the float32 scales made of them are equal again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
+from fusedonebit.triton_kernels import TAIL, using
+from torch import Tensor
+
+from fusedonebit import triton_kernels
+
+SMALL = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
+LARGE = [(100_000,), (3_000_001, 40, 1_000_000)]
+SIZES = SMALL + LARGE
+WORLD_SIZES = [1, 2, 3, 4, 5]
+
+
+def to(device: torch.device, argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [to(device, a) for a in argument]
+    return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
+
+
+@pytest.fixture
+def check(device: torch.device, small_only: bool) -> Callable[[str, tuple[int, ...], Callable[[], tuple]], None]:
+    """Compares an op's backends on what ``make`` returns, moved to the device."""
+
+    def check(name: str, sizes: tuple[int, ...], make: Callable[[], tuple]) -> None:
+        if small_only and sizes not in SMALL:
+            pytest.skip("dry run: too large for the interpreter")
+        arguments = make()
+        assert_equal_backends(name, lambda: tuple(to(device, a) for a in arguments))
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_momentum_compress_equals_its_twin(check, sizes, world_size, dtype):
+    block = 1024 if world_size < 3 else 128
+    for special in (False, True):
+        check("momentum_compress", sizes, problem(sizes, world_size, block, dtype, special).momentum_arguments)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_preconditioned_momentum_compress_equals_its_twin(check, sizes, inside):
+    p = problem(sizes, 2, 128, special=True)
+    p.exp_avg_sq[::7] = 1e-42  # denormal
+    check("momentum_compress", sizes, lambda: p.momentum_arguments(p.exp_avg_sq, inside))
+
+
+def test_mixed_empty_and_unaligned_gradients_equal_their_twin(device):
+    def make() -> tuple:
+        p = problem((2048, 700, 300, 256), 2, 128)
+        arguments = [to(device, a) for a in p.momentum_arguments()]
+        storage = torch.zeros(2049, device=device)
+        storage[1:] = arguments[0][0]
+        second, third = arguments[0][1:3]
+        arguments[0] = [storage[1:], second.bfloat16(), third.half(), torch.empty(0, device=device)]
+        return tuple(arguments)
+
+    assert_equal_backends("momentum_compress", make)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "contractive"])
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", [SMALL[-1], *LARGE])
+def test_finish_equals_its_twin(check, sizes, world_size, scope, norm):
+    for special in (False, True):
+        p = problem(sizes, world_size, 128, special=special)
+        with using("plain"):
+            triton_kernels.momentum_compress(*p.momentum_arguments())
+        check("finish", sizes, lambda p=p: p.finish_arguments(scope, norm))
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_server_reduce_equals_its_twin(check, sizes, world_size, skip):
+    p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0})
+    check("server_reduce", sizes, lambda: p.server_arguments("layer", world_size - 1, skip))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_adam_apply_equals_its_twin(check, sizes, world_size, dtype):
+    p = problem(sizes, world_size, 128, dtype)
+    p.exp_avg_sq[::7] = 1e-42
+    for inside in (False, True):
+        for skip in (0, 1):
+            for v in (p.exp_avg_sq, None):
+                check("adam_apply", sizes, lambda v=v, i=inside, s=skip: p.apply_arguments(v, i, s))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_adam_update_equals_its_twin(check, sizes, dtype):
+    for skip in (0, 1):
+        for sums in (False, True):
+            arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
+            if sums:
+                arguments[-1].zero_()  # blocks that are all padding are not written
+            check("adam_update", sizes, lambda a=arguments: a)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_flatten_equals_its_twin(check, sizes, dtype):
+    for special in (False, True):
+        p = problem(sizes, 3, 128, dtype, special)
+        out = torch.zeros(p.layout.numel + TAIL)
+        check("flatten", sizes, lambda p=p, out=out: (p.grads, p.layout.sizes, 128, 1 / 3, out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000, 5_000_008])
+def test_pack_and_unpack_equal_their_twins(device, small_only, n, dtype):
+    if small_only and n > 100_000:
+        pytest.skip("dry run: too large for the interpreter")
+    x = torch.randn(n).to(dtype)
+    x[: len(SPECIAL)] = torch.tensor(SPECIAL).to(dtype)
+    x = x.to(device)
+    assert_equal_functions(lambda: triton_kernels.pack(x))
+    bits = triton_kernels.pack(x)
+    assert torch.equal(triton_kernels.unpack(bits, dtype) > 0, x >= 0)
+    assert_equal_functions(lambda: triton_kernels.unpack(bits, dtype))
+
+
+@pytest.mark.parametrize("name", ["momentum_compress", "server_reduce"])
+def test_the_same_inputs_give_the_same_bits_every_time(device, small_only, name):
+    sizes = SMALL[-1] if small_only else LARGE[-1]
+    p = problem(sizes, 4, 128)
+    make = p.momentum_arguments if name == "momentum_compress" else p.server_arguments
+    arguments = make()
+    outcomes = []
+    for _ in range(3):
+        on_device = [to(device, a) for a in arguments]
+        with using("triton"):
+            getattr(triton_kernels, name)(*on_device)
+        outcomes.append([t.cpu() for t in on_device if isinstance(t, Tensor)])
+    for again in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], again, strict=True))

@@ -1,0 +1,193 @@
+"""Whole steps of OneBitAdam on a GPU: against the twins, over several ranks, over NCCL, without waits."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedonebit.comm import SimulatedGroup, TorchTransport, Transport
+from fusedonebit.triton_kernels import using
+from torch import Tensor
+
+from fusedonebit import OneBitAdam
+
+SHAPES = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
+LARGE_SHAPES = (*SHAPES, (1000, 1025), (300_001,))
+FREEZE = 10
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+
+
+@pytest.fixture
+def shapes(small_only: bool) -> tuple[tuple[int, ...], ...]:
+    return SHAPES if small_only else LARGE_SHAPES
+
+
+class Run:
+    """A model-free training run: the same gradients for the same rank, whatever else differs."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: tuple[tuple[int, ...], ...],
+        rank: int = 0,
+        transport: Transport | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: object,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
+        ]
+        self.rank = rank
+        arguments = {"lr": 1e-2, "freeze_step": FREEZE, "process_group": transport} | options
+        self.optimizer = OneBitAdam(self.params, **arguments)
+
+    def set_gradients(self, step: int, nan: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.rank + step)
+        for i, p in enumerate(self.params):
+            scale = 10.0 ** (i % 6 - 2)
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+        if nan:
+            self.params[1].grad[3, 3] = torch.nan
+
+    def steps(self, first: int, last: int, nan_at: int | None = None) -> list[Tensor]:
+        for step in range(first, last):
+            self.set_gradients(step, nan=step == nan_at)
+            self.optimizer.step()
+        return [p.detach().clone() for p in self.params]
+
+
+def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes, scope, dtype):
+    results = []
+    for backend in ("plain", "triton"):
+        with using(backend):
+            run = Run(device, shapes, dtype=dtype, scale_scope=scope)
+            results.append(run.steps(0, 30, nan_at=20))
+            stats = run.optimizer.stats()
+        assert ("Triton" in stats["backend"]) == (backend == "triton")
+        assert (stats["step"], stats["skipped_steps"], stats["phase"]) == (29, 1, "compression")
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(device, shapes, world_size):
+    def each(rank: int, transport: Transport) -> tuple[list[Tensor], dict]:
+        run = Run(device, shapes, rank, transport)
+        nan_at = 30 if rank == world_size - 1 else None
+        return run.steps(0, 50, nan_at), run.optimizer.stats()
+
+    # Triton's interpreter runs one thread at a time, a GPU all of them.
+    with using("plain" if device.type == "cpu" else "triton"):
+        results = SimulatedGroup(world_size).run(each)
+    for params, stats in results:
+        assert_equal(params, results[0][0])
+        assert (stats["step"], stats["skipped_steps"], stats["phase"]) == (49, 1, "compression")
+        assert stats["freeze_step"] == FREEZE
+    assert all(torch.isfinite(p).all() for p in results[0][0])
+
+
+@pytest.mark.cuda_only
+def test_simulated_ranks_through_the_kernels_equal_those_through_the_twins(device, shapes):
+    def each(rank: int, transport: Transport) -> list[Tensor]:
+        return Run(device, shapes, rank, transport, scale_scope="layer").steps(0, 25)
+
+    outcomes = []
+    for backend in ("plain", "triton"):
+        with using(backend):
+            outcomes.append(SimulatedGroup(4).run(each)[0])
+    assert_equal(*outcomes)
+
+
+@pytest.fixture
+def nccl(device: torch.device, tmp_path) -> Iterator[Callable[[], Transport]]:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield lambda: TorchTransport(None, torch.device("cuda", 0))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cuda_only
+def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, nccl):
+    expected = Run(device, shapes).steps(0, 30, nan_at=20)
+    run = Run(device, shapes, transport=nccl())
+    assert "nccl" in run.optimizer.stats()["transport"]
+    assert_equal(run.steps(0, 30, nan_at=20), expected)
+    assert run.optimizer.stats()["collectives_step"] == 2
+
+
+def _steps_without_waiting(run: Run) -> None:
+    run.steps(0, FREEZE + 5)
+    assert run.optimizer.phase == "compression"
+    run.set_gradients(99)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.optimizer.stats()["step"] == FREEZE + 8
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+def test_a_compression_stage_step_never_waits_for_the_device(device, shapes, scope):
+    _steps_without_waiting(Run(device, shapes, scale_scope=scope))
+
+
+@pytest.mark.cuda_only
+def test_a_learning_rate_on_the_device_is_read_without_waiting(device, shapes):
+    _steps_without_waiting(Run(device, shapes, lr=torch.tensor(1e-2, device=device)))
+
+
+@pytest.mark.cuda_only
+def test_a_compression_stage_step_over_nccl_never_waits_for_the_device(device, shapes, nccl):
+    _steps_without_waiting(Run(device, shapes, transport=nccl()))
+
+
+@pytest.mark.cuda_only
+def test_nothing_of_full_size_is_allocated_in_the_compression_stage(device):
+    n = 1 << 24
+    run = Run(device, ((n,),), freeze_step=1)
+    run.steps(0, 3)
+    run.set_gradients(3)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run.optimizer.step()
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown < n / 4, f"{grown} bytes for {n} parameters"
+
+
+@pytest.mark.parametrize("saved_after", [FREEZE // 2, FREEZE + 6])
+def test_a_checkpoint_resumes_with_the_same_bits(device, shapes, saved_after):
+    run = Run(device, shapes)
+    params = run.steps(0, saved_after)
+    file = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), file)
+    expected = run.steps(saved_after, saved_after + 12)
+    file.seek(0)
+    other = Run(device, shapes)
+    with torch.no_grad():
+        for p, value in zip(other.params, params, strict=True):
+            p.copy_(value)
+    other.optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+    assert_equal(other.steps(saved_after, saved_after + 12), expected)
+    assert other.optimizer.stats()["step"] == saved_after + 12
