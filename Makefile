@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo test test-full lint format bench clean
+.PHONY: help setup demo test test-full lint format bench gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      benchmarks on this machine's CPU"
+	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton"
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
@@ -50,6 +51,17 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# No venv and no network: $(PYTHON) has torch, triton, pytest, pytest-benchmark and setuptools.
+gpu:
+	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu needs a CUDA GPU"; exit 1; }
+	@$(PYTHON) -c "import fusedonebit.comm" || $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
+	@mkdir -p benchmarks/results
+	@failed=0; \
+	$(PYTHON) -m pytest tests/gpu -q || failed=1; \
+	$(PYTHON) -m benchmarks.gpu || failed=1; \
+	$(PYTHON) -m pytest benchmarks/micro -q --benchmark-json=benchmarks/results/micro.json || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Microbenchmarks of the kernels by themselves, for pytest-benchmark."""

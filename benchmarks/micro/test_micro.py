@@ -1,0 +1,87 @@
+"""``pytest benchmarks/micro``: each op from 10^4 to 10^9 elements against its peers.
+
+Peers of a group: the Triton kernel, its plain-torch twin (eager, and under torch.compile), and a
+device copy of as many bytes as the kernel is audited to move. On a CPU the twins alone, up to 10^6
+elements. A round is one call and, on CUDA, a synchronisation; ``extra_info`` holds the device's own
+time, by events.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fusedonebit.triton_kernels import tiles, twins, using
+
+from benchmarks.device_timing import Call, copy_of, time_by_turns
+from benchmarks.workload import CALLS, Workload
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+NUMEL = [10**n for n in range(4, 10 if CUDA else 7)]
+PEERS = [*(["triton"] if CUDA else []), "twin, eager", "twin, compiled", "copy"]
+AUDITED = json.loads((Path(__file__).parents[1] / "limits.json").read_text())["sm_90"]
+WORKING_SET = {"triton": 40, "twin, eager": 60, "twin, compiled": 140, "copy": 40}  # bytes per element, generous
+ONE_TILE = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    yield
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
+def bytes_per_element(op: str) -> float:
+    return AUDITED["server_reduce, W=2" if op == "server_reduce" else op]["bytes_per_element"]
+
+
+def synchronised(call: Call) -> Call:
+    def run() -> None:
+        call()
+        if CUDA:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def compiled(op: str, arguments: tuple) -> Call:
+    """The twin under torch.compile; skips where no compiler can make it."""
+    torch.compiler.reset()
+    call = partial(torch.compile(getattr(twins, op)), *arguments)
+    try:
+        call()
+    except Exception as error:
+        pytest.skip(f"torch.compile failed: {type(error).__name__}: {str(error)[:200]}")
+    return call
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("numel", NUMEL)
+@pytest.mark.parametrize("op", CALLS)
+def test_op(benchmark, monkeypatch, op: str, numel: int, peer: str):
+    if CUDA and WORKING_SET[peer] * numel > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs about {WORKING_SET[peer] * numel >> 30} GiB of free device memory")
+    benchmark.group = f"{op}, {numel:,} elements"
+    moved = bytes_per_element(op) * numel
+    if peer == "copy":
+        call = copy_of(moved, DEVICE)
+    else:
+        # The server serves half of the line: `numel` elements, from each of two workers.
+        server = op == "server_reduce"
+        call = Workload((2 * numel,) if server else (numel,), DEVICE, 2 if server else 1).call(op)
+    if peer == "twin, compiled":
+        monkeypatch.setitem(tiles.TILE_NUMEL, DEVICE.type, ONE_TILE)
+    with using("triton" if peer == "triton" else "plain"):
+        if peer == "twin, compiled":
+            call = compiled(op, call.args)
+        timing = time_by_turns({peer: call}, DEVICE, rounds=10, warmup=2)[peer]
+        benchmark.extra_info |= {"device_ms": timing.median, "GB_per_s": moved / timing.median / 1e6}
+        benchmark.extra_info |= {"device": torch.cuda.get_device_name() if CUDA else "cpu", "peer": peer}
+        benchmark.pedantic(synchronised(call), rounds=20, iterations=1, warmup_rounds=3)

@@ -1,0 +1,164 @@
+"""Arguments of every kernel at any size, made on the device, and calls that can be repeated for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import torch
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, live_table
+from torch import Tensor
+
+from fusedonebit import triton_kernels as ops
+
+CALLS = (
+    "pack",
+    "unpack",
+    "flatten",
+    "momentum_compress",
+    "finish",
+    "server_reduce",
+    "adam_apply",
+    "adam_update",
+)
+
+
+class Workload:
+    """The ops of one rank; values stay finite and normal however often they are called.
+
+    Args:
+        sizes: Elements of each tensor.
+        device: Where all lies.
+        world_size: Chunks; this rank serves the first.
+        dtype: Of gradients and parameters.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device, world_size: int = 1, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.layout = FlatLayout(tuple(sizes), world_size)
+        self.device, self.dtype, self.world_size = device, dtype, world_size
+        self.table = live_table(self.layout).to(device)
+        self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
+        self.skip = torch.zeros(1, dtype=torch.int32, device=device)
+        self.coef = torch.zeros(len(sizes), len(Coef), device=device)
+        for column, value in {
+            Coef.BETA1: 0.9,
+            Coef.ONE_MINUS_BETA1: 0.1,
+            Coef.BETA2: 0.999,
+            Coef.ONE_MINUS_BETA2: 0.001,
+            Coef.STEP_SIZE: 1e-6,
+            Coef.DECAY: 1 - 1e-5,
+            Coef.RSQRT_BIAS2: 1.0,
+            Coef.EPS: 1e-8,
+            Coef.UNIT: 1.0,
+        }.items():
+            self.coef[:, column] = value
+
+    def _random(self) -> list[Tensor]:
+        return [torch.randn(n, device=self.device, dtype=self.dtype) for n in self.layout.sizes]
+
+    def _bytes(self, rows: int) -> Tensor:
+        return torch.randint(256, (rows, self.layout.chunk_bytes), device=self.device, dtype=torch.uint8)
+
+    def _scale(self, value: float, blocks: int) -> Tensor:
+        return torch.full((blocks,), value, device=self.device)
+
+    @cached_property
+    def grads(self) -> list[Tensor]:
+        return self._random()
+
+    @cached_property
+    def params(self) -> list[Tensor]:
+        return self._random()
+
+    @cached_property
+    def partials(self) -> Tensor:
+        return torch.ones(3, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+
+    def call(self, name: str) -> partial[None]:
+        """A repeatable call of one op; its arguments are made now."""
+        return getattr(self, name)()
+
+    def pack(self) -> partial[None]:
+        x = torch.randn(self.layout.numel, device=self.device, dtype=self.dtype)
+        bits = torch.empty(len(x) // 8, device=self.device, dtype=torch.uint8)
+        return partial(torch.ops.fusedonebit.pack, x, bits)
+
+    def unpack(self) -> partial[None]:
+        bits = self._bytes(self.world_size).view(-1)
+        x = torch.empty(self.layout.numel, device=self.device, dtype=self.dtype)
+        return partial(torch.ops.fusedonebit.unpack, bits, x)
+
+    def flatten(self) -> partial[None]:
+        out = torch.zeros(self.layout.numel + TAIL, device=self.device)
+        arguments = (self.grads, self.layout.sizes, self.layout.block_size, 1.0, out)
+        return partial(ops.flatten, *arguments)
+
+    def momentum_compress(self) -> partial[None]:
+        layout, blocks = self.layout, self.layout.n_blocks
+        # |0.9 * momentum + 0.1 * g| stays below the scale on average, so that c does not run away.
+        arguments = (
+            *(self.grads, layout.sizes, layout.block_size, torch.zeros(layout.numel, device=self.device)),
+            *(self._scale(0.3, blocks), self._bytes(self.world_size), self._scale(0.1, blocks), self.coef),
+            *(self.block_tensor, None, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
+            self.partials,
+        )
+        return partial(ops.momentum_compress, *arguments)
+
+    def finish(self) -> partial[None]:
+        return self._finish(self.partials, self.world_size)
+
+    def finish_server(self) -> partial[None]:
+        return self._finish(self.partials[:, : self.layout.blocks_per_chunk].contiguous(), 1)
+
+    def _finish(self, partials: Tensor, messages: int) -> partial[None]:
+        blocks = partials.shape[1]
+        arguments = (
+            *(partials, torch.zeros(blocks, dtype=torch.int32, device=self.device)),
+            torch.tensor([0, blocks], device=self.device),
+            torch.tensor([blocks * 1024.0], dtype=torch.float64, device=self.device),
+            *(SCALE_NORMS["l2"], self._scale(0.0, blocks), torch.zeros(messages, 1, device=self.device)),
+            torch.zeros(messages, dtype=torch.int32, device=self.device),
+        )
+        return partial(ops.finish, *arguments)
+
+    def server_reduce(self) -> partial[None]:
+        served = self.layout.blocks_per_chunk
+        arguments = (
+            *(self._bytes(self.world_size), torch.full((self.world_size, 1), 0.1, device=self.device)),
+            *(torch.zeros(served, dtype=torch.int32, device=self.device), self.skip, self.layout.block_size),
+            *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
+            *(self.table.bits, self.table.row[:served], self._bytes(1)),
+            torch.zeros(3, served, dtype=torch.float64, device=self.device),
+        )
+        return partial(ops.server_reduce, *arguments)
+
+    def adam_apply(self) -> partial[None]:
+        layout = self.layout
+        arguments = (
+            *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
+            *(self._scale(0.1, layout.n_blocks), torch.rand(layout.numel, device=self.device) + 0.5, False, self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip),
+        )
+        return partial(ops.adam_apply, *arguments)
+
+    def adam_update(self) -> partial[None]:
+        layout = self.layout
+        m, v = torch.zeros(layout.numel, device=self.device), torch.rand(layout.numel, device=self.device) + 0.5
+        arguments = (
+            *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
+            *(m, v, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None),
+        )
+        return partial(ops.adam_update, *arguments)
+
+    def step(self) -> Callable[[], None]:
+        """All kernels of one rank's compression-stage step; nothing travels."""
+        names = ("momentum_compress", "finish", "server_reduce", "finish_server", "adam_apply")
+        calls = [self.call(name) for name in names]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
