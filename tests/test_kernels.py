@@ -18,14 +18,19 @@ from torch import Tensor
 
 from fusedonebit import OneBitAdam, triton_kernels
 
-SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
+SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (100_000,), (300, 0, 5, 2048, 129)]
+
+
+def block_of(sizes: tuple[int, ...]) -> int:
+    """Small blocks make small tensors many blocks; the interpreter takes milliseconds for each."""
+    return 1024 if max(sizes) > 10_000 else 128
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
-    block = 1024 if world_size < 3 else 128
+    block = 1024 if world_size < 3 else block_of(sizes)
     for special in (False, True):
 
         def make(special=special) -> tuple:
@@ -81,7 +86,7 @@ def test_finish_flags_dropped_elements_as_its_twin_does():
 @pytest.mark.parametrize("sizes", SIZES)
 def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     def make() -> tuple:
-        p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0})
+        p = problem(sizes, world_size, block_of(sizes), masks={0: torch.arange(sizes[0]) % 3 > 0})
         return p.server_arguments("layer", world_size - 1, skip)
 
     assert_equal_backends("server_reduce", make)
@@ -95,7 +100,7 @@ def test_adam_apply_equals_its_twin(sizes, dtype):
             for preconditioned in (False, True):
 
                 def make(inside=inside, skip=skip, preconditioned=preconditioned) -> tuple:
-                    p = problem(sizes, 2, 128, dtype)
+                    p = problem(sizes, 2, block_of(sizes), dtype)
                     return p.apply_arguments(None if preconditioned else p.exp_avg_sq, inside, skip)
 
                 assert_equal_backends("adam_apply", make)
@@ -108,7 +113,7 @@ def test_adam_update_equals_its_twin(sizes, dtype):
         for sums in (False, True):
 
             def make(skip=skip, sums=sums) -> tuple:
-                arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
+                arguments = problem(sizes, 2, block_of(sizes), dtype).update_arguments(skip, sums)
                 if sums:
                     arguments[-1].zero_()  # blocks that are all padding are not written
                 return arguments
@@ -122,8 +127,8 @@ def test_flatten_equals_its_twin(sizes, dtype):
     for special in (False, True):
 
         def make(special=special) -> tuple:
-            p = problem(sizes, 3, 128, dtype, special)
-            return (p.grads, p.layout.sizes, 128, 1 / 3, torch.zeros(p.layout.numel + TAIL))
+            p = problem(sizes, 3, block_of(sizes), dtype, special)
+            return (p.grads, p.layout.sizes, p.layout.block_size, 1 / 3, torch.zeros(p.layout.numel + TAIL))
 
         assert_equal_backends("flatten", make)
 

@@ -1,6 +1,6 @@
 """Tests that need a CUDA device, and nothing but torch, triton and pytest.
 
-Without one they are skipped. To see that their code runs at all, FUSEDONEBIT_DRY_RUN=1 takes them to
+Without one they are left out, and said to be. To see that their code runs at all, FUSEDONEBIT_DRY_RUN=1 takes them to
 CPU tensors, the kernels interpreted, at the smallest sizes.
 """
 
@@ -21,13 +21,21 @@ REASON = (
 )
 
 
+collect_ignore_glob = [] if CUDA or DRY_RUN else ["test_*.py"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda_only: has no meaning on a CPU, not even in a dry run")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not CUDA:
+        terminalreporter.write_line(f"tests/gpu: {REASON}", yellow=True, bold=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and not CUDA and (not DRY_RUN or item.get_closest_marker("cuda_only")):
+        if HERE in item.path.parents and not CUDA and item.get_closest_marker("cuda_only"):
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 
