@@ -7,14 +7,17 @@ ops and hands out the same numbers element by element.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
-import numpy as np
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, LiveTable, live_table
-from numpy.typing import NDArray
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, LiveTable, live_table, unpack
 from torch import Tensor
 
-Array = NDArray[np.float64]
+# A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
+with suppress(ModuleNotFoundError):
+    import numpy as np
+Array = Any  # float64 NDArray
 EPS32 = 2.0**-24  # largest relative error of one float32 rounding
 
 
@@ -22,7 +25,7 @@ class Problem:
     """Random arguments, by the names that the ops' schemas use.
 
     Attributes:
-        live: bool [P], which elements count.
+        live: bool [P], which elements count, as an array; ``live_mask``: as a tensor.
         worker, server: Index of the elements of the whole line, and of chunk ``rank``.
     """
 
@@ -39,19 +42,23 @@ class Problem:
         self.layout = FlatLayout(tuple(sizes), world_size, block_size)
         self._random = torch.Generator().manual_seed(seed)
         self.table: LiveTable = live_table(self.layout, masks, excluded)
-        self.live = unpacked(self.table.bits[self.table.row.long()]) > 0
+        self.live_mask = unpack(self.table.bits[self.table.row.long()]) > 0
         blocks = self.layout.n_blocks
         self.coef = self._coefficients(len(sizes))
         self.block_tensor = self.layout.block_tensor().int()
         self.grads = [self.normal(size).to(dtype) for size in sizes]
         self.params = [self.normal(size).to(dtype) for size in sizes]
-        self.compensated = torch.where(torch.from_numpy(self.live), self.normal(self.layout.numel), 0.0)
+        self.compensated = torch.where(self.live_mask, self.normal(self.layout.numel), 0.0)
         self.worker_scale = self.normal(blocks).abs()
         self.exp_avg_bits = self.bytes(world_size)
         self.exp_avg_scale = self.normal(blocks).abs()
         self.exp_avg_sq = self.normal(self.layout.numel).square() * 1e-2
         self.bits = self.bytes(world_size)
         self.partials = torch.full((3, blocks), torch.nan, dtype=torch.float64)
+
+    @property
+    def live(self) -> Array:
+        return self.live_mask.numpy()
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._random)
@@ -136,7 +143,7 @@ def unpacked(bits: Tensor) -> Array:
     return np.unpackbits(bits.numpy().reshape(-1), bitorder="little") * 2.0 - 1.0
 
 
-def packed(values: Array) -> NDArray[np.uint8]:
+def packed(values: Array) -> Array:
     return np.packbits(values >= 0, bitorder="little")
 
 

@@ -40,6 +40,26 @@ def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str):
         assert float(counted) <= 24.9 + 8.2 / int(world_size)
 
 
+def test_an_unaligned_kernel_or_a_changed_byte_count_would_be_noticed():
+    program = """
+import json
+from benchmarks import audit
+limits = json.loads(audit.LIMITS.read_text())
+for target in audit.TARGETS:
+    for kernel in ("momentum_compress", "adam_apply"):
+        limit = limits[target][kernel]
+        bad = audit.audit(audit.VARIANTS[f"{kernel}, unaligned"], audit.TARGETS[target])
+        assert any("scalar_accesses" in text for text in audit.worse(kernel, bad, limit, True)), (target, kernel)
+        good = audit.audit(audit.CASES[kernel], audit.TARGETS[target])
+        assert not audit.worse(kernel, good, limit, False)
+        assert audit.worse(kernel, good, limit | {"bytes_per_element": limit["bytes_per_element"] + 4}, False)
+print("noticed")
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.stdout == "noticed\n", result.stderr
+
+
 def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_fp32_operands():
     limits = json.loads((ROOT / "benchmarks" / "limits.json").read_text())
     del limits["triton"]

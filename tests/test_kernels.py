@@ -165,7 +165,7 @@ def test_any_layout_and_mask_equals_the_twins(layout, random):
 
     def warmup() -> tuple:
         p = Problem(sizes, world_size, block, masks=masks)  # nothing is excluded before the freeze
-        p.exp_avg_sq.mul_(torch.from_numpy(p.live))
+        p.exp_avg_sq.mul_(p.live_mask)
         return p.update_arguments(sums=False)
 
     assert_equal_backends("adam_update", warmup)

@@ -28,7 +28,7 @@ settle = torch.ops.fusedonebit.settle
 
 
 def pack(x: Tensor) -> Tensor:
-    """Packs the signs of ``x`` (any real dtype, n elements, n a multiple of 8) to uint8 [n / 8].
+    """Packs the signs of ``x`` (a float dtype, n elements, n a multiple of 8) to uint8 [n / 8].
 
     Bit ``i % 8`` of byte ``i // 8``, least significant first, is 1 where ``x[i] >= 0``; so -0.0
     counts as +1, as 0.0 does, and a NaN as -1.

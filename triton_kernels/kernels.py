@@ -243,7 +243,7 @@ def server_reduce(
     per_worker,  # float, 1 / W
     BLOCK: tl.constexpr,
 ):
-    """c = mean over ranks of s_w*sign_w + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
+    """c = sum over ranks of s_w/W*sign_w + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
 
     Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c, 1/8 out. Sums in rank order.
     """
@@ -260,11 +260,11 @@ def server_reduce(
         arrived = arrived_bits + b * (BLOCK // 8) + byte
         scales = arrived_scales + at
         for _ in range(world_size):
-            scale = tl.load(scales)
+            scale = tl.load(scales) * per_worker
             total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
             arrived += arrived_stride
             scales += scales_stride
-        c = c + total * per_worker
+        c = c + total
     if row != 0:
         c = tl.where(live_elements(live, row, BLOCK), c, 0.0)
     tl.store(compensated + b * BLOCK + i, c)

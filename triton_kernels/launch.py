@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ from .live import live_table
 from .twins import TAIL
 
 NUM_WARPS = 4
-FINISH_WARPS = 8
-FINISH_LANES = 2048
+FINISH_WARPS, FINISH_LANES = 8, 2048
+ONE_SCALE_WARPS, ONE_SCALE_LANES = 32, 8192  # a single program scans all blocks: give it a whole multiprocessor
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MIXED = 3
 _POINTER_ALIGNMENT = 16  # bytes, for 128-bit loads
@@ -50,39 +51,50 @@ launches = LaunchCounter()
 def _launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
     name = kernel.__name__
     launches.by_name[name] = launches.by_name.get(name, 0) + 1
-    # A fused multiply-add would round once where the twins round twice.
-    kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+    device = arguments[0].device
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        # A fused multiply-add would round once where the twins round twice.
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 class _Pointers(NamedTuple):
     table: Tensor
     dtype: int
     aligned: bool
+    host: Tensor
 
 
+_MOST_TABLES = 256
 _tables: OrderedDict[tuple[Any, ...], _Pointers] = OrderedDict()
 _tables_lock = threading.Lock()  # simulated ranks are threads
+_captured: list[_Pointers] = []  # CUDA graphs read these again whenever they are replayed
 
 
 def _pointers(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
     """The table of addresses and dtypes; uploaded only when one has changed."""
+    cuda = device.type == "cuda"
     addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
     kinds = tuple(_KINDS[t.dtype] for t in tensors)
-    key = (addresses, kinds, device)
+    # By stream: a table that one stream uploads may not be there yet for another.
+    stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+    key = (addresses, kinds, device, stream)
     with _tables_lock:
-        if key in _tables:
-            _tables.move_to_end(key)
-            return _tables[key]
+        pointers = _tables.pop(key, None) or _make_pointers(addresses, kinds, device)
+        _tables[key] = pointers
+        if len(_tables) > _MOST_TABLES:
+            _tables.popitem(last=False)
+        if cuda and torch.cuda.is_current_stream_capturing():
+            _captured.append(pointers)
+    return pointers
+
+
+def _make_pointers(addresses: tuple[int, ...], kinds: tuple[int, ...], device: torch.device) -> _Pointers:
     host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
     used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
     dtype = used.pop() if len(used) == 1 else _MIXED if used else 0
     aligned = all(address % _POINTER_ALIGNMENT == 0 for address in addresses)
-    pointers = _Pointers(host.to(device, non_blocking=True), dtype, aligned)
-    with _tables_lock:
-        _tables[key] = pointers
-        if len(_tables) > 16:
-            _tables.popitem(last=False)
-    return pointers
+    return _Pointers(host.to(device, non_blocking=True), dtype, aligned, host)
 
 
 class _Blocks(NamedTuple):
@@ -197,6 +209,7 @@ def finish(
 ) -> None:
     """See ``kernels.finish``."""
     blocks, segments, messages = len(segment), len(count), len(message_flags)
+    warps, lanes = (ONE_SCALE_WARPS, ONE_SCALE_LANES) if segments == 1 else (FINISH_WARPS, FINISH_LANES)
     _launch(
         kernels.finish,
         segments + 1,
@@ -214,9 +227,9 @@ def finish(
         message_flags.stride(0),
         messages,
         blocks // messages,
-        num_warps=FINISH_WARPS,
+        num_warps=warps,
         NORM=norm,
-        LANES=FINISH_LANES,
+        LANES=lanes,
     )
 
 

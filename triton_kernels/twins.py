@@ -35,7 +35,7 @@ def pack(x: Tensor, bits: Tensor) -> None:
     """Packs signs: bit i % 8 of byte i // 8 is ``x[i] >= 0`` (so +1 for -0.0; a NaN counts as -1).
 
     Args:
-        x: Any real dtype [n], n a multiple of 8, contiguous.
+        x: A float dtype [n], n a multiple of 8, contiguous.
         bits: uint8 [n / 8], written.
     """
     ones = torch.ge(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
@@ -182,7 +182,7 @@ def server_reduce(
 ) -> None:
     """Averages the workers' chunks and compresses the average (1-bit Adam, Algorithm 1, server).
 
-        E = c - s*sign(c);  c = (1/W) * sum_w s_w*sign_w + E;  bits = c >= 0
+        E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 
     The sum runs in rank order. Where ``skip`` is set nothing is averaged and E stays as it is.
 
@@ -204,11 +204,11 @@ def server_reduce(
         c = flat[b]
         new = _residual(c, server_scale[b])
         if not skip:
-            scales = arrived_scales[:, slot[b], None]
+            scales = arrived_scales[:, slot[b], None] * (1.0 / world_size)
             total = torch.zeros_like(c)
             for w in range(world_size):
                 total += _signs(arrived_bits[w, tile.bytes], len(c)).mul_(scales[w])
-            new += total.mul_(1.0 / world_size)
+            new += total
         new = _only_live(new, live, live_row, tile)
         c.copy_(new)
         pack(new.view(-1), bits[0, tile.bytes])
