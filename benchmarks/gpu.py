@@ -153,8 +153,9 @@ def step_rows(shapes: list[tuple[int, ...]], device: torch.device, rounds: int) 
 
 
 def sweep(numel: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Bandwidth of each kernel by size, up to ``numel``."""
-    points = [n for n in (10**4, 10**5, 10**6, 10**7, 10**8) if n < numel] + [numel]
+    """Bandwidth of each kernel by size, up to ``numel``, in a full run to 10^9."""
+    # A full run goes on to 10^9, where buffers of the largest kernel take 28 GB.
+    points = [n for n in (10**4, 10**5, 10**6, 10**7, 10**8) if n < numel] + [numel] + [10**9] * (numel >= FULL)
     return [
         {"kernel": r["kernel"], "elements": r["elements"], "GB_per_s": r["GB_per_s"], "share": r["share_of_copy"]}
         for n in points
@@ -178,11 +179,8 @@ def table(report: dict[str, Any]) -> str:
             f"| {r['kernel']} | {r['elements']:,} | {r['bytes_per_element']:.3f} | {_spread(r['ms'])} "
             f"| {r['GB_per_s']:.0f} | {r['share_of_copy']:.3f} |"
         )
-    lines += [
-        "",
-        f"Compression-stage step, {report['step_model']}, goal {GOAL} x for one rank of 8 (at world size 1 both sides compress on it):",
-        "",
-    ]
+    goal = f"goal {GOAL} x for one rank of 8 (at world size 1 both sides compress on it)"
+    lines += ["", f"Compression-stage step, {report['step_model']}, {goal}:", ""]
     lines += ["| step | ms | x AdamW(fused=True) | host ms |", "|---|--:|--:|--:|"]
     for r in report["steps"]:
         lines.append(f"| {r['step']} | {_spread(r['ms'])} | {r['ratio_to_adamw']:.3f} | {r['host_ms']:.3f} |")
