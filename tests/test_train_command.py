@@ -73,6 +73,23 @@ def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, t
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def endless(text: Path, out: Path, records: int) -> subprocess.Popen[str]:
+    """A run on two ranks that has written so many records and would go on for hours; its own process group."""
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < records:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    return process
+
+
 def running(group: int) -> list[str]:
     """Command lines of the processes of a group that have not ended."""
     listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True).stdout
@@ -82,18 +99,7 @@ def running(group: int) -> list[str]:
 
 def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, text: Path):
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.2)
+    process = endless(text, out, records=5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -108,20 +114,11 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
 
 
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.2)
+    process = endless(text, tmp_path / "out", records=1)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    assert process.wait(timeout=30) == 1
+    process.communicate(timeout=30)
+    assert process.returncode == 1
 
 
 def test_works_under_torchrun(tmp_path: Path, text: Path):

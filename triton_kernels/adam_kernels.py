@@ -24,6 +24,20 @@ from .access import (
 
 
 @triton.jit
+def _move(base, kinds, start, i, update, k, live, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """x = decay*x - step_size*update, for the elements of a block that count."""
+    update = update * tl.load(k + STEP_SIZE)
+    decay = tl.load(k + DECAY)
+    if row == 0:
+        x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
+        store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
+    else:
+        mask = live_elements(live, row, BLOCK)
+        x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
+        store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
+
+
+@triton.jit
 def adam_apply(
     pointers,  # int64 [2, tensors]: address of each parameter and its dtype
     tensors,  # their number
@@ -66,15 +80,7 @@ def adam_apply(
         if not PRECONDITIONED:
             v = tl.load(exp_avg_sq + b * BLOCK + i)
             update = tl.div_rn(update, denom(v, k, EPS_INSIDE))
-        update = update * tl.load(k + STEP_SIZE)
-        decay = tl.load(k + DECAY)
-        if row == 0:
-            x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
-            store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
-        else:
-            mask = live_elements(live, row, BLOCK)
-            x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
-            store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
+        _move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
 
 
 @triton.jit
@@ -116,12 +122,4 @@ def adam_update(
         if SUMS:
             tl.store(exp_avg_sq_sums + b, tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0))
         update = tl.div_rn(m, denom(v, k, False))
-        update = update * tl.load(k + STEP_SIZE)
-        decay = tl.load(k + DECAY)
-        if row == 0:
-            x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
-            store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
-        else:
-            mask = live_elements(live, row, BLOCK)
-            x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
-            store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
+        _move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
