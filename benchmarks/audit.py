@@ -26,7 +26,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import adam_kernels, kernels
+from fusedonebit.triton_kernels import kernels, update_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -74,8 +74,8 @@ CASES = {
     "server_reduce, W=2": Case("server_reduce", {"BLOCK": BLOCK}, loops=2),
     "server_reduce, W=8": Case("server_reduce", {"BLOCK": BLOCK}, loops=8),
     "server_reduce, W=64": Case("server_reduce", {"BLOCK": BLOCK}, loops=64),
-    "adam_apply": Case("adam_apply", ADAM | {"PRECONDITIONED": False}),
-    "adam_apply, bf16": Case("adam_apply", ADAM | {"PRECONDITIONED": False, "DTYPE": 1}),
+    "apply_momentum": Case("apply_momentum", ADAM | {"PRECONDITIONED": False}),
+    "apply_momentum, bf16": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "DTYPE": 1}),
     "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
     "finish": Case("finish", {"NORM": 1, "LANES": 8192}, num_warps=32),
 }
@@ -85,14 +85,14 @@ VARIANTS = {
     "momentum_compress, mixed": Case("momentum_compress", ADAM | {"PRECONDITION": False, "DTYPE": 3}),
     "momentum_compress, unaligned": Case("momentum_compress", ADAM | {"PRECONDITION": False, "ALIGNED": False}),
     "momentum_compress, small blocks": Case("momentum_compress", ADAM | {"PRECONDITION": False, "BLOCK": 128}),
-    "adam_apply, mixed": Case("adam_apply", ADAM | {"PRECONDITIONED": False, "DTYPE": 3}),
-    "adam_apply, unaligned": Case("adam_apply", ADAM | {"PRECONDITIONED": False, "ALIGNED": False}),
-    "adam_apply, preconditioned": Case("adam_apply", ADAM | {"PRECONDITIONED": True}),
-    "adam_apply, eps inside": Case("adam_apply", ADAM | {"PRECONDITIONED": False, "EPS_INSIDE": True}),
+    "apply_momentum, mixed": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "DTYPE": 3}),
+    "apply_momentum, unaligned": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "ALIGNED": False}),
+    "apply_momentum, preconditioned": Case("apply_momentum", ADAM | {"PRECONDITIONED": True}),
+    "apply_momentum, eps inside": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "EPS_INSIDE": True}),
     "adam_update, sums": Case("adam_update", FP32 | {"SUMS": True}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-STEP = ("momentum_compress", "finish", "adam_apply")
+STEP = ("momentum_compress", "finish", "apply_momentum")
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands."""
-    function = getattr(adam_kernels if case.kernel.startswith("adam") else kernels, case.kernel)
+    function = getattr(update_kernels if case.kernel.startswith("adam") else kernels, case.kernel)
     names = function.arg_names
     types = {n: "constexpr" if n in case.constants else TYPES.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}

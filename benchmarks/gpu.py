@@ -43,8 +43,8 @@ KERNELS = [
     ("momentum_compress, bf16", "momentum_compress", torch.bfloat16, "momentum_compress, bf16"),
     ("finish", "finish", torch.float32, "finish"),
     ("server_reduce, W=8", "server_reduce", torch.float32, "server_reduce, W=8"),
-    ("adam_apply", "adam_apply", torch.float32, "adam_apply"),
-    ("adam_apply, bf16", "adam_apply", torch.bfloat16, "adam_apply, bf16"),
+    ("apply_momentum", "apply_momentum", torch.float32, "apply_momentum"),
+    ("apply_momentum, bf16", "apply_momentum", torch.bfloat16, "apply_momentum, bf16"),
     ("adam_update", "adam_update", torch.float32, "adam_update"),
 ]
 

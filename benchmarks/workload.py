@@ -18,7 +18,7 @@ CALLS = (
     "momentum_compress",
     "finish",
     "server_reduce",
-    "adam_apply",
+    "apply_momentum",
     "adam_update",
 )
 
@@ -134,14 +134,14 @@ class Workload:
         )
         return partial(ops.server_reduce, *arguments)
 
-    def adam_apply(self) -> partial[None]:
+    def apply_momentum(self) -> partial[None]:
         layout = self.layout
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
             *(self._scale(0.1, layout.n_blocks), torch.rand(layout.numel, device=self.device) + 0.5, False, self.coef),
             *(self.block_tensor, self.table.bits, self.table.row, self.skip),
         )
-        return partial(ops.adam_apply, *arguments)
+        return partial(ops.apply_momentum, *arguments)
 
     def adam_update(self) -> partial[None]:
         layout = self.layout
@@ -154,7 +154,7 @@ class Workload:
 
     def step(self) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""
-        names = ("momentum_compress", "finish", "server_reduce", "finish_server", "adam_apply")
+        names = ("momentum_compress", "finish", "server_reduce", "finish_server", "apply_momentum")
         calls = [self.call(name) for name in names]
 
         def run() -> None:

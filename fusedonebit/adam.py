@@ -12,7 +12,7 @@ from .comm import Transport
 from .deepspeed import onebit_adam_arguments
 from .hyperparameters import Options
 from .optimizer import OneBitOptimizer
-from .triton_kernels import ScaleScope, adam_apply, adam_update
+from .triton_kernels import ScaleScope, adam_update, apply_momentum
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -151,7 +151,7 @@ class OneBitAdam(OneBitOptimizer):
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         layout, reduce = self.layout, self._reduce
-        adam_apply(
+        apply_momentum(
             self._list.dense,
             layout.sizes,
             layout.block_size,

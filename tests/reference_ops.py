@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, LiveTable, live_table, unpack
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
 from torch import Tensor
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -74,6 +74,9 @@ class Problem:
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1 - 0.02 / vary, 0.02 / vary
         coef[:, Coef.STEP_SIZE], coef[:, Coef.DECAY] = 0.03 * vary, 1 - 0.01 * vary
         coef[:, Coef.RSQRT_BIAS2], coef[:, Coef.EPS], coef[:, Coef.UNIT] = 1.5 * vary, 1e-3 * vary, 2.5 / vary
+        coef[:, Coef.LR], coef[:, Coef.UNBIAS1], coef[:, Coef.WEIGHT_DECAY] = 0.02 * vary, 1.2 * vary, 0.1 / vary
+        coef[:, Coef.C_MIN], coef[:, Coef.C_MAX], coef[:, Coef.BETA3] = 0.5 / vary, 2.0 * vary, 1 - 0.1 / vary
+        coef[:, Coef.R_MIN], coef[:, Coef.R_MAX], coef[:, Coef.R_THRESHOLD] = 0.5 / vary, 4.0 * vary, 0.1 * vary
         return coef
 
     def column(self, which: Coef) -> Array:
@@ -132,6 +135,63 @@ class Problem:
             torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
         )
 
+    def lamb_update_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, sums: bool = True) -> tuple:
+        *first, coef, block_tensor, bits, row, skipped, v_sums = self.update_arguments(skip, sums)
+        norms = torch.full((2, self.layout.n_blocks), torch.nan, dtype=torch.float64)
+        return (*first, eps_inside_sqrt, coef, block_tensor, bits, row, skipped, v_sums, norms)
+
+    @property
+    def layer_start(self) -> Tensor:
+        return torch.tensor([*self.layout.first_block[:-1], self.layout.n_blocks])
+
+    @property
+    def layers(self) -> Tensor:
+        """Averages and last ratios from 0.2 to 2."""
+        return torch.rand(len(Layer), len(self.layout.sizes), generator=self._random) * 1.8 + 0.2
+
+    def lamb_coefficient_arguments(self, deepspeed: bool = False, skip: int = 0) -> tuple:
+        norms = self.normal(2, self.layout.n_blocks).square().double()
+        return (norms, self.layer_start, torch.tensor([skip], dtype=torch.int32), deepspeed, self.coef, self.layers)
+
+    def lamb_move_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0) -> tuple:
+        return (
+            *(self.params, self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
+            *(eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            torch.tensor([skip], dtype=torch.int32),
+        )
+
+    def lamb_ratio_arguments(
+        self,
+        started: int = 1,
+        eps_inside_sqrt: bool = False,
+        deepspeed: bool = False,
+        blend: bool = False,
+        skip: int = 0,
+    ) -> tuple:
+        blocks = self.layout.n_blocks
+        fresh = self.normal(self.layout.numel).square() * 1e-2 if started else self.compensated
+        return (
+            *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
+            *(self.bytes(self.layout.world_size), self.normal(blocks).abs(), self.exp_avg_sq, fresh),
+            *(torch.tensor([started], dtype=torch.int32), eps_inside_sqrt, deepspeed, self.coef, self.block_tensor),
+            *(
+                self.table.bits,
+                self.table.row,
+                torch.tensor([skip], dtype=torch.int32),
+                torch.full((blocks,), torch.nan),
+            ),
+            torch.full((2, blocks), torch.nan, dtype=torch.float64) if blend else None,
+        )
+
+    def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> tuple:
+        largest = self.normal(self.layout.n_blocks).abs() * 2
+        norms = self.normal(2, self.layout.n_blocks).square().double() if blend else None
+        started = torch.zeros(1, dtype=torch.int32)
+        return (
+            *(largest, norms, self.layer_start, torch.tensor([skip], dtype=torch.int32), deepspeed, started),
+            *(self.coef, self.layers),
+        )
+
 
 def wide(tensor: Tensor) -> Array:
     """A copy in float64."""
@@ -179,7 +239,7 @@ def scale_of(c: Array, norm: str) -> float:
     return {"l1": l1, "l2": l2, "contractive": min(l2, 1.9 * l1)}[norm]
 
 
-def adam_apply(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> Array:
+def apply_momentum(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> Array:
     """The moved parameters, by flat index."""
     x = p.flat(p.params)
     update = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits) / p.column(Coef.UNIT)

@@ -46,7 +46,7 @@ import json
 from benchmarks import audit
 limits = json.loads(audit.LIMITS.read_text())
 for target in audit.TARGETS:
-    for kernel in ("momentum_compress", "adam_apply"):
+    for kernel in ("momentum_compress", "apply_momentum"):
         limit = limits[target][kernel]
         bad = audit.audit(audit.VARIANTS[f"{kernel}, unaligned"], audit.TARGETS[target])
         assert any("scalar_accesses" in text for text in audit.worse(kernel, bad, limit, True)), (target, kernel)

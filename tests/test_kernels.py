@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
-from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, adam_kernels, kernels, using
+from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, kernels, update_kernels, using
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
 from hypothesis import given, settings
@@ -94,7 +94,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_adam_apply_equals_its_twin(sizes, dtype):
+def test_apply_momentum_equals_its_twin(sizes, dtype):
     for inside in (False, True):
         for skip in (0, 1):
             for preconditioned in (False, True):
@@ -103,7 +103,7 @@ def test_adam_apply_equals_its_twin(sizes, dtype):
                     p = problem(sizes, 2, block_of(sizes), dtype)
                     return p.apply_arguments(None if preconditioned else p.exp_avg_sq, inside, skip)
 
-                assert_equal_backends("adam_apply", make)
+                assert_equal_backends("apply_momentum", make)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,7 +157,7 @@ def test_any_layout_and_mask_equals_the_twins(layout, random):
     for name, arguments in (
         ("momentum_compress", lambda p: p.momentum_arguments()),
         ("server_reduce", lambda p: p.server_arguments("block", world_size - 1)),
-        ("adam_apply", lambda p: p.apply_arguments(p.exp_avg_sq)),
+        ("apply_momentum", lambda p: p.apply_arguments(p.exp_avg_sq)),
     ):
         assert_equal_backends(
             name, lambda a=arguments: a(Problem(sizes, world_size, block, masks=masks, excluded=excluded))
@@ -223,7 +223,7 @@ def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tens
     optimizer.step()
     if tensors > 3:
         for name in KERNELS:
-            monkeypatch.setattr(adam_kernels if name.startswith("adam") else kernels, name, _NotRun())
+            monkeypatch.setattr(update_kernels if name.startswith("adam") else kernels, name, _NotRun())
     with using("triton"):
         launches.reset()
         optimizer.step()

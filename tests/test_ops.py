@@ -44,7 +44,7 @@ def example(name: str) -> list[tuple]:
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True)],
         "finish": [p.finish_arguments("layer", "contractive")],
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1)],
-        "adam_apply": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
+        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
         "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
         "freeze": [(*sizes, p.compensated, p.exp_avg_sq, *tables, dead) for dead in (None, torch.ones(3))],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
@@ -83,7 +83,7 @@ def test_compress_finish_and_apply_compile_into_one_graph_with_equal_bits():
     def step(p: Problem, finish: tuple) -> None:
         ops.momentum_compress(*p.momentum_arguments())
         ops.finish(*finish)
-        ops.adam_apply(*p.apply_arguments(p.exp_avg_sq))
+        ops.apply_momentum(*p.apply_arguments(p.exp_avg_sq))
 
     eager, compiled = Problem(MIXED, 2), Problem(MIXED, 2)
     outputs = [p.finish_arguments("layer", "l2") for p in (eager, compiled)]
@@ -102,7 +102,7 @@ def test_writing_a_parameter_counts_as_a_change_of_it():
     p.params = [torch.nn.Parameter(x) for x in p.params]
     versions = [x._version for x in p.params]
     with torch.no_grad():
-        ops.adam_apply(*p.apply_arguments())
+        ops.apply_momentum(*p.apply_arguments())
     assert [x._version for x in p.params] != versions
 
 

@@ -114,7 +114,7 @@ def test_padding_never_enters_a_servers_residual_or_sums(junk, skip):
     assert all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
 
 
-# ---------------------------------------------------------------- adam_apply
+# ---------------------------------------------------------------- apply_momentum
 
 
 def check_moved(p: Problem, before: Problem, expected: np.ndarray, terms: np.ndarray) -> None:
@@ -127,20 +127,20 @@ def check_moved(p: Problem, before: Problem, expected: np.ndarray, terms: np.nda
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_size
-def test_adam_apply_is_its_formula_rounded_once(sizes, block, world_size, dtype):
+def test_apply_momentum_is_its_formula_rounded_once(sizes, block, world_size, dtype):
     for variance, inside in (("frozen", False), ("frozen", True), (None, False)):
         p, before = (Problem(sizes, world_size, block, dtype=dtype) for _ in range(2))
         exp_avg_sq = p.exp_avg_sq if variance else None
-        expected = reference.adam_apply(p, exp_avg_sq, inside)
-        ops.adam_apply(*p.apply_arguments(exp_avg_sq, inside))
+        expected = reference.apply_momentum(p, exp_avg_sq, inside)
+        ops.apply_momentum(*p.apply_arguments(exp_avg_sq, inside))
         check_moved(p, before, expected, 2 * np.abs(before.flat(before.params)) + np.abs(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adam_apply_moves_no_masked_or_excluded_element(dtype):
+def test_apply_momentum_moves_no_masked_or_excluded_element(dtype):
     p, before = (Problem(MIXED, 3, dtype=dtype, masks=MASKS, excluded=[2]) for _ in range(2))
-    expected = reference.adam_apply(p, p.exp_avg_sq, False)
-    ops.adam_apply(*p.apply_arguments(p.exp_avg_sq))
+    expected = reference.apply_momentum(p, p.exp_avg_sq, False)
+    ops.apply_momentum(*p.apply_arguments(p.exp_avg_sq))
     check_moved(p, before, expected, 2 * np.abs(before.flat(before.params)) + np.abs(expected))
     assert same_bits(p.params[2].float(), before.params[2].float())
 
@@ -148,7 +148,7 @@ def test_adam_apply_moves_no_masked_or_excluded_element(dtype):
 @pytest.mark.parametrize("flag", [1, 2, 4, 7])
 def test_a_skipped_step_moves_nothing(flag):
     p, before = Problem(MIXED, 2), Problem(MIXED, 2)
-    ops.adam_apply(*p.apply_arguments(p.exp_avg_sq, skip=flag))
+    ops.apply_momentum(*p.apply_arguments(p.exp_avg_sq, skip=flag))
     ops.adam_update(*p.update_arguments(skip=flag))
     for name in ("compensated", "exp_avg_sq"):
         assert same_bits(getattr(p, name), getattr(before, name))

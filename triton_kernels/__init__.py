@@ -2,7 +2,7 @@
 
 They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce``
 and the others are the registered ops ``torch.ops.fusedonebit.*``; their docstrings are those of
-the plain-torch twins in ``twins``.
+their plain-torch twins in ``twins``, ``update_twins`` and ``lamb_twins``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .coefficients import Coef
+from .coefficients import Coef, Layer
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .live import LiveTable, live_table
 from .ops import backend, using
@@ -20,10 +20,16 @@ flatten = torch.ops.fusedonebit.flatten
 momentum_compress = torch.ops.fusedonebit.momentum_compress
 finish = torch.ops.fusedonebit.finish
 server_reduce = torch.ops.fusedonebit.server_reduce
-adam_apply = torch.ops.fusedonebit.adam_apply
+apply_momentum = torch.ops.fusedonebit.apply_momentum
 adam_update = torch.ops.fusedonebit.adam_update
+lamb_update = torch.ops.fusedonebit.lamb_update
+lamb_coefficient = torch.ops.fusedonebit.lamb_coefficient
+lamb_move = torch.ops.fusedonebit.lamb_move
+lamb_ratio = torch.ops.fusedonebit.lamb_ratio
+lamb_rescale = torch.ops.fusedonebit.lamb_rescale
 freeze = torch.ops.fusedonebit.freeze
 live_variance = torch.ops.fusedonebit.live_variance
+square_sums = torch.ops.fusedonebit.square_sums
 settle = torch.ops.fusedonebit.settle
 
 
@@ -56,22 +62,29 @@ __all__ = [
     "TAIL",
     "Coef",
     "FlatLayout",
+    "Layer",
     "LiveTable",
     "ScaleScope",
     "Span",
-    "adam_apply",
     "adam_update",
+    "apply_momentum",
     "backend",
     "choose_block_size",
     "finish",
     "flatten",
     "freeze",
+    "lamb_coefficient",
+    "lamb_move",
+    "lamb_ratio",
+    "lamb_rescale",
+    "lamb_update",
     "live_table",
     "live_variance",
     "momentum_compress",
     "pack",
     "server_reduce",
     "settle",
+    "square_sums",
     "unpack",
     "using",
 ]

@@ -25,7 +25,21 @@ DECAY = tl.constexpr(5)
 RSQRT_BIAS2 = tl.constexpr(6)
 EPS = tl.constexpr(7)
 UNIT = tl.constexpr(8)
-COLUMNS = tl.constexpr(9)
+LR = tl.constexpr(9)
+UNBIAS1 = tl.constexpr(10)
+WEIGHT_DECAY = tl.constexpr(11)
+C_MIN = tl.constexpr(12)
+C_MAX = tl.constexpr(13)
+BETA3 = tl.constexpr(14)
+R_MIN = tl.constexpr(15)
+R_MAX = tl.constexpr(16)
+R_THRESHOLD = tl.constexpr(17)
+COLUMNS = tl.constexpr(18)
+
+# Rows of LAMB's table of layers; ``coefficients.Layer`` names them for the host.
+AVERAGE = tl.constexpr(0)
+RATIO = tl.constexpr(1)
+COEFFICIENT = tl.constexpr(2)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of the finite float32 numbers
 
@@ -156,3 +170,20 @@ def store_partials(partials, stride, b, c, dropped):
     tl.store(partials + b, tl.sum(tl.sum(tl.abs(wide), axis=1), axis=0))
     tl.store(partials + stride + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
     tl.store(partials + 2 * stride + b, tl.sum(tl.sum(dropped.to(tl.int32), axis=1), axis=0).to(tl.float64))
+
+
+@triton.jit
+def sum_of(row, begin, end, LANES: tl.constexpr):
+    """Sum of row[begin:end], float64: each lane adds in order, then the lanes are added."""
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    for at in range(begin, end, LANES):
+        total += tl.load(row + at + lane, mask=at + lane < end, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def store_norm(norm, b, x):
+    """The sum of squares of a block, in float64."""
+    wide = x.to(tl.float64)
+    tl.store(norm + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))

@@ -1,4 +1,4 @@
-"""The per-tensor coefficients that kernels read from one small device table."""
+"""The small per-tensor tables that kernels read and write on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from enum import IntEnum
 
 
 class Coef(IntEnum):
-    """Columns of ``coef``, float32 [tensors, len(Coef)]. Computed in float64, rounded once."""
+    """Columns of ``coef``, float32 [tensors, len(Coef)]. Computed in float64, rounded once.
+
+    ``STEP_SIZE`` and ``DECAY`` are what moves a parameter: x = DECAY*x - STEP_SIZE*m/denom. LAMB's
+    ops write both, once they know the layer's coefficient c.
+    """
 
     BETA1 = 0
     ONE_MINUS_BETA1 = 1
@@ -14,11 +18,35 @@ class Coef(IntEnum):
     BETA2 = 2
     ONE_MINUS_BETA2 = 3
     STEP_SIZE = 4
-    """lr / (1 - beta1^t)."""
+    """lr * c / (1 - beta1^t)."""
     DECAY = 5
-    """1 - lr * weight_decay."""
+    """1 - lr * c * weight_decay."""
     RSQRT_BIAS2 = 6
     """1 / sqrt(1 - beta2^t), frozen with the variance."""
     EPS = 7
     UNIT = 8
     """What the momentum is multiplied with before it is compressed (1-bit LAMB, 4.3)."""
+    LR = 9
+    UNBIAS1 = 10
+    """1 / (1 - beta1^t)."""
+    WEIGHT_DECAY = 11
+    C_MIN = 12
+    """Bounds of LAMB's coefficient (1-bit LAMB, eq. 2)."""
+    C_MAX = 13
+    BETA3 = 14
+    """Of the coefficient's moving average (Algorithm 1, line 2)."""
+    R_MIN = 15
+    """Bounds of the ratio (line 19), and of its change in one step (line 18)."""
+    R_MAX = 16
+    R_THRESHOLD = 17
+
+
+class Layer(IntEnum):
+    """Rows of LAMB's ``layers``, float32 [len(Layer), tensors], kept from step to step."""
+
+    AVERAGE = 0
+    """c_avg, the moving average of the warm-up's coefficients."""
+    RATIO = 1
+    """r_t; 1 until the compression stage."""
+    COEFFICIENT = 2
+    """c_t of the last step."""

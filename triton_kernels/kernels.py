@@ -25,6 +25,7 @@ from .access import (
     load_user,
     residual,
     store_partials,
+    sum_of,
 )
 
 
@@ -170,16 +171,6 @@ def momentum_compress(
 
 
 @triton.jit
-def _sum_rows(row, begin, end, LANES: tl.constexpr):
-    """Sum of row[begin:end], float64: each lane adds in order, then the lanes are added."""
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([LANES], tl.float64)
-    for at in range(begin, end, LANES):
-        total += tl.load(row + at + lane, mask=at + lane < end, other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def finish(
     partials,  # float64 [3, B], rows ``partials_stride`` apart
     partials_stride,
@@ -202,15 +193,15 @@ def finish(
     j = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     if j == segments:
-        dropped = _sum_rows(partials + 2 * partials_stride, 0, blocks, LANES)
+        dropped = sum_of(partials + 2 * partials_stride, 0, blocks, LANES)
         for w in range(messages):
             tl.store(message_flags + w * flags_stride, (dropped > 0).to(tl.int32))
     else:
         begin = tl.load(segment_start + j)
         end = tl.load(segment_start + j + 1)
         n = tl.maximum(tl.load(count + j), 1.0)
-        l1 = _sum_rows(partials, begin, end, LANES) / n
-        l2 = tl.sqrt(_sum_rows(partials + partials_stride, begin, end, LANES) / n)
+        l1 = sum_of(partials, begin, end, LANES) / n
+        l2 = tl.sqrt(sum_of(partials + partials_stride, begin, end, LANES) / n)
         if NORM == 0:
             s = l1.to(tl.float32)
         elif NORM == 1:

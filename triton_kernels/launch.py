@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import adam_kernels, kernels
+from . import kernels
 from .layout import FlatLayout, flat_layout
 from .live import live_table
 from .twins import TAIL
@@ -48,7 +48,8 @@ launches = LaunchCounter()
 """Counts every launch of this process."""
 
 
-def _launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+    """Launches ``kernel`` on that many programs, on the device of its first argument, and counts it."""
     name = kernel.__name__
     launches.by_name[name] = launches.by_name.get(name, 0) + 1
     device = arguments[0].device
@@ -71,7 +72,7 @@ _tables_lock = threading.Lock()  # simulated ranks are threads
 _captured: list[_Pointers] = []  # CUDA graphs read these again whenever they are replayed
 
 
-def _pointers(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
+def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
     """The table of addresses and dtypes; uploaded only when one has changed."""
     cuda = device.type == "cuda"
     addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
@@ -115,22 +116,27 @@ def _blocks(layout: FlatLayout, device: torch.device) -> _Blocks:
     return _Blocks(tensor.to(device, torch.int32), start.to(device), live.row.to(device), live.bits.to(device))
 
 
+def block_starts(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> Tensor:
+    """Where each block begins in its tensor: int64 [blocks]."""
+    return _blocks(flat_layout(tuple(sizes), blocks, block_size), device).start
+
+
 def pack(x: Tensor, bits: Tensor) -> None:
     """See ``kernels.pack``."""
-    _launch(kernels.pack, -(-x.numel() // 1024), x.contiguous(), bits, x.numel(), BLOCK=1024)
+    launch(kernels.pack, -(-x.numel() // 1024), x.contiguous(), bits, x.numel(), BLOCK=1024)
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
     """See ``kernels.unpack``."""
-    _launch(kernels.unpack, -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
+    launch(kernels.unpack, -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
 
 
 def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
     """See ``kernels.flatten``."""
-    pointers = _pointers(tensors, out.device)
+    pointers = pointer_table(tensors, out.device)
     blocks = (out.numel() - TAIL) // block_size
     table = _blocks(flat_layout(tuple(sizes), blocks, block_size), out.device)
-    _launch(
+    launch(
         kernels.flatten,
         blocks,
         pointers.table,
@@ -166,9 +172,9 @@ def momentum_compress(
     partials: Tensor,
 ) -> None:
     """See ``kernels.momentum_compress``."""
-    pointers = _pointers(grads, compensated.device)
+    pointers = pointer_table(grads, compensated.device)
     blocks = len(live_row)
-    _launch(
+    launch(
         kernels.momentum_compress,
         blocks,
         pointers.table,
@@ -180,7 +186,7 @@ def momentum_compress(
         exp_avg_scale,
         coef,
         block_tensor,
-        _starts(sizes, blocks, block_size, compensated.device),
+        block_starts(sizes, blocks, block_size, compensated.device),
         compensated if exp_avg_sq is None else exp_avg_sq,
         live,
         live_row,
@@ -210,7 +216,7 @@ def finish(
     """See ``kernels.finish``."""
     blocks, segments, messages = len(segment), len(count), len(message_flags)
     warps, lanes = (ONE_SCALE_WARPS, ONE_SCALE_LANES) if segments == 1 else (FINISH_WARPS, FINISH_LANES)
-    _launch(
+    launch(
         kernels.finish,
         segments + 1,
         partials,
@@ -248,7 +254,7 @@ def server_reduce(
 ) -> None:
     """See ``kernels.server_reduce``."""
     blocks, world_size = len(live_row), len(arrived_bits)
-    _launch(
+    launch(
         kernels.server_reduce,
         blocks,
         arrived_bits,
@@ -268,87 +274,3 @@ def server_reduce(
         1.0 / world_size,
         BLOCK=block_size,
     )
-
-
-def adam_apply(
-    params: Sequence[Tensor],
-    sizes: Sequence[int],
-    block_size: int,
-    exp_avg_bits: Tensor,
-    exp_avg_scale: Tensor,
-    exp_avg_sq: Tensor | None,
-    eps_inside_sqrt: bool,
-    coef: Tensor,
-    block_tensor: Tensor,
-    live: Tensor,
-    live_row: Tensor,
-    skip: Tensor,
-) -> None:
-    """See ``adam_kernels.adam_apply``."""
-    pointers = _pointers(params, exp_avg_scale.device)
-    blocks = len(live_row)
-    _launch(
-        adam_kernels.adam_apply,
-        blocks,
-        pointers.table,
-        len(params),
-        exp_avg_bits,
-        exp_avg_bits.stride(0),
-        exp_avg_scale,
-        exp_avg_scale if exp_avg_sq is None else exp_avg_sq,
-        coef,
-        block_tensor,
-        _starts(sizes, blocks, block_size, exp_avg_scale.device),
-        live,
-        live_row,
-        skip,
-        blocks // len(exp_avg_bits),
-        DTYPE=pointers.dtype,
-        ALIGNED=pointers.aligned,
-        EPS_INSIDE=eps_inside_sqrt,
-        PRECONDITIONED=exp_avg_sq is None,
-        BLOCK=block_size,
-    )
-
-
-def adam_update(
-    params: Sequence[Tensor],
-    sizes: Sequence[int],
-    block_size: int,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    coef: Tensor,
-    block_tensor: Tensor,
-    live: Tensor,
-    live_row: Tensor,
-    skip: Tensor,
-    exp_avg_sq_sums: Tensor | None,
-) -> None:
-    """See ``adam_kernels.adam_update``."""
-    pointers = _pointers(params, exp_avg.device)
-    blocks = len(live_row)
-    _launch(
-        adam_kernels.adam_update,
-        blocks,
-        pointers.table,
-        len(params),
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        coef,
-        block_tensor,
-        _starts(sizes, blocks, block_size, exp_avg.device),
-        live,
-        live_row,
-        skip,
-        exp_avg if exp_avg_sq_sums is None else exp_avg_sq_sums,
-        DTYPE=pointers.dtype,
-        ALIGNED=pointers.aligned,
-        SUMS=exp_avg_sq_sums is not None,
-        BLOCK=block_size,
-    )
-
-
-def _starts(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> Tensor:
-    return _blocks(flat_layout(tuple(sizes), blocks, block_size), device).start

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from . import twins
+from . import lamb_twins, twins, update_twins
 
 Backend = Literal["triton", "plain"]
 
@@ -42,7 +43,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor arrived_bits, Tensor arrived_scales, Tensor slot, Tensor skip, int block_size, "
         f"Tensor(a!) compensated, Tensor server_scale, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials) -> ()"
     ),
-    "adam_apply": (
+    "apply_momentum": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, "
         f"bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor skip) -> ()"
     ),
@@ -50,14 +51,37 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor(a!)[] params, {_SIZES}, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
         f"{_TABLES}, {_LIVE}, Tensor skip, Tensor(d!)? exp_avg_sq_sums) -> ()"
     ),
+    "lamb_update": (
+        f"(Tensor[] params, {_SIZES}, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, "
+        f"{_TABLES}, {_LIVE}, Tensor skip, Tensor(c!)? exp_avg_sq_sums, Tensor(d!) norms) -> ()"
+    ),
+    "lamb_coefficient": (
+        "(Tensor norms, Tensor layer_start, Tensor skip, bool deepspeed, Tensor(a!) coef, Tensor(b!) layers) -> ()"
+    ),
+    "lamb_move": (
+        f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg, Tensor exp_avg_sq, bool eps_inside_sqrt, "
+        f"{_TABLES}, {_LIVE}, Tensor skip) -> ()"
+    ),
+    "lamb_ratio": (
+        f"(Tensor[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor(a!) last_bits, "
+        "Tensor(b!) last_scale, Tensor exp_avg_sq, Tensor(c!) fresh, Tensor started, bool eps_inside_sqrt, "
+        f"bool deepspeed, {_TABLES}, {_LIVE}, Tensor skip, Tensor(d!) largest, Tensor(e!)? norms) -> ()"
+    ),
+    "lamb_rescale": (
+        "(Tensor largest, Tensor? norms, Tensor layer_start, Tensor skip, bool deepspeed, Tensor(a!) started, "
+        "Tensor(b!) coef, Tensor(c!) layers) -> ()"
+    ),
     "freeze": f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, {_TABLES}, Tensor? dead_value) -> ()",
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
+    "square_sums": f"({_SIZES}, Tensor x, Tensor(a!) partials) -> ()",
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
 
-KERNELS = frozenset(SCHEMAS) - {"freeze", "live_variance", "settle"}
-"""Ops with a Triton kernel; the others run once, or when a checkpoint is written."""
+KERNELS = frozenset(SCHEMAS) - {"freeze", "live_variance", "square_sums", "settle"}
+"""Ops with a Triton kernel; the others run once, or when somebody asks."""
+
+_TWINS = (twins, update_twins, lamb_twins)
 
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 _forced: Backend | None = None
@@ -104,7 +128,7 @@ def _interpreting() -> bool:
 
 
 def _implementation(name: str, device_type: str) -> Callable[..., None]:
-    twin = getattr(twins, name)
+    twin = _find(name, *_TWINS)
     if name not in KERNELS:
         return twin
 
@@ -113,11 +137,15 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
             twin(*arguments)
         else:
             # Imported late: importing triton takes time that CPU users need not spend.
-            from . import launch
+            from . import lamb_launch, launch, update_launch
 
-            getattr(launch, name)(*arguments)
+            _find(name, launch, update_launch, lamb_launch)(*arguments)
 
     return run
+
+
+def _find(name: str, *modules: ModuleType) -> Callable[..., None]:
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def _fake(*arguments: object) -> None:

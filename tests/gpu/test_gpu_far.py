@@ -138,20 +138,20 @@ def test_server_reduce_past_2_to_the_31(device, far):
         compare(a.partials[:, blocks].clone(), partials)
 
 
-def test_adam_apply_past_2_to_the_31(device, far):
+def test_apply_momentum_past_2_to_the_31(device, far):
     a = Far(device, far)
     params, v = a.tensors(), a.line()
     before = [a.cut(params, blocks) for blocks, _ in a.samples(far)]
     rest = (a.live, a.live_row, a.skip)
     with using("triton"):
-        triton_kernels.adam_apply(
+        triton_kernels.apply_momentum(
             *(params, a.layout.sizes, BLOCK, a.bits, a.scale, v, False, a.coef, a.block_tensor, *rest)
         )
     for (blocks, sizes), old in zip(a.samples(far), before, strict=True):
         owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
         bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
         with using("plain"):
-            triton_kernels.adam_apply(
+            triton_kernels.apply_momentum(
                 *(old, sizes, BLOCK, bits, self_scale(a, blocks), flat(v, blocks), False, a.coef, owner, a.live),
                 *(a.live_row[blocks], a.skip),
             )

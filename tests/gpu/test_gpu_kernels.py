@@ -97,13 +97,13 @@ def test_server_reduce_equals_its_twin(check, sizes, world_size, skip):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_adam_apply_equals_its_twin(check, sizes, world_size, dtype):
+def test_apply_momentum_equals_its_twin(check, sizes, world_size, dtype):
     p = problem(sizes, world_size, 128, dtype)
     p.exp_avg_sq[::7] = 1e-42
     for inside in (False, True):
         for skip in (0, 1):
             for v in (p.exp_avg_sq, None):
-                check("adam_apply", sizes, lambda v=v, i=inside, s=skip: p.apply_arguments(v, i, s))
+                check("apply_momentum", sizes, lambda v=v, i=inside, s=skip: p.apply_arguments(v, i, s))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""The Triton kernels of Adam: the warm-up's update and the compression stage's apply. Never autotuned."""
+"""The Triton kernels that change parameters: Adam's update, the apply of synchronised bits. Never autotuned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .access import (
 
 
 @triton.jit
-def _move(base, kinds, start, i, update, k, live, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def move(base, kinds, start, i, update, k, live, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """x = decay*x - step_size*update, for the elements of a block that count."""
     update = update * tl.load(k + STEP_SIZE)
     decay = tl.load(k + DECAY)
@@ -38,7 +38,7 @@ def _move(base, kinds, start, i, update, k, live, row, DTYPE: tl.constexpr, ALIG
 
 
 @triton.jit
-def adam_apply(
+def apply_momentum(
     pointers,  # int64 [2, tensors]: address of each parameter and its dtype
     tensors,  # their number
     exp_avg_bits,  # uint8 [W, stride]
@@ -80,7 +80,22 @@ def adam_apply(
         if not PRECONDITIONED:
             v = tl.load(exp_avg_sq + b * BLOCK + i)
             update = tl.div_rn(update, denom(v, k, EPS_INSIDE))
-        _move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+        move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+
+
+@triton.jit
+def moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Updates m and v of a block, and the sum of v where SUMS; returns both."""
+    g = tl.load(grad + b * BLOCK + i)
+    if row != 0:
+        g = tl.where(live_elements(live, row, BLOCK), g, 0.0)
+    m = tl.load(exp_avg + b * BLOCK + i) * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
+    v = tl.load(exp_avg_sq + b * BLOCK + i) * tl.load(k + BETA2) + g * tl.load(k + ONE_MINUS_BETA2) * g
+    tl.store(exp_avg + b * BLOCK + i, m)
+    tl.store(exp_avg_sq + b * BLOCK + i, v)
+    if SUMS:
+        tl.store(exp_avg_sq_sums + b, tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0))
+    return m, v
 
 
 @triton.jit
@@ -112,14 +127,6 @@ def adam_update(
         kinds = pointers + tensors + t
         start = tl.multiple_of(tl.load(block_start + b), 16)
         k = coef + t * COLUMNS
-        g = tl.load(grad + b * BLOCK + i)
-        if row != 0:
-            g = tl.where(live_elements(live, row, BLOCK), g, 0.0)
-        m = tl.load(exp_avg + b * BLOCK + i) * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
-        v = tl.load(exp_avg_sq + b * BLOCK + i) * tl.load(k + BETA2) + g * tl.load(k + ONE_MINUS_BETA2) * g
-        tl.store(exp_avg + b * BLOCK + i, m)
-        tl.store(exp_avg_sq + b * BLOCK + i, v)
-        if SUMS:
-            tl.store(exp_avg_sq_sums + b, tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0))
+        m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
         update = tl.div_rn(m, denom(v, k, False))
-        _move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+        move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)

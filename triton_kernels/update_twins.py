@@ -1,0 +1,146 @@
+"""The plain-torch twins of what changes parameters: Adam's update, and the apply of synchronised bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .arithmetic import column, denom, move, only_live, signs
+from .coefficients import Coef
+from .tiles import Tile, tiles
+
+
+def apply_momentum(
+    params: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    exp_avg_bits: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq: Tensor | None,
+    eps_inside_sqrt: bool,
+    coef: Tensor,
+    block_tensor: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    skip: Tensor,
+) -> None:
+    """Applies the synchronised momentum with the frozen variance (1-bit Adam, Algorithm 1).
+
+        x = (1 - lr*wd)*x - step_size * m/denom,  m = scale*sign(bits)/unit
+        denom = sqrt(v)/sqrt(1 - beta2^F) + eps, or eps inside the root
+
+    Args:
+        params: Parameters of any float dtype, dense, written; computed in float32, rounded once.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        exp_avg_bits: uint8 [W, P / 8W].
+        exp_avg_scale: float32 [B].
+        exp_avg_sq: Frozen variance, float32 [P], or None where the unit already is 1/denom.
+        eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: Elements that move.
+        skip: int32 [1]; where set nothing moves.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        m = signs(exp_avg_bits[tile.chunk, tile.bytes], len(k))
+        update = m.mul_((exp_avg_scale[b] / k[:, Coef.UNIT])[:, None])
+        if exp_avg_sq is not None:
+            update.div_(denom(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt))
+        move(params, tile, block_size, update, k, live, live_row)
+
+
+def adam_update(
+    params: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coef: Tensor,
+    block_tensor: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    skip: Tensor,
+    exp_avg_sq_sums: Tensor | None,
+) -> None:
+    """One step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
+
+    Args:
+        params: Parameters of any float dtype, dense, written.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        grad: Averaged gradients, float32 [>= P].
+        exp_avg: m, float32 [P], read and written.
+        exp_avg_sq: v, float32 [P], read and written.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: Elements that move.
+        skip: int32 [1]; where set nothing changes.
+        exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        k = coef[block_tensor[tile.blocks]]
+        g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
+        m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
+        move(params, tile, block_size, m / denom(v, k, False), k, live, live_row)
+
+
+def moments(
+    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_sq_sums: Tensor | None, tile: Tile, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Updates m and v of a tile in place, and the sums of v if asked; returns views of both."""
+    b = tile.blocks
+    m, v = exp_avg.view(-1, g.shape[1])[b], exp_avg_sq.view(-1, g.shape[1])[b]
+    m.mul_(column(k, Coef.BETA1)).add_(g * column(k, Coef.ONE_MINUS_BETA1))
+    v.mul_(column(k, Coef.BETA2)).add_((g * column(k, Coef.ONE_MINUS_BETA2)).mul_(g))
+    if exp_avg_sq_sums is not None:
+        exp_avg_sq_sums[b] = v.sum(1, dtype=torch.float64)
+    return m, v
+
+
+def freeze(
+    sizes: Sequence[int],
+    block_size: int,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coef: Tensor,
+    block_tensor: Tensor,
+    dead_value: Tensor | None,
+) -> None:
+    """Turns the warm-up's state into the compression stage's, in place; runs once.
+
+    ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
+    its "residual" just what the full-precision momentum contributes. Coordinates with v == 0 take
+    ``dead_value`` float32 [tensors], the mean of their tensor's live v; None leaves them.
+    """
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        owner = block_tensor[tile.blocks]
+        k = coef[owner]
+        exp_avg.view(-1, block_size)[tile.blocks].mul_(column(k, Coef.BETA1)).mul_(column(k, Coef.UNIT))
+        if dead_value is not None:
+            v = exp_avg_sq.view(-1, block_size)[tile.blocks]
+            v.copy_(torch.where(v == 0, dead_value[owner][:, None], v))
+
+
+def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, partials: Tensor) -> None:
+    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written."""
+    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
+        v = exp_avg_sq.view(-1, block_size)[tile.blocks]
+        partials[0, tile.blocks] = v.sum(1, dtype=torch.float64)
+        partials[1, tile.blocks] = (v > 0).sum(1).double()
+
+
+def square_sums(sizes: Sequence[int], block_size: int, x: Tensor, partials: Tensor) -> None:
+    """Per block, the sum of squares of ``x`` float32 [P]: ``partials`` float64 [B], written."""
+    for tile in tiles(sizes, 1, block_size, x.device):
+        wide = x.view(-1, block_size)[tile.blocks].double()
+        partials[tile.blocks] = (wide * wide).sum(1)
