@@ -23,6 +23,7 @@ from ..triton_kernels import (
     FlatLayout,
     LiveTable,
     ScaleScope,
+    block_table,
     live_table,
     momentum_compress,
     server_reduce,
@@ -51,6 +52,7 @@ class CompressedAllReduce:
         scale_norm: "l1", "l2" or "contractive"; see ``finish``.
         scale_scope: "global", "layer" or "block"; servers cut scopes at chunk boundaries.
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
+        live: Which elements count; None: all but padding.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -71,6 +73,7 @@ class CompressedAllReduce:
         scale_norm: str = "l2",
         scale_scope: ScaleScope = "global",
         compensated: Tensor | None = None,
+        live: LiveTable | None = None,
     ) -> None:
         self.layout = layout
         self.transport: Transport = transport if transport is not None else LocalTransport()
@@ -82,7 +85,7 @@ class CompressedAllReduce:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = torch.device(device)
         self._build(scale_scope, SCALE_NORMS[scale_norm], compensated)
-        self.set_live(live_table(layout).to(self.device))
+        self.set_live(live_table(layout).to(self.device) if live is None else live)
         self.synchronisations = 0
 
     def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None) -> None:
@@ -90,8 +93,7 @@ class CompressedAllReduce:
         served = layout.blocks_per_chunk
         slot, slots = layout.scale_slots(scope)
         self._own = slice(rank * served, (rank + 1) * served)
-        self.block_tensor = layout.block_tensor().to(device, torch.int32)
-        self.slot = slot.to(device, torch.int32)
+        self.block_tensor = block_table(layout, device)
         if compensated is None:
             compensated = torch.zeros(layout.numel, device=device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm)
@@ -177,7 +179,7 @@ class CompressedAllReduce:
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
-            self.slot[self._own],
+            self.server.segment,
             self.flags,
             self.layout.block_size,
             self.server.compensated,
@@ -193,26 +195,31 @@ class CompressedAllReduce:
 
     def _receive(self) -> None:
         self.flags = union(self.gathered.words[:, Word.FLAGS])
-        by_message = (self.layout.world_size, -1)
-        slot = self.slot.view(by_message).long()
-        torch.gather(self.gathered.scales, 1, slot, out=self.scale.view(by_message))
+        # The servers cut the workers' segments at chunk boundaries; see ``FlatLayout.scale_slots``.
+        by_message = self.worker.segment.view(self.layout.world_size, -1)
+        slot = (by_message - by_message[:, :1]).long()
+        torch.gather(self.gathered.scales, 1, slot, out=self.scale.view_as(by_message))
         self.served.words[:, Word.DIGEST] = digest(self.gathered)
         # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
         kept = (self.flags == 0).float()
         for scale in (self.scale, self.worker.scale, self.server.scale):
             scale *= kept
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the buffers that only serve to travel; ``gathered`` is state, the momentum."""
-        return self.to_servers.buffer.nbytes + self.served.buffer.nbytes
+    def resume(self, synchronisations: int, digest: int) -> None:
+        """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""
+        self.synchronisations = synchronisations
+        self.served.words[:, Word.DIGEST] = digest
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of everything else held here, tables included, ``compensated`` too."""
+    def wire_bytes(self) -> int:
+        """Bytes of what only serves within a step: messages on their way, and partial sums."""
+        scratch = (self.to_servers.buffer, self.served.buffer, self.worker.partials, self.server.partials)
+        return sum(tensor.nbytes for tensor in scratch)
+
+    def state(self) -> list[Tensor]:
+        """All that the next step needs, tables included; ``gathered`` too, it is the momentum."""
         held = [v for v in vars(self).values() if isinstance(v, Tensor)]
-        tables = sum(t.nbytes for t in (*held, *self.live, self.gathered.buffer))
-        return tables + self.worker.nbytes + self.server.nbytes
+        return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
 
     def settle(self) -> None:
         """Forms both deferred residuals in place: then ``compensated`` holds e, its scales 0.

@@ -19,6 +19,7 @@ class ErrorFeedback:
 
     Attributes:
         scale: float32 [blocks], s.
+        segment: int32 [blocks], as given.
         partials: float64 [3, blocks], for the op that compresses.
     """
 
@@ -30,21 +31,21 @@ class ErrorFeedback:
         self._norm = norm
         self._norms: tuple[float, float] | None = None
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
-        self._segment = segment.to(device, torch.int32)
+        self.segment = segment.to(device, torch.int32)
         self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
         self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
 
     def set_live(self, live: LiveTable) -> None:
         """Says which elements of this side count."""
         self._live = live
-        self._count.zero_().index_add_(0, self._segment, live.numel.double())
+        self._count.zero_().index_add_(0, self.segment, live.numel.double())
 
     def finish(self, messages: Messages) -> None:
         """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
         self._norms = None
         finish(
             self.partials,
-            self._segment,
+            self.segment,
             self._segment_start,
             self._count,
             self._norm,
@@ -67,7 +68,6 @@ class ErrorFeedback:
         residual = square - 2 * s * absolute + s * s * self._live.numel
         return float(square.sum().sqrt()), float(residual.sum().clamp(min=0).sqrt())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held."""
-        return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))
+    def state(self) -> list[Tensor]:
+        """All tensors but the partial sums, which only serve within a step."""
+        return [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.partials]

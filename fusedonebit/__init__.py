@@ -1,7 +1,7 @@
 """1-bit optimizers for PyTorch: one bit per parameter on the wire.
 
-``OneBitAdam`` stands where ``torch.optim.AdamW`` stood. ``comm`` holds the compressed collectives,
-``triton_kernels`` the kernels; both can be used by themselves.
+``OneBitAdam`` stands where ``torch.optim.AdamW`` stood, ``OneBitLamb`` where ``Lamb`` did. ``comm`` holds
+the compressed collectives, ``triton_kernels`` the kernels; both can be used by themselves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from .adam import OneBitAdam
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
-from .optimizer import OneBitOptimizer
+from .lamb import Lamb
+from .onebit import OneBitOptimizer
+from .onebit_lamb import OneBitLamb
 
 __version__ = "0.1.0"
 
@@ -18,8 +20,10 @@ __all__ = [
     "CollectiveError",
     "DisagreementError",
     "FusedOneBitWarning",
+    "Lamb",
     "NonFiniteGradientError",
     "OneBitAdam",
+    "OneBitLamb",
     "OneBitOptimizer",
     "OutOfStepError",
     "__version__",

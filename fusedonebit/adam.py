@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .comm import Transport
 from .deepspeed import onebit_adam_arguments
-from .hyperparameters import Options
-from .optimizer import OneBitOptimizer
+from .hyperparameters import OneBitOptions
+from .onebit import OneBitOptimizer
 from .triton_kernels import ScaleScope, adam_update, apply_momentum
 
 
@@ -89,7 +89,7 @@ class OneBitAdam(OneBitOptimizer):
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        options = Options(
+        options = OneBitOptions(
             freeze_step=freeze_step,
             lr_warmup_steps=lr_warmup_steps,
             scale_norm=scale_norm,
@@ -133,7 +133,7 @@ class OneBitAdam(OneBitOptimizer):
         return cls(params, **onebit_adam_arguments(config), process_group=process_group)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        layout, reduce = self.layout, self._reduce
+        layout = self.layout
         adam_update(
             self._list.dense,
             layout.sizes,
@@ -142,9 +142,9 @@ class OneBitAdam(OneBitOptimizer):
             self._exp_avg,
             self._exp_avg_sq,
             coef,
-            reduce.block_tensor,
-            reduce.live.bits,
-            reduce.live.row,
+            self._block_tensor,
+            self._live.bits,
+            self._live.row,
             skip,
             self._exp_avg_sq_sums,
         )
@@ -160,8 +160,8 @@ class OneBitAdam(OneBitOptimizer):
             self._exp_avg_sq,
             self.options.eps_inside_sqrt,
             coef,
-            reduce.block_tensor,
-            reduce.live.bits,
-            reduce.live.row,
+            self._block_tensor,
+            self._live.bits,
+            self._live.row,
             skip,
         )

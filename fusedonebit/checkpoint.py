@@ -11,39 +11,43 @@ equal on all ranks. In the compression stage each rank saves its own file; per p
     server_error       float32 [k]: residual of the k elements of it that this rank serves, from
     server_error_start int, in memory order
 
-Like torch's, the tensors are references to live state where they can be: copy or save them before
-the next step. Saving settles the deferred residuals, which changes no later step.
+and what else an optimizer keeps per element (``_buffers``) or as bits (``_momenta``): 1-bit LAMB
+adds the fresh variance and the last momentum. Momentum and residuals are in the unit in which they
+are compressed. Like torch's, the tensors are references to live state where they can be: copy or
+save them before the next step. Saving settles the deferred residuals, which changes no later step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from .comm import Word, agree, checksum
+from .comm import agree, checksum
 from .errors import warn
-from .hyperparameters import check_group
 
 if TYPE_CHECKING:
-    from .optimizer import OneBitOptimizer
+    from .averaging import AveragingOptimizer
+    from .onebit import OneBitOptimizer
 
 KEY = "fusedonebit"
 FORMAT = 1
-_NUMERICS = ("scale_norm", "scale_scope", "bias_correction", "eps_inside_sqrt")
-_REPLICATED = ("step", "exp_avg", "exp_avg_sq", "exp_avg_bits", "exp_avg_scale")
+_NOT_NUMERICS = ("freeze_step", "lr_warmup_steps", "dead_coordinates", "nonfinite", "block_size")
+_OF_ONE_RANK = ("worker_error", "server_error")
 
 
-def save(optimizer: OneBitOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
+def save(optimizer: AveragingOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Completes torch's own ``state_dict``."""
     optimizer._outcomes.catch_up()
     if optimizer.phase == "compression":
-        optimizer._reduce.settle()
-        bits = optimizer._reduce.gathered.bits.reshape(-1)
+        onebit = cast("OneBitOptimizer", optimizer)
+        onebit._reduce.settle()
+        momenta = {name: (bits.reshape(-1), scale) for name, (bits, scale) in onebit._momenta().items()}
         for i, index in enumerate(optimizer._list.index_of):
-            packed["state"][index] = packed["state"][index] | _compressed_state(optimizer, i, bits)
+            packed["state"][index] = packed["state"][index] | _compressed_state(onebit, i, momenta)
     for state in packed["state"].values():
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
@@ -51,22 +55,26 @@ def save(optimizer: OneBitOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def _compressed_state(optimizer: OneBitOptimizer, i: int, bits: Tensor) -> dict[str, Any]:
+def _compressed_state(optimizer: OneBitOptimizer, i: int, momenta: Mapping[str, Any]) -> dict[str, Any]:
     layout, reduce = optimizer.layout, optimizer._reduce
     offset, size = layout.offset(i), layout.sizes[i]
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
     own = optimizer._transport.rank * layout.chunk_numel
-    return {
-        "exp_avg_bits": bits[offset // 8 : offset // 8 + -(-size // 8)].clone(),
-        "exp_avg_scale": reduce.scale[first:end].clone(),
+    state: dict[str, Any] = {}
+    for name, (bits, scale) in momenta.items():
+        state[f"{name}_bits"] = bits[offset // 8 : offset // 8 + -(-size // 8)].clone()
+        state[f"{name}_scale"] = scale[first:end].clone()
+    for name, flat in optimizer._buffers().items():
+        state[name] = optimizer._list.shaped(flat, i, offset)
+    return state | {
         "worker_error": optimizer._list.shaped(reduce.worker.compensated, i, offset),
         "server_error": reduce.server.compensated[offset + start - own : offset + stop - own],
         "server_error_start": start,
     }
 
 
-def _served(optimizer: OneBitOptimizer, i: int) -> tuple[int, int]:
+def _served(optimizer: AveragingOptimizer, i: int) -> tuple[int, int]:
     """The range of parameter ``i``'s elements that this rank serves, maybe empty."""
     layout = optimizer.layout
     lo = optimizer._transport.rank * layout.chunk_numel - layout.offset(i)
@@ -75,8 +83,7 @@ def _served(optimizer: OneBitOptimizer, i: int) -> tuple[int, int]:
     return start, stop
 
 
-def _header(optimizer: OneBitOptimizer) -> dict[str, Any]:
-    reduce = optimizer._reduce
+def _header(optimizer: AveragingOptimizer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "algorithm": type(optimizer).__name__,
@@ -88,27 +95,21 @@ def _header(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "block_size": optimizer.layout.block_size,
         "strides": optimizer._list.strides(),
         "masks": _masks(optimizer),
-        "options": {name: getattr(optimizer.options, name) for name in _NUMERICS},
+        "options": {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS},
         "bytes_total": optimizer._transport.traffic.bytes_total,
-        "synchronisations": reduce.synchronisations,
-        "digest": int(reduce.served.words[0, Word.DIGEST]),
-        "variance_step": None if optimizer._variance_step is None else int(optimizer._variance_step),
-        "freeze_step": optimizer._freeze_at,
-        "dead_tensors": list(optimizer.dead_tensors),
-        "dead_coordinates": optimizer.dead_coordinates,
-        "auto": None if optimizer._auto is None else optimizer._auto.state_dict(),
         "own": optimizer._own_state(),
+        **optimizer._header(),
     }
 
 
-def _masks(optimizer: OneBitOptimizer) -> dict[int, int]:
+def _masks(optimizer: AveragingOptimizer) -> dict[int, int]:
     """Checksums of the masks by parameter."""
     params = enumerate(optimizer._list.params)
     return {i: checksum(optimizer._masks[p].contiguous()) for i, p in params if p in optimizer._masks}
 
 
 def load(
-    optimizer: OneBitOptimizer,
+    optimizer: AveragingOptimizer,
     state_dict: Mapping[str, Any],
     load_groups: Callable[[dict[str, Any]], None],
 ) -> None:
@@ -125,13 +126,15 @@ def load(
         error = caught if not isinstance(caught, KeyError) else ValueError(f"state_dict lacks the key {caught}")
     hint = "load, on every rank, the checkpoint of the same moment"
     agree(optimizer._transport, facts, optimizer.device, error, hint)
-    load_groups({"state": {}, "param_groups": list(state_dict["param_groups"])})
+    # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
+    groups = [optimizer.defaults | group for group in state_dict["param_groups"]]
+    load_groups({"state": {}, "param_groups": groups})
     optimizer._build()
     with torch.no_grad():
         _fill(optimizer, state_dict["state"], header)
 
 
-def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the header; makes one up for a checkpoint of AdamW."""
     _check_groups(optimizer, state_dict)
     header = state_dict.get(KEY)
@@ -140,7 +143,6 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping
             "phase": "warmup",
             "updates": _adamw_updates(state_dict),
             "skipped": 0,
-            "synchronisations": 0,
         }
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
@@ -159,27 +161,24 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Mapping
                     f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape "
                     f"{expected}, got {tuple(state[key].shape)}"
                 )
-    if optimizer._auto is not None and header.get("auto") is not None:
-        optimizer._auto.check(header["auto"])
+    optimizer._check_header(header)
     return header
 
 
-def _shapes(optimizer: OneBitOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
+def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
     layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
     if not compressed:
         return {"exp_avg": shape, "exp_avg_sq": shape}
+    onebit = cast("OneBitOptimizer", optimizer)
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
-    return {
-        "exp_avg_sq": shape,
-        "worker_error": shape,
-        "exp_avg_bits": (-(-layout.sizes[i] // 8),),
-        "exp_avg_scale": (end - first,),
-        "server_error": (stop - start,),
-    }
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*onebit._buffers(), "worker_error"), shape)
+    for name in onebit._momenta():
+        shapes |= {f"{name}_bits": (-(-layout.sizes[i] // 8),), f"{name}_scale": (end - first,)}
+    return shapes | {"server_error": (stop - start,)}
 
 
-def _check_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
         raise ValueError(
@@ -187,14 +186,14 @@ def _check_groups(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> 
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
     for number, group in enumerate(saved):
-        check_group(group, f"group {number} of the checkpoint")
+        optimizer._check_group(optimizer.defaults | group, f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
 
 
-def _check_compressed(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
+def _check_compressed(optimizer: AveragingOptimizer, header: Mapping[str, Any]) -> None:
     own = {
         "algorithm": type(optimizer).__name__,
         "world_size": optimizer._transport.world_size,
@@ -213,7 +212,7 @@ def _check_compressed(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> 
             hint = way_out.get(key, "construct the model and the optimizer as they were")
             raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
     for name, was in header["options"].items():
-        now = getattr(optimizer.options, name)
+        now = getattr(optimizer.options, name, None)
         if now != was:
             warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 
@@ -223,59 +222,52 @@ def _adamw_updates(state_dict: Mapping[str, Any]) -> int:
 
 
 def _facts(
-    optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
+    optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    facts = [(f"the checkpoint's {key}", str(header[key])) for key in ("phase", "updates", "synchronisations")]
+    facts = [(f"the checkpoint's {key}", str(header.get(key))) for key in ("phase", "updates", "synchronisations")]
     for index, name in zip(optimizer._list.index_of, optimizer._list.names, strict=True):
-        state = state_dict["state"].get(index, {})
-        for key in _REPLICATED:
-            if isinstance(state.get(key), Tensor):
-                facts.append((f"the checksum of {key} of {name}", str(checksum(state[key].contiguous()))))
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and key not in _OF_ONE_RANK:
+                facts.append((f"the checksum of {key} of {name}", str(checksum(value.contiguous()))))
     return facts
 
 
-def _fill(optimizer: OneBitOptimizer, states: Mapping[int, Mapping[str, Any]], header: Mapping[str, Any]) -> None:
+def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]], header: Mapping[str, Any]) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
-    optimizer._load_own_state(header.get("own", {}))
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
-    if optimizer._auto is not None and header.get("auto") is not None:
-        optimizer._auto.load_state_dict(header["auto"])
+    optimizer._resume(header)
+    optimizer._load_own_state(header.get("own", {}))
     if header["phase"] == "compression":
-        _fill_compressed(optimizer, header)
-    bits = torch.zeros(optimizer.layout.numel // 8, dtype=torch.uint8, device=optimizer.device)
-    for i, index in enumerate(optimizer._list.index_of):
-        if index in states:
-            _fill_parameter(optimizer, i, states[index], bits)
-    gathered = optimizer._reduce.gathered.bits
-    gathered.copy_(bits.view(gathered.shape))
+        _fill_compressed(cast("OneBitOptimizer", optimizer), states)
+    else:
+        for i, index in enumerate(optimizer._list.index_of):
+            if index in states:
+                _fill_flat(optimizer, i, states[index], exp_avg=optimizer._exp_avg, exp_avg_sq=optimizer._exp_avg_sq)
     optimizer._publish_state()
 
 
-def _fill_parameter(optimizer: OneBitOptimizer, i: int, state: Mapping[str, Any], bits: Tensor) -> None:
-    layout, reduce, offset = optimizer.layout, optimizer._reduce, optimizer.layout.offset(i)
-    optimizer._list.shaped(optimizer._exp_avg_sq, i, offset).copy_(state["exp_avg_sq"])
-    momentum = state["exp_avg"] if optimizer.phase == "warmup" else state["worker_error"]
-    optimizer._list.shaped(optimizer._exp_avg, i, offset).copy_(momentum)
-    if optimizer.phase == "compression":
+def _fill_flat(optimizer: AveragingOptimizer, i: int, state: Mapping[str, Any], **flat: Tensor) -> None:
+    for name, buffer in flat.items():
+        optimizer._list.shaped(buffer, i, optimizer.layout.offset(i)).copy_(state[name])
+
+
+def _fill_compressed(optimizer: OneBitOptimizer, states: Mapping[int, Mapping[str, Any]]) -> None:
+    layout, reduce, device = optimizer.layout, optimizer._reduce, optimizer.device
+    buffers = optimizer._buffers() | {"worker_error": reduce.worker.compensated}
+    momenta = optimizer._momenta()
+    line = {name: torch.zeros(layout.numel // 8, dtype=torch.uint8, device=device) for name in momenta}
+    for i, index in enumerate(optimizer._list.index_of):
+        state, offset = states[index], layout.offset(i)
+        _fill_flat(optimizer, i, state, **buffers)
         first, end = layout.first_block[i : i + 2]
-        reduce.scale[first:end] = state["exp_avg_scale"].to(optimizer.device)
-        packed = state["exp_avg_bits"].to(optimizer.device)
-        bits[offset // 8 : offset // 8 + len(packed)] = packed
+        for name, (_, scale) in momenta.items():
+            scale[first:end] = state[f"{name}_scale"].to(device)
+            packed = state[f"{name}_bits"].to(device)
+            line[name][offset // 8 : offset // 8 + len(packed)] = packed
         start, stop = _served(optimizer, i)
         own = optimizer._transport.rank * layout.chunk_numel
-        reduce.server.compensated[offset + start - own : offset + stop - own] = state["server_error"].to(
-            optimizer.device
-        )
-
-
-def _fill_compressed(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
-    reduce = optimizer._reduce
-    optimizer._phase = "compression"
-    optimizer._freeze_at = header["freeze_step"]
-    optimizer._variance_step = torch.tensor(float(header["variance_step"]), device=optimizer.device)
-    optimizer.dead_tensors = list(header["dead_tensors"])
-    optimizer.dead_coordinates = header["dead_coordinates"]
-    optimizer._set_live(excluded=optimizer.dead_tensors)
-    reduce.synchronisations = header["synchronisations"]
-    reduce.served.words[:, Word.DIGEST] = header["digest"]
+        served = reduce.server.compensated[offset + start - own : offset + stop - own]
+        served.copy_(state["server_error"])
+    for name, (bits, _) in momenta.items():
+        bits.copy_(line[name].view(bits.shape))

@@ -13,9 +13,7 @@ from .comm import checksum
 from .parameters import ParameterList
 
 if TYPE_CHECKING:
-    from .optimizer import OneBitOptimizer
-
-_GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "maximize")
+    from .averaging import AveragingOptimizer
 
 
 def check_device(device: torch.device) -> None:
@@ -44,13 +42,13 @@ def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
             )
 
 
-def facts(optimizer: OneBitOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+def facts(optimizer: AveragingOptimizer, broadcast: bool) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
     options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
     groups = [
         (f"{key} of group {i}", repr(_plain(group[key])))
         for i, group in enumerate(optimizer.param_groups)
-        for key in _GROUP_KEYS
+        for key in optimizer.defaults
     ]
     named = list(zip(plist.params, plist.names, strict=True))
     return [

@@ -11,6 +11,16 @@ _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 _UNSUPPORTED = {"amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "exp_avg_mask": None}
 """Keys accepted only at the value that DeepSpeed itself treats as off."""
 
+_LAMB_KEYS = {
+    "coeff_beta": ("beta3", 0.9),
+    "max_coeff": ("c_max", 10.0),
+    "min_coeff": ("c_min", 0.01),
+    "factor_max": ("r_max", 4.0),
+    "factor_min": ("r_min", 0.5),
+    "factor_threshold": ("r_threshold", 0.1),
+}
+"""DeepSpeed's names of what 1-bit LAMB adds: ours, and its defaults."""
+
 
 def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translates DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
@@ -21,10 +31,28 @@ def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for another optimizer, an unknown key, or a value with no counterpart.
     """
-    name = config.get("type", "OneBitAdam")
-    if name.lower() != "onebitadam":
-        raise ValueError(f'config["type"] must be "OneBitAdam", got {name!r}')
-    given = dict(config.get("params", {}) if "type" in config or "params" in config else config)
+    given = _params(config, "OneBitAdam")
+    return _common_arguments(given, "OneBitAdam") | _nothing_left(given)
+
+
+def onebit_lamb_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above."""
+    given = _params(config, "OneBitLamb")
+    arguments = _common_arguments(given, "OneBitLamb") | {"variant": "deepspeed"}
+    for key, (ours, default) in _LAMB_KEYS.items():
+        arguments[ours] = given.pop(key, default)
+    return arguments | _nothing_left(given)
+
+
+def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
+    name = config.get("type", expected)
+    if name.lower() != expected.lower():
+        raise ValueError(f'config["type"] must be "{expected}", got {name!r}')
+    return dict(config.get("params", {}) if "type" in config or "params" in config else config)
+
+
+def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Takes out of ``given`` what all of DeepSpeed's 1-bit optimizers share."""
     for key in _TRANSPORT_KEYS:
         given.pop(key, None)
     # "bias_correction" is accepted and ignored by DeepSpeed: its update has none.
@@ -32,14 +60,14 @@ def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, off in _UNSUPPORTED.items():
         value = given.pop(key, off)
         if value != off:
-            raise ValueError(f"{key} must be {off!r} to be carried over, got {value!r}; see OneBitAdam's arguments")
+            raise ValueError(f"{key} must be {off!r} to be carried over, got {value!r}; see {name}'s arguments")
     freeze_step = given.pop("freeze_step", 100_000)
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
         raise ValueError(
             f"freeze_step must be an int >= 2, got {freeze_step!r}: DeepSpeed's first step changes nothing "
             "but is counted, so that smaller ones leave no warm-up"
         )
-    arguments = {
+    return {
         "lr": given.pop("lr", 1e-3),
         "betas": given.pop("betas", (0.9, 0.999)),
         "eps": given.pop("eps", 1e-8),
@@ -50,6 +78,9 @@ def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         "bias_correction": False,
         "dead_coordinates": "keep",
     }
+
+
+def _nothing_left(given: dict[str, Any]) -> dict[str, Any]:
     if given:
         raise ValueError(f"unknown keys in the DeepSpeed config: {', '.join(sorted(given))}")
-    return arguments
+    return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -20,31 +20,40 @@ _LR = 0  # column of the uploaded rows
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a whole optimizer, equal on all ranks. See ``OneBitAdam`` for their meaning."""
+    """Settings of a whole optimizer, equal on all ranks. See ``Lamb`` for their meaning."""
 
-    freeze_step: int | Literal["auto"]
-    lr_warmup_steps: int
-    scale_norm: str
-    scale_scope: ScaleScope
     bias_correction: bool
     eps_inside_sqrt: bool
-    dead_coordinates: str
     nonfinite: str
     block_size: int | None
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
+        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        check_flag("bias_correction", self.bias_correction)
+        check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
+
+
+@dataclass(frozen=True)
+class OneBitOptions(Options):
+    """Those of an optimizer with a compression stage. See ``OneBitAdam`` for their meaning."""
+
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    scale_norm: str
+    scale_scope: ScaleScope
+    dead_coordinates: str
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
         check_count("freeze_step", self.freeze_step, alternative="auto")
         check_count("lr_warmup_steps", self.lr_warmup_steps)
         check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
-        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
-        for name in ("bias_correction", "eps_inside_sqrt"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:
@@ -65,10 +74,32 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
         raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
 
 
+def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
+    """Checks what LAMB adds to a parameter group; raises as ``check_group`` does."""
+    where = f" in {name}" if name else ""
+    for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
+        if low not in group:
+            continue
+        for key in (low, high):
+            if not _is_number(group[key]) or group[key] < 0:
+                raise ValueError(f"{key} must be a finite number >= 0, got {group[key]!r}{where}")
+        if group[low] > group[high]:
+            raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
+    for key in ("beta3", "r_threshold"):
+        if key in group and not _in_unit(group[key]):
+            raise ValueError(f"{key} must be a number in [0, 1), got {group[key]!r}{where}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_count(name: str, value: object, alternative: str | None = None) -> None:
@@ -106,17 +137,27 @@ class CoefficientTable:
         group_of: Index of each tensor's parameter group.
         device: Where the table lies.
         bias_correction: Adam's; without it both corrections are 1.
+        columns: Further columns, and the hyper-parameters of a group that go into them.
     """
 
-    def __init__(self, group_of: Sequence[int], device: torch.device, bias_correction: bool) -> None:
+    def __init__(
+        self, group_of: Sequence[int], device: torch.device, bias_correction: bool, columns: Mapping[Coef, str]
+    ) -> None:
         self.device = device
         self.bias_correction = bias_correction
+        self.columns = dict(columns)
         self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
         self._uploaded: list[tuple[float, ...]] = []
         self._rows = torch.empty(0)
         self.tag = 0
 
-    def __call__(self, groups: Sequence[dict[str, Any]], step: Tensor, variance_step: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        step: Tensor,
+        variance_step: Tensor | None = None,
+        unit: Tensor | None = None,
+    ) -> Tensor:
         """Computes the table for the update that follows ``step`` updates.
 
         Args:
@@ -124,12 +165,12 @@ class CoefficientTable:
                 corrections of a group count from ``added_at`` updates.
             step: float32 [], updates done.
             variance_step: float32 [], updates that entered the variance, or None: step + 1.
+            unit: float32 [tensors], or None: 1.
 
         Returns:
             float32 [tensors, len(Coef)].
         """
-        rows = self._upload(groups)
-        lr, beta1, beta2, eps, decay, sign, added_at = rows.unbind(1)
+        lr, beta1, beta2, eps, decay, sign, added_at, *further = self._upload(groups).unbind(1)
         one = torch.ones_like(lr)
         bias1 = bias2 = one
         if self.bias_correction:
@@ -146,10 +187,15 @@ class CoefficientTable:
             Coef.DECAY: 1 - lr * decay,
             Coef.RSQRT_BIAS2: bias2.rsqrt(),
             Coef.EPS: eps,
-            Coef.UNIT: one,
-        }
-        table = torch.stack([columns[column] for column in Coef], dim=1)
-        return table.to(torch.float32)[self._group_of]
+            Coef.LR: lr,
+            Coef.UNBIAS1: 1 / bias1,
+            Coef.WEIGHT_DECAY: decay,
+        } | dict(zip(self.columns, further, strict=True))
+        table = torch.stack([columns.get(column, one) for column in Coef], dim=1)
+        table = table.to(torch.float32)[self._group_of]
+        if unit is not None:
+            table[:, Coef.UNIT] = unit
+        return table
 
     def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
         values = [
@@ -160,6 +206,7 @@ class CoefficientTable:
                 float(group["weight_decay"]),
                 -1.0 if group["maximize"] else 1.0,
                 float(group.get("added_at", 0)),
+                *(float(group[name]) for name in self.columns.values()),
             )
             for group in groups
         ]

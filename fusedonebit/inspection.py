@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .triton_kernels import backend
 
 if TYPE_CHECKING:
-    from .optimizer import OneBitOptimizer
+    from .averaging import AveragingOptimizer
+    from .lamb import LambUpdate
+    from .onebit import OneBitOptimizer
 
 
-def stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
-    """See ``OneBitOptimizer.stats``."""
+def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
+    """See ``AveragingOptimizer.stats``."""
     optimizer._outcomes.catch_up()
-    transport, reduce, layout = optimizer._transport, optimizer._reduce, optimizer.layout
-    compensated, worker_error = reduce.worker.norms()
-    _, server_error = reduce.server.norms()
-    warmup_grad = 0 if optimizer._grad is None else optimizer._grad.nbytes
+    transport, layout = optimizer._transport, optimizer.layout
     return {
         "phase": optimizer.phase,
         "step": optimizer._outcomes.updates,
         "skipped_steps": optimizer._outcomes.skipped,
-        "freeze_step": optimizer._freeze_at,
+        "freeze_step": None,
         "backend": backend(optimizer.device),
         "transport": repr(transport),
         "world_size": transport.world_size,
@@ -30,8 +30,18 @@ def stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
         "collectives_step": transport.traffic.collectives_step,
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
-        "state_bytes": optimizer._exp_avg_sq.nbytes + reduce.state_bytes + warmup_grad,
-        "wire_bytes": reduce.wire_bytes,
+        "state_bytes": state_bytes(optimizer),
+    }
+
+
+def onebit_stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
+    """See ``OneBitOptimizer.stats``."""
+    reduce = optimizer._reduce
+    compensated, worker_error = reduce.worker.norms()
+    _, server_error = reduce.server.norms()
+    return stats(optimizer) | {
+        "freeze_step": optimizer._freeze_at,
+        "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in optimizer._scratch()),
         "compensated_norm": compensated,
         "worker_error_norm": worker_error,
         "server_error_norm": server_error,
@@ -40,12 +50,31 @@ def stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
     }
 
 
-def describe(optimizer: OneBitOptimizer, groups: str) -> str:
-    """See ``OneBitOptimizer.__repr__``; ``groups`` is torch's own text."""
-    options = optimizer.options
+def layers(optimizer: LambUpdate) -> dict[str, list[Any]]:
+    """See ``LambUpdate.stats``."""
+    average, ratio, coefficient = (row.tolist() for row in optimizer._layers)
+    return {
+        "name": list(optimizer._list.names),
+        "coefficient": coefficient,
+        "average": average,
+        "ratio": ratio,
+        "variance_norm": optimizer._sum_of_squares(optimizer._variance()).sqrt().tolist(),
+    }
+
+
+def state_bytes(optimizer: AveragingOptimizer) -> int:
+    """Bytes of all that the next step needs, tables included; each piece of memory counts once."""
+    scratch = {t.untyped_storage().data_ptr() for t in optimizer._scratch()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in optimizer._held()}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
+
+
+def describe(optimizer: AveragingOptimizer, groups: str, more: Sequence[str]) -> str:
+    """See ``AveragingOptimizer.__repr__``; ``groups`` is torch's own text, ``more`` what a subclass adds."""
     lines = [
-        f"phase: {optimizer.phase}, {optimizer._outcomes.updates} updates, freeze_step={options.freeze_step!r}",
-        f"scale: {options.scale_norm}, {options.scale_scope}; block_size: {optimizer.layout.block_size}",
+        f"phase: {optimizer.phase}, {optimizer._outcomes.updates} updates",
+        *more,
+        f"block_size: {optimizer.layout.block_size}",
         f"backend: {backend(optimizer.device)}",
         f"transport: {optimizer._transport!r}",
     ]

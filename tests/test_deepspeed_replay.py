@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from ranks import run_ranks
 
-from fusedonebit import OneBitAdam
+from fusedonebit import OneBitAdam, OneBitLamb
 
-RECORDING = Path(__file__).parent / "data" / "deepspeed_adam_flat_w2_open.npz"
+DATA = Path(__file__).parent / "data"
 
 
 def replay(rank: int, world_size: int, wrapped: bool) -> tuple[list[float], float, float]:
-    recording = np.load(RECORDING)
+    recording = np.load(DATA / "deepspeed_adam_flat_w2_open.npz")
     config = json.loads(str(recording["config"]))
     params = {key: config[key] for key in ("lr", "betas", "eps", "weight_decay", "freeze_step")}
     p = torch.nn.Parameter(torch.from_numpy(recording["init"].copy()))
@@ -38,3 +38,45 @@ def test_replays_deepspeed_within_1e_5_at_all_20_steps():
             assert max(errors) <= 1e-5
             assert momentum <= 1e-6
             assert variance <= 1e-6
+
+
+def replay_lamb(rank: int, world_size: int) -> tuple[list[float], list[float], float, float]:
+    recording = np.load(DATA / "deepspeed_lamb_w2_open.npz")
+    config, shapes = json.loads(str(recording["config"])), json.loads(str(recording["shapes"]))
+    keys = ("lr", "betas", "eps", "weight_decay", "freeze_step", "coeff_beta", "max_coeff", "min_coeff")
+    keys += ("factor_max", "factor_min", "factor_threshold")
+    splits = np.cumsum([np.prod(shape) for shape in shapes])[:-1]
+
+    def parts(flat: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(p.copy()).view(s) for p, s in zip(np.split(flat, splits), shapes, strict=True)]
+
+    params = [torch.nn.Parameter(p) for p in parts(recording["init"])]
+    optimizer = OneBitLamb.from_deepspeed(params, {"type": "OneBitLamb", "params": {k: config[k] for k in keys}})
+    errors, coefficients = [], []
+    for step in range(config["steps"]):
+        for p, g in zip(params, parts(recording["grads"][rank, step]), strict=True):
+            p.grad = g
+        optimizer.step()
+        x = torch.cat([p.detach().flatten() for p in params]).numpy()
+        errors.append(float(np.abs(x - recording["params"][step]).max()))
+        c = optimizer.stats(layers=True)["layers"]["coefficient"]
+        coefficients.append(float(np.abs(c - recording["lamb_coeffs"][step]).max()))
+    momentum = np.concatenate([optimizer.momentum(p).flatten().numpy() for p in params])
+    variance = np.concatenate([optimizer.state[p]["exp_avg_sq"].flatten().numpy() for p in params])
+    return (
+        errors,
+        coefficients,
+        float(np.abs(momentum - recording["exp_avg"]).max()),
+        float(np.abs(variance - recording["exp_avg_sq"]).max()),
+    )
+
+
+def test_replays_deepspeeds_lamb_within_1e_5_and_its_coefficients_within_1e_4():
+    for errors, coefficients, momentum, variance in run_ranks(replay_lamb, 2):
+        print(f"1-bit LAMB, largest parameter error over 20 steps: {max(errors):.2e} (limit 1e-5)")
+        print(f"1-bit LAMB, largest coefficient error over 20 steps: {max(coefficients):.2e} (limit 1e-4)")
+        assert len(errors) == len(coefficients) == 20
+        assert max(errors) <= 1e-5
+        assert max(coefficients) <= 1e-4
+        assert momentum <= 1e-6
+        assert variance <= 1e-6

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coef, Layer
-from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
+from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
 from .live import LiveTable, live_table
 from .ops import backend, using
 from .twins import SCALE_NORMS, TAIL
@@ -69,6 +69,7 @@ __all__ = [
     "adam_update",
     "apply_momentum",
     "backend",
+    "block_table",
     "choose_block_size",
     "finish",
     "flatten",

@@ -179,3 +179,9 @@ class FlatLayout:
 def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int) -> FlatLayout:
     """The cached ``FlatLayout`` of these arguments; ops rebuild theirs from plain ints with it."""
     return FlatLayout(sizes, world_size, block_size)
+
+
+@lru_cache(maxsize=16)
+def block_table(layout: FlatLayout, device: torch.device) -> Tensor:
+    """``FlatLayout.block_tensor`` as kernels read it, int32 [n_blocks] on a device; one for all who ask."""
+    return layout.block_tensor().to(device, torch.int32)

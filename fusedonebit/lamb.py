@@ -1,0 +1,163 @@
+"""LAMB (You et al., 2020), as 1-bit LAMB's equation (2) states it: a distributed optimizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import inspection
+from .averaging import AveragingOptimizer
+from .comm import Transport
+from .hyperparameters import Options, check_lamb_group
+from .triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
+
+
+class LambUpdate(AveragingOptimizer):
+    """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
+
+    _columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
+    _deepspeed = False
+
+    def _build(self) -> None:
+        super()._build()
+        layout, device = self.layout, self.device
+        self._layers = torch.zeros(len(Layer), len(layout.sizes), device=device)
+        self._layers[Layer.RATIO] = 1.0
+        # Padding behind the last tensor counts as its own: its sums are zero.
+        self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
+        self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        check_lamb_group(group, name)
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        params, layout, live = self._list.dense, self.layout, self._live
+        where = (coef, self._block_tensor, live.bits, live.row, skip)
+        moments = (self._exp_avg, self._exp_avg_sq, self.options.eps_inside_sqrt)
+        sums = self._exp_avg_sq_sums
+        lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
+        lamb_coefficient(self._norms, self._layer_start, skip, self._deepspeed, coef, self._layers)
+        lamb_move(params, layout.sizes, layout.block_size, *moments, *where)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), "layers": self._layers}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        if "layers" in state:
+            self._layers[:, : state["layers"].shape[1]] = state["layers"].to(self.device)
+
+    def _scratch(self) -> list[Tensor]:
+        return [*super()._scratch(), self._norms]
+
+    def _variance(self) -> Tensor:
+        """The variance that follows the gradients, float32 [P]."""
+        return self._exp_avg_sq
+
+    def _sum_of_squares(self, flat: Tensor) -> Tensor:
+        """By tensor, float64 [tensors], of values float32 [P]."""
+        partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        square_sums(self.layout.sizes, self.layout.block_size, flat, partials)
+        return torch.segment_reduce(partials, "sum", offsets=self._layer_start)
+
+    def stats(self, layers: bool = False) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Args:
+            layers: Also look at every layer; reads the variance once.
+
+        Returns:
+            What ``AveragingOptimizer.stats`` or ``OneBitOptimizer.stats`` returns; with ``layers``
+            also "layers", lists with one entry per tensor: name, coefficient (c of the last step),
+            average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the
+            2-norm of the variance that follows the gradients, after the freeze the fresh one). They
+            are what 1-bit LAMB's figures 1 to 3 show.
+        """
+        told = super().stats()
+        return told | {"layers": inspection.layers(self)} if layers else told
+
+
+class Lamb(LambUpdate):
+    r"""LAMB on gradients that the optimizer itself averages over the ranks, in float32.
+
+    .. math::
+        m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
+        u = \frac{m}{\sqrt v + \epsilon} + \lambda x, \\
+        c = \mathrm{clip}\Big(\frac{\|x\|}{\|u\|}, c_{min}, c_{max}\Big), \quad x \leftarrow x - \gamma c u
+
+    with one coefficient c per tensor, 1 where a norm is zero (1-bit LAMB, Li et al., 2021, eq. 2).
+    Three kernels, whatever the number of tensors, one fp32 all-reduce. Give it local gradients (no
+    DDP, or DDP under ``no_sync()``). After every step parameters are bit-identical on all ranks.
+
+    Args:
+        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
+            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize,
+            c_min, c_max, beta3. (1, 1) as c_min and c_max makes a group Adam's: no adaptation.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        weight_decay: Part of u, so of its norm.
+        c_min, c_max: Bounds of the coefficient.
+        beta3: Of the coefficients' moving average c_avg, which only ``OneBitLamb`` uses, if it
+            continues from this optimizer's checkpoint.
+        bias_correction: Adam's; equation (2) has none.
+        eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
+        maximize: Ascend instead of descend.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves, and
+            nothing enters a norm.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        process_group: Ranks to average over; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+
+    Example::
+
+        optimizer = Lamb(model.parameters(), lr=1e-2)
+        loss.backward()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        c_min: float = 0.01,
+        c_max: float = 10.0,
+        beta3: float = 0.9,
+        bias_correction: bool = False,
+        eps_inside_sqrt: bool = False,
+        maximize: bool = False,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = Options(
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            nonfinite=nonfinite,
+            block_size=block_size,
+        )
+        super().__init__(
+            params,
+            defaults | {"c_min": c_min, "c_max": c_max, "beta3": beta3},
+            options,
+            process_group=process_group,
+            mask=mask,
+            broadcast_parameters=broadcast_parameters,
+        )

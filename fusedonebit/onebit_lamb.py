@@ -1,0 +1,302 @@
+"""1-bit LAMB (Li et al., 2021) as a plain ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Transport
+from .deepspeed import onebit_lamb_arguments
+from .hyperparameters import OneBitOptions, check_choice, check_flag
+from .lamb import LambUpdate
+from .onebit import OneBitOptimizer
+from .triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale
+
+
+@dataclass(frozen=True)
+class LambOptions(OneBitOptions):
+    """Settings of a whole ``OneBitLamb``, equal on all ranks."""
+
+    layerwise: str
+    momentum_scaling: bool
+    variant: str
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        check_choice("layerwise", self.layerwise, ("adaptive", "frozen"))
+        check_flag("momentum_scaling", self.momentum_scaling)
+        check_choice("variant", self.variant, ("paper", "deepspeed"))
+
+
+class OneBitLamb(LambUpdate, OneBitOptimizer):
+    r"""LAMB whose communication shrinks to one bit per parameter once its variance is frozen.
+
+    Warm-up: ``Lamb``, which also keeps a moving average :math:`c_{avg}` of each layer's coefficient.
+    After ``freeze_step`` updates :math:`c_{avg}` and the variance, now :math:`v_{T_w}`, are frozen.
+    From then on the momentum travels as in ``OneBitAdam``, each layer's scaled to the same size, and
+    (1-bit LAMB, Algorithm 1, lines 15 to 21)
+
+    .. math::
+        g = \frac{m_t - \beta_1 m_{t-1}}{1 - \beta_1}, \quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g^2, \quad
+        r_t = \Big\| \frac{v_{T_w}}{v_t} \Big\|_\infty \text{, clipped to } (1 \pm r_{threshold}) r_{t-1}
+        \text{ and } [r_{min}, r_{max}], \\
+        x \leftarrow x - \gamma \, r_t \, c_{avg} \Big( \frac{m_t}{\sqrt{v_{T_w}} + \epsilon} + \lambda x \Big)
+
+    so that the layers' learning rates go on adapting although only bits are known. Seven kernels and
+    two collectives a step, whatever the number of tensors.
+
+    Args:
+        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
+            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize, c_min,
+            c_max, beta3, r_min, r_max, r_threshold.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        weight_decay: Part of u, in the compression stage too.
+        freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
+            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint of ``Lamb`` or ``OneBitLamb``.
+        c_min, c_max: Bounds of the coefficient in the warm-up.
+        beta3: Of the coefficient's moving average.
+        r_min, r_max: Bounds of the ratio.
+        r_threshold: By which share it may change in one step.
+        layerwise: ``"adaptive"``: as above. ``"frozen"``: c = c_avg (section 3.4, "LAMB + basic
+            1-bit"), five kernels, and a third less state.
+        momentum_scaling: Scale each layer's momentum to the same size before it is compressed
+            (section 4.3).
+        variant: ``"deepspeed"``: a ratio of roots, blended with the share of the weight decay and
+            clipped the other way round, and coefficients of 1 left out of the average.
+        lr_warmup_steps: With ``"auto"``: updates before v is looked at.
+        scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
+        eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
+        maximize: Ascend instead of descend.
+        dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their
+            tensor's other v; tensors without any take no further part. ``"keep"``: 0.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        process_group: Ranks to average over; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+
+    Example::
+
+        optimizer = OneBitLamb(model.parameters(), lr=1e-2, freeze_step=1000)
+        loss.backward()
+        optimizer.step()
+    """
+
+    options: LambOptions
+    _columns: ClassVar = LambUpdate._columns | {
+        Coef.R_MIN: "r_min",
+        Coef.R_MAX: "r_max",
+        Coef.R_THRESHOLD: "r_threshold",
+    }
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        freeze_step: int | Literal["auto"],
+        c_min: float = 0.01,
+        c_max: float = 10.0,
+        beta3: float = 0.9,
+        r_min: float = 0.5,
+        r_max: float = 4.0,
+        r_threshold: float = 0.1,
+        layerwise: Literal["adaptive", "frozen"] = "adaptive",
+        momentum_scaling: bool = True,
+        variant: Literal["paper", "deepspeed"] = "paper",
+        lr_warmup_steps: int = 0,
+        scale_norm: Literal["l1", "l2", "contractive"] = "l2",
+        scale_scope: ScaleScope = "global",
+        bias_correction: bool = False,
+        eps_inside_sqrt: bool = False,
+        maximize: bool = False,
+        dead_coordinates: Literal["mean", "keep"] = "mean",
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults |= {"c_min": c_min, "c_max": c_max, "beta3": beta3}
+        defaults |= {"r_min": r_min, "r_max": r_max, "r_threshold": r_threshold}
+        options = LambOptions(
+            freeze_step=freeze_step,
+            layerwise=layerwise,
+            momentum_scaling=momentum_scaling,
+            variant=variant,
+            lr_warmup_steps=lr_warmup_steps,
+            scale_norm=scale_norm,
+            scale_scope=scale_scope,
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            dead_coordinates=dead_coordinates,
+            nonfinite=nonfinite,
+            block_size=block_size,
+        )
+        super().__init__(
+            params,
+            defaults,
+            options,
+            process_group=process_group,
+            mask=mask,
+            broadcast_parameters=broadcast_parameters,
+        )
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        config: Mapping[str, Any],
+        process_group: dist.ProcessGroup | Transport | None = None,
+    ) -> OneBitLamb:
+        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
+
+        Those are: ``variant="deepspeed"``, l2 scales, no bias correction, coordinates with v == 0
+        left as they are, and F - 1 uncompressed updates for ``freeze_step`` F: DeepSpeed's first
+        ``step()`` only sets up its buffers and drops the gradient, but is counted. Ours drops none.
+
+        Args:
+            params: As for the constructor; per-group settings override the config's.
+            config: The optimizer block, ``{"type": "OneBitLamb", "params": {...}}``, or its params.
+            process_group: As for the constructor.
+
+        Raises:
+            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+        """
+        return cls(params, **onebit_lamb_arguments(config), process_group=process_group)
+
+    def _build(self) -> None:
+        super()._build()
+        layout, device = self.layout, self.device
+        self._adaptive = self.options.layerwise == "adaptive"
+        self._deepspeed = self.options.variant == "deepspeed"
+        self._fresh = torch.empty(0, device=device)
+        if self._adaptive:
+            self._started = torch.zeros(1, dtype=torch.int32, device=device)
+            self._last_bits = torch.zeros_like(self._reduce.gathered.bits, memory_format=torch.contiguous_format)
+            self._last_scale = torch.zeros(layout.n_blocks, device=device)
+            self._largest = torch.zeros(layout.n_blocks, device=device)
+
+    def _before_compression(self) -> None:
+        if not self._layers[Layer.AVERAGE].any():
+            raise RuntimeError(
+                "the freeze needs coefficients of LAMB updates, but none was made: set freeze_step >= 1, "
+                "or load a checkpoint of Lamb or OneBitLamb"
+            )
+        self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
+        if self.options.momentum_scaling:
+            self._unit = self._momentum_scales()
+        self._drop_norms()
+        if self._adaptive:
+            # The gradients' buffer becomes the fresh variance. That is the frozen one until the next
+            # step, whose m_{t-1} is in full precision for the last time: keep it there.
+            self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
+            self._fresh.copy_(self._exp_avg)
+
+    def _drop_norms(self) -> None:
+        if not self._deepspeed:
+            self._norms = self._norms[:, :0].clone()
+
+    def _full_size(self) -> Tensor:
+        return torch.zeros(self.layout.numel, device=self.device)
+
+    def _momentum_scales(self) -> Tensor:
+        """What makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).
+
+        A layer without momentum takes no part in the mean, and keeps 1.
+        """
+        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start)
+        size = (self._sum_of_squares(self._exp_avg) / live.clamp(min=1.0)).sqrt()
+        moving = size > 0
+        mean = size.sum() / moving.sum().clamp(min=1)
+        return torch.where(moving, mean / size, 1.0).float()
+
+    def _apply(self, coef: Tensor, skip: Tensor) -> None:
+        params, layout, live, reduce = self._list.dense, self.layout, self._live, self._reduce
+        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.gathered.bits, reduce.scale
+        tables = (coef, self._block_tensor, live.bits, live.row, skip)
+        if self._adaptive:
+            norms = self._norms if self._deepspeed else None
+            lamb_ratio(
+                params,
+                layout.sizes,
+                layout.block_size,
+                bits,
+                scale,
+                self._last_bits,
+                self._last_scale,
+                self._exp_avg_sq,
+                self._fresh,
+                self._started,
+                eps_inside_sqrt,
+                self._deepspeed,
+                *tables,
+                self._largest,
+                norms,
+            )
+            lamb_rescale(
+                self._largest, norms, self._layer_start, skip, self._deepspeed, self._started, coef, self._layers
+            )
+        else:
+            average = self._layers[Layer.AVERAGE]
+            coef[:, Coef.STEP_SIZE] *= average
+            coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
+        apply_momentum(params, layout.sizes, layout.block_size, bits, scale, self._exp_avg_sq, eps_inside_sqrt, *tables)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return super()._buffers() | ({"exp_avg_sq_fresh": self._fresh} if self._adaptive else {})
+
+    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
+        last = {"exp_avg_last": (self._last_bits, self._last_scale)} if self._adaptive else {}
+        return super()._momenta() | last
+
+    def _own_state(self) -> dict[str, Any]:
+        # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
+        started = {"started": self._started} if self._adaptive else {}
+        return {**super()._own_state(), "unit": self._unit, **started}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        if state.get("unit") is not None:
+            self._unit = state["unit"].to(self.device)
+        if self._adaptive and "started" in state:
+            self._started.copy_(state["started"])
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        super()._resume(header)
+        if self._phase == "compression":
+            self._drop_norms()
+            if self._adaptive:
+                self._fresh = self._full_size()
+
+    # ---------------------------------------------------------------- what users look at
+
+    def _variance(self) -> Tensor:
+        following = self._adaptive and self._phase == "compression" and bool(self._started)
+        return self._fresh if following else self._exp_avg_sq
+
+    def _scratch(self) -> list[Tensor]:
+        return [*super()._scratch(), *([self._largest] if self._adaptive else [])]
+
+    def _described(self) -> list[str]:
+        return [*super()._described(), f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]
