@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import kernels, update_kernels
+from fusedonebit.triton_kernels import kernels, lamb_kernels, update_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -39,19 +40,21 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _POINTERS = {
-    "*i64": "pointers block_start segment_start",
+    "*i64": "pointers block_start segment_start layer_start",
     "*fp32": (
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x"
+        "server_scale grad exp_avg x fresh last_scale largest layers"
     ),
-    "*fp64": "partials count exp_avg_sq_sums",
-    "*u8": "exp_avg_bits live tails bits arrived_bits",
-    "*i32": "block_tensor segment slot live_row tail_row skip message_flags",
+    "*fp64": "partials count exp_avg_sq_sums norms",
+    "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
+    "*i32": "block_tensor segment slot live_row tail_row skip started message_flags",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 TYPES |= {"factor": "fp32", "per_worker": "fp32"}
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
+RATIO = ADAM | {"DEEPSPEED": False, "BLEND": False}
+LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,12 @@ CASES = {
     "apply_momentum, bf16": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "DTYPE": 1}),
     "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
     "finish": Case("finish", {"NORM": 1, "LANES": 8192}, num_warps=32),
+    "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
+    "lamb_coefficient": Case("lamb_coefficient", LAYERS),
+    "lamb_move": Case("lamb_move", ADAM),
+    "lamb_ratio": Case("lamb_ratio", RATIO),
+    "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
+    "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
 }
 VARIANTS = {
     "finish, layers": Case("finish", {"NORM": 2, "LANES": 2048}, num_warps=8),
@@ -90,9 +99,23 @@ VARIANTS = {
     "apply_momentum, preconditioned": Case("apply_momentum", ADAM | {"PRECONDITIONED": True}),
     "apply_momentum, eps inside": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "EPS_INSIDE": True}),
     "adam_update, sums": Case("adam_update", FP32 | {"SUMS": True}),
+    "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
+    "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),
+    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
+    "lamb_move, mixed": Case("lamb_move", ADAM | {"DTYPE": 3, "EPS_INSIDE": True}),
+    "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
+    "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-STEP = ("momentum_compress", "finish", "apply_momentum")
+PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
+"""Kernels that scan what blocks left, one block to a lane."""
+ADAM_STEP = ("momentum_compress", "finish", "apply_momentum")
+STEPS = {
+    "1-bit Adam": (ADAM_STEP, 24.9),
+    "1-bit LAMB": ((*ADAM_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen": (ADAM_STEP, 24.9),
+}
+"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W."""
 
 
 @dataclass
@@ -111,7 +134,7 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands."""
-    function = getattr(update_kernels if case.kernel.startswith("adam") else kernels, case.kernel)
+    function = next(getattr(m, case.kernel) for m in (kernels, update_kernels, lamb_kernels) if hasattr(m, case.kernel))
     names = function.arg_names
     types = {n: "constexpr" if n in case.constants else TYPES.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
@@ -125,7 +148,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     """Compiles and counts."""
     compiled = compile_case(case, target)
     ttir = compiled.asm["ttir"]
-    count = _bytes_per_scanned_block if case.kernel == "finish" else _bytes_per_block
+    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else _bytes_per_block
     counted = count(ttir, case.loops) / BLOCK
     if target.backend == "hip":
         return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
@@ -184,7 +207,7 @@ def _compare(predicate: str, left: int, right: int) -> int:
 
 
 def _bytes_per_scanned_block(ttir: str, loops: int) -> float:
-    """What ``finish`` moves per block: it scans the partial sums, one block to a (masked) lane."""
+    """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane."""
     moved = re.findall(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", ttir)
     return sum(int(bits) / 8 for bits in moved)
 
@@ -244,10 +267,10 @@ def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
     return Audit(directive("vgpr_count"), spills, text.count("s_barrier"), *widths, counted, narrow, scalar)
 
 
-def step_bytes(audits: dict[str, Audit], world_size: int) -> float:
+def step_bytes(audits: dict[str, Audit], kernels_of_step: tuple[str, ...], world_size: int) -> float:
     """Bytes per parameter of a whole compression-stage step of one rank."""
     served = audits[f"server_reduce, W={world_size}"].bytes_per_element + audits["finish"].bytes_per_element
-    return sum(audits[name].bytes_per_element for name in STEP) + served / world_size
+    return sum(audits[name].bytes_per_element for name in kernels_of_step) + served / world_size
 
 
 def worse(name: str, now: Audit, limit: dict[str, float], same_compiler: bool) -> list[str]:
@@ -282,13 +305,17 @@ def run() -> dict[str, dict[str, Audit]]:
         spilled = [name for name, case in VARIANTS.items() if audit(case, target).spill_bytes]
         assert not spilled, f"{target_name}: spills in {', '.join(spilled)}"
         print(f"{len(VARIANTS)} variants compiled for {target_name}, no spills")
-    for world_size in (2, 8, 64):
-        counted = step_bytes(results["sm_90"], world_size)
-        bound = 24.9 + 8.2 / world_size
-        print(
-            f"whole compression-stage step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})"
-        )
+    for name, world_size, counted, bound in whole_steps(results):
+        print(f"{name}, whole step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})")
     return results
+
+
+def whole_steps(results: dict[str, dict[str, Audit]]) -> Iterator[tuple[str, int, float, float]]:
+    """Optimizer, world size, bytes per parameter of a compression-stage step on sm_90, and their limit."""
+    for name, (kernels_of_step, limit) in STEPS.items():
+        for world_size in (2, 8, 64):
+            counted = step_bytes(results["sm_90"], kernels_of_step, world_size)
+            yield name, world_size, counted, limit + 8.2 / world_size
 
 
 def main() -> int:
@@ -312,11 +339,7 @@ def main() -> int:
         for n, a in audits.items()
         for text in worse(f"{n} on {t}", a, limits[t][n], same)
     ]
-    found += [
-        f"whole step, W={w}: {step_bytes(results['sm_90'], w):.3f} bytes per parameter"
-        for w in (2, 8, 64)
-        if step_bytes(results["sm_90"], w) > 24.9 + 8.2 / w
-    ]
+    found += [f"{name}, W={w}: {now:.3f} bytes" for name, w, now, limit in whole_steps(results) if now > limit]
     print("\n".join(found) or "nothing got worse")
     return 1 if found else 0
 

@@ -23,7 +23,7 @@ from fusedonebit.comm import Traffic
 from fusedonebit.triton_kernels import backend
 from torch import Tensor
 
-from fusedonebit import OneBitAdam
+from fusedonebit import Lamb, OneBitAdam, OneBitLamb
 
 from .device_timing import Call, copy_of, host_time, time_by_turns
 from .shapes import bert_large, sizes
@@ -46,6 +46,11 @@ KERNELS = [
     ("apply_momentum", "apply_momentum", torch.float32, "apply_momentum"),
     ("apply_momentum, bf16", "apply_momentum", torch.bfloat16, "apply_momentum, bf16"),
     ("adam_update", "adam_update", torch.float32, "adam_update"),
+    ("lamb_update", "lamb_update", torch.float32, "lamb_update"),
+    ("lamb_coefficient", "lamb_coefficient", torch.float32, "lamb_coefficient"),
+    ("lamb_move", "lamb_move", torch.float32, "lamb_move"),
+    ("lamb_ratio", "lamb_ratio", torch.float32, "lamb_ratio"),
+    ("lamb_rescale", "lamb_rescale", torch.float32, "lamb_rescale"),
 ]
 
 
@@ -126,19 +131,23 @@ def _optimizer_peers(shapes: list[tuple[int, ...]], device: torch.device) -> dic
         return made
 
     adamw = torch.optim.AdamW(params(), lr=1e-5, fused=True)
-    alone = OneBitAdam(params(), lr=1e-5, freeze_step=1)
-    share = OneBitAdam(params(), lr=1e-5, freeze_step=1, process_group=Loopback(WORLD_SIZE))
-    for optimizer in (alone, share):
-        optimizer.step()
-        optimizer.step()
-        stats = optimizer.stats()
-        assert (stats["phase"], stats["skipped_steps"]) == ("compression", 0)
-    return {
-        "AdamW(fused=True).step()": adamw.step,
-        "OneBitAdam.step(), W=1": alone.step,
-        f"OneBitAdam.step(), one rank of W={WORLD_SIZE}, messages copied on the device": share.step,
-        f"kernels of one rank of W={WORLD_SIZE}": Workload(sizes(shapes), device, WORLD_SIZE).step(),
-    }
+    peers: dict[str, Call] = {"AdamW(fused=True).step()": adamw.step}
+    for kind in (OneBitAdam, OneBitLamb):
+        alone = kind(params(), lr=1e-5, freeze_step=1)
+        share = kind(params(), lr=1e-5, freeze_step=1, process_group=Loopback(WORLD_SIZE))
+        for optimizer in (alone, share):
+            optimizer.step()
+            optimizer.step()
+            stats = optimizer.stats()
+            assert (stats["phase"], stats["skipped_steps"]) == ("compression", 0)
+        name = kind.__name__
+        peers[f"{name}.step(), W=1"] = alone.step
+        peers[f"{name}.step(), one rank of W={WORLD_SIZE}, messages copied on the device"] = share.step
+        work = Workload(sizes(shapes), device, WORLD_SIZE)
+        peers[f"kernels of one rank of W={WORLD_SIZE}, {name}"] = work.step(lamb=kind is OneBitLamb)
+    lamb = Lamb(params(), lr=1e-5)
+    lamb.step()
+    return peers | {"Lamb.step(), W=1": lamb.step}
 
 
 def step_rows(shapes: list[tuple[int, ...]], device: torch.device, rounds: int) -> list[dict[str, Any]]:

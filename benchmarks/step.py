@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedonebit import OneBitAdam
+from fusedonebit import Lamb, OneBitAdam, OneBitLamb
 
 from .timing import alternate
 
@@ -21,12 +21,22 @@ def run(numel: int = 1 << 23, tensors: int = 64) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     adamw = torch.optim.AdamW(_parameters(numel, tensors), fused=True)
-    onebit = OneBitAdam(_parameters(numel, tensors), freeze_step=1)
-    onebit.step()
-    medians = alternate({"AdamW(fused=True)": adamw.step, "OneBitAdam, compression": onebit.step})
+    lamb = Lamb(_parameters(numel, tensors))
+    adam_bits = OneBitAdam(_parameters(numel, tensors), freeze_step=1)
+    lamb_bits = OneBitLamb(_parameters(numel, tensors), freeze_step=1)
+    for optimizer in (adam_bits, lamb_bits):
+        optimizer.step()
+    medians = alternate(
+        {
+            "AdamW(fused=True)": adamw.step,
+            "OneBitAdam, compression": adam_bits.step,
+            "Lamb": lamb.step,
+            "OneBitLamb, compression": lamb_bits.step,
+        }
+    )
     torch.set_num_threads(threads)
     print(f"Optimizer step, {numel:,} fp32 parameters in {tensors} tensors, world size 1, one thread")
     base = medians["AdamW(fused=True)"]
     for name, seconds in medians.items():
         print(f"{name:26} {seconds * 1e3:8.2f} ms  {seconds / base:6.2f} x")
-    print(f"backend: {onebit.stats()['backend']}")
+    print(f"backend: {lamb_bits.stats()['backend']}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, live_table
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
@@ -20,6 +20,11 @@ CALLS = (
     "server_reduce",
     "apply_momentum",
     "adam_update",
+    "lamb_update",
+    "lamb_coefficient",
+    "lamb_move",
+    "lamb_ratio",
+    "lamb_rescale",
 )
 
 
@@ -52,6 +57,15 @@ class Workload:
             Coef.RSQRT_BIAS2: 1.0,
             Coef.EPS: 1e-8,
             Coef.UNIT: 1.0,
+            Coef.LR: 1e-6,
+            Coef.UNBIAS1: 1.0,
+            Coef.WEIGHT_DECAY: 0.01,
+            Coef.C_MIN: 0.01,
+            Coef.C_MAX: 10.0,
+            Coef.BETA3: 0.9,
+            Coef.R_MIN: 0.5,
+            Coef.R_MAX: 4.0,
+            Coef.R_THRESHOLD: 0.1,
         }.items():
             self.coef[:, column] = value
 
@@ -75,6 +89,26 @@ class Workload:
     @cached_property
     def partials(self) -> Tensor:
         return torch.ones(3, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def layer_start(self) -> Tensor:
+        return torch.tensor([*self.layout.first_block[:-1], self.layout.n_blocks], device=self.device)
+
+    @cached_property
+    def layers(self) -> Tensor:
+        return torch.ones(len(Layer), len(self.layout.sizes), device=self.device)
+
+    @cached_property
+    def norms(self) -> Tensor:
+        return torch.ones(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def largest(self) -> Tensor:
+        return torch.ones(self.layout.n_blocks, device=self.device)
+
+    @cached_property
+    def started(self) -> Tensor:
+        return torch.ones(1, dtype=torch.int32, device=self.device)
 
     def call(self, name: str) -> partial[None]:
         """A repeatable call of one op; its arguments are made now."""
@@ -145,16 +179,57 @@ class Workload:
 
     def adam_update(self) -> partial[None]:
         layout = self.layout
-        m, v = torch.zeros(layout.numel, device=self.device), torch.rand(layout.numel, device=self.device) + 0.5
         arguments = (
             *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
-            *(m, v, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None),
+            *(*self._moments(), self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None),
         )
         return partial(ops.adam_update, *arguments)
 
-    def step(self) -> Callable[[], None]:
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(self.layout.numel, device=self.device), torch.rand(
+            self.layout.numel, device=self.device
+        ) + 0.5
+
+    def lamb_update(self) -> partial[None]:
+        layout = self.layout
+        arguments = (
+            *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
+            *(*self._moments(), False, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            *(self.skip, None, self.norms),
+        )
+        return partial(ops.lamb_update, *arguments)
+
+    def lamb_coefficient(self) -> partial[None]:
+        return partial(
+            ops.lamb_coefficient, self.norms, self.layer_start, self.skip, False, self.coef.clone(), self.layers
+        )
+
+    def lamb_move(self) -> partial[None]:
+        layout = self.layout
+        arguments = (
+            *(self.params, layout.sizes, layout.block_size, *self._moments(), False, self.coef, self.block_tensor),
+            *(self.table.bits, self.table.row, self.skip),
+        )
+        return partial(ops.lamb_move, *arguments)
+
+    def lamb_ratio(self) -> partial[None]:
+        layout, blocks = self.layout, self.layout.n_blocks
+        frozen, fresh = (torch.rand(layout.numel, device=self.device) + 0.5 for _ in range(2))
+        arguments = (
+            *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size), self._scale(0.1, blocks)),
+            *(self._bytes(self.world_size), self._scale(0.1, blocks), frozen, fresh, self.started, False, False),
+            *(self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, self.largest, None),
+        )
+        return partial(ops.lamb_ratio, *arguments)
+
+    def lamb_rescale(self) -> partial[None]:
+        arguments = (self.largest, None, self.layer_start, self.skip, False, self.started, self.coef.clone())
+        return partial(ops.lamb_rescale, *arguments, self.layers)
+
+    def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""
-        names = ("momentum_compress", "finish", "server_reduce", "finish_server", "apply_momentum")
+        names = ["momentum_compress", "finish", "server_reduce", "finish_server"]
+        names += ["lamb_ratio", "lamb_rescale", "apply_momentum"] if lamb else ["apply_momentum"]
         calls = [self.call(name) for name in names]
 
         def run() -> None:

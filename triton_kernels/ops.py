@@ -81,8 +81,6 @@ SCHEMAS: dict[str, str] = {
 KERNELS = frozenset(SCHEMAS) - {"freeze", "live_variance", "square_sums", "settle"}
 """Ops with a Triton kernel; the others run once, or when somebody asks."""
 
-_TWINS = (twins, update_twins, lamb_twins)
-
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 _forced: Backend | None = None
 
@@ -127,14 +125,19 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def twin(name: str) -> Callable[..., None]:
+    """The plain-torch twin of an op: what it computes, and its documentation."""
+    return _find(name, twins, update_twins, lamb_twins)
+
+
 def _implementation(name: str, device_type: str) -> Callable[..., None]:
-    twin = _find(name, *_TWINS)
+    plain = twin(name)
     if name not in KERNELS:
-        return twin
+        return plain
 
     def run(*arguments: Any) -> None:
         if _chosen(device_type) == "plain":
-            twin(*arguments)
+            plain(*arguments)
         else:
             # Imported late: importing triton takes time that CPU users need not spend.
             from . import lamb_launch, launch, update_launch

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import tiles, twins, using
+from fusedonebit.triton_kernels import tiles, using
+from fusedonebit.triton_kernels.ops import twin
 
 from benchmarks.device_timing import Call, copy_of, time_by_turns
 from benchmarks.workload import CALLS, Workload
@@ -54,7 +55,7 @@ def synchronised(call: Call) -> Call:
 def compiled(op: str, arguments: tuple) -> Call:
     """The twin under torch.compile; skips where no compiler can make it."""
     torch.compiler.reset()
-    call = partial(torch.compile(getattr(twins, op)), *arguments)
+    call = partial(torch.compile(twin(op)), *arguments)
     try:
         call()
     except Exception as error:
