@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fusedonebit.comm import Traffic
 from fusedonebit.triton_kernels import backend
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLamb
 
 from .device_timing import Call, copy_of, host_time, time_by_turns
+from .loopback import Loopback
 from .shapes import bert_large, sizes
 from .workload import Workload
 
@@ -52,31 +52,6 @@ KERNELS = [
     ("lamb_ratio", "lamb_ratio", torch.float32, "lamb_ratio"),
     ("lamb_rescale", "lamb_rescale", torch.float32, "lamb_rescale"),
 ]
-
-
-class Loopback:
-    """A transport of rank 0 of W whose messages all come from itself, copied on the device."""
-
-    def __init__(self, world_size: int) -> None:
-        self.rank, self.world_size, self.traffic = 0, world_size, Traffic()
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        received.copy_(sent)
-
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        gathered.copy_(sent.expand_as(gathered))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        tensor *= self.world_size
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-
-    def __repr__(self) -> str:
-        return f"loopback (rank 0 of {self.world_size})"
 
 
 def about(device: torch.device) -> dict[str, Any]:
