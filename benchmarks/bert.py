@@ -59,9 +59,10 @@ def run(shapes: list[tuple[int, ...]] | None = None, rounds: int = 3) -> None:
     )
     print(f"{'ms':>9} {'x AdamW(fused)':>14}")
     for name, make in KINDS.items():
+        print(f"{name:20}", end=" ", flush=True)
         row = _measure(make, params, device, rounds)
         sent = f"{row['bytes_step']:13,} {row['bytes_step'] / (8 * n * (WORLD_SIZE - 1) / WORLD_SIZE):8.5f}"
-        print(f"{name:20} {row['kernels']:7} {row['collectives_step']:11} {sent}", end=" ")
+        print(f"{row['kernels']:7} {row['collectives_step']:11} {sent}", end=" ")
         print(f"{row['state_bytes'] / n:7.3f} B {row['ms']:9.2f} {row['ratio']:14.2f}", flush=True)
     torch.set_num_threads(threads)
     print("bytes of fp32: against a ring all-reduce; state: bytes per parameter, after the freeze")

@@ -26,16 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, [], False) else action.help
+
+
 def _add_train(commands: argparse._SubParsersAction) -> None:
     train = commands.add_parser(
         "train",
         help="train a byte-level transformer",
-        description="Train a byte-level transformer language model with 1-bit Adam or AdamW on several processes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a byte-level transformer language model on several processes, with the optimizer of choice.",
+        formatter_class=_Defaults,
     )
     add = train.add_argument
     add("--text", nargs="+", default=[], metavar="FILE", help="text to learn (default: Python's documentation topics)")
-    add("--optimizer", default="onebit-adam", metavar="NAME", help="adamw or onebit-adam")
+    add(
+        "--optimizer",
+        default="onebit-adam",
+        metavar="NAME",
+        help="adamw, onebit-adam, lamb, onebit-lamb or onebit-lamb-frozen",
+    )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
     add("--steps", type=_whole("--steps", 1), default=500, help="updates")
@@ -43,9 +55,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--model", default="small", help="tiny, small, medium or large")
     add("--batch-size", type=_whole("--batch-size", 1), default=16, help="sequences per process")
     add("--seq-len", type=_whole("--seq-len", 1), default=64, help="bytes per sequence")
-    add("--lr", type=_rate, default=3e-3, help="peak learning rate; rises over 5%% of the steps, then falls")
+    add(
+        "--lr",
+        type=_rate,
+        default=None,
+        help="peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, for LAMB 2e-2)",
+    )
     add("--seed", type=_whole("--seed", 0), default=0, help="of the initial values and the batches")
-    add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, loss.png and checkpoints")
+    add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, pictures and checkpoints")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--eval-every", type=_whole("--eval-every", 1), default=50, help="steps between held-out losses")
     add("--save-every", type=_whole("--save-every", 1), default=100, help="steps between checkpoints")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ class Display:
         self._live = enabled and self._console.is_terminal
         self._every = max(1, job.steps // 20)
         self._bars = Progress(
-            TextColumn("{task.description:12}"),
+            TextColumn("{task.description:18}"),
             BarColumn(bar_width=20),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[text]}"),
@@ -59,13 +59,14 @@ class Display:
         self._bars.update(self._task, completed=record["step"], text=text)
         step = record["step"]
         if self._enabled and not self._live and (step % self._every == 0 or step == self._job.steps):
-            self._console.print(f"{record['optimizer']:12} step {step:>6}/{self._job.steps}  {text}", soft_wrap=True)
+            self._console.print(f"{record['optimizer']:18} step {step:>6}/{self._job.steps}  {text}", soft_wrap=True)
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row for each optimizer: the last step's losses and bytes, and the ratio to fp32.
 
-    ``against_adamw`` is the held-out loss relative to AdamW's, None where AdamW was not run.
+    ``against_first`` is the held-out loss relative to that of the first optimizer, None if that is
+    the only one.
 
     ``ratio`` is how many times fewer bytes were sent in all than if every step had sent what the
     uncompressed ones sent; None at world size 1.
@@ -92,19 +93,19 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "tokens_per_s": last["tokens_per_s"],
             }
         )
-    baseline = next((row["held_out_loss"] for row in rows if row["optimizer"] == "adamw"), None)
+    baseline = rows[0]["held_out_loss"] if len(rows) > 1 else None
     for row in rows:
         known = baseline is not None and row["held_out_loss"] is not None
-        row["against_adamw"] = row["held_out_loss"] / baseline - 1 if known else None
+        row["against_first"] = row["held_out_loss"] / baseline - 1 if known else None
     return rows
 
 
-def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the summary."""
     table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
     for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right")
-    for column in ("against adamw", "bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
+    for column in (f"against {rows[0]['optimizer']}", "bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -113,7 +114,7 @@ def print_table(rows: Iterable[Mapping[str, Any]]) -> None:
             "-" if row["freeze_step"] is None else str(row["freeze_step"]),
             f"{row['train_loss']:.4f}",
             "-" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}",
-            "-" if row["against_adamw"] is None else f"{row['against_adamw']:+.1%}",
+            "-" if row["against_first"] is None else f"{row['against_first']:+.1%}",
             _bytes(row["bytes_step"]),
             _bytes(row["bytes_total"]),
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .display import print_table, summarise
-from .plot import plot_loss
+from .plot import plot_layers, plot_loss
 from .run import Job, read_metrics, train_all
 
 INTERRUPTED = 130  # as a shell reports SIGINT
@@ -41,14 +41,17 @@ def run(job: Job, nproc: int) -> int:
 
 
 def report(job: Job) -> None:
-    """Prints the table and draws ``loss.png`` from what was measured."""
+    """Prints the table and draws the pictures of what was measured."""
     records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
     if not records:
         return
     print_table(summarise(records))
-    picture = Path(job.out) / "loss.png"
-    plot_loss(records, picture)
-    print(f"wrote {job.metrics} and {picture}")
+    pictures = [Path(job.out) / "loss.png"]
+    plot_loss(records, pictures[0])
+    if any("layers" in r for r in records):
+        pictures.append(Path(job.out) / "layers.png")
+        plot_layers(records, pictures[1])
+    print(f"wrote {job.metrics}, {' and '.join(map(str, pictures))}")
 
 
 def _in_this_process(job: Job) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import OneBitAdam
+from .. import Lamb, OneBitAdam, OneBitLamb
 from ..comm import make_transport
+
+Parameters = Iterable[tuple[str, Tensor]]
 
 BETAS = (0.9, 0.99)
 EPS = 1e-8
+LAMB_EPS = 1e-6
 WEIGHT_DECAY = 0.01
 
 
@@ -29,10 +33,9 @@ class Settings:
 class AveragedAdamW(torch.optim.AdamW):
     """The baseline: torch's fused AdamW after one fp32 all-reduce of all gradients."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
-        params = list(params)
+    def __init__(self, params: Parameters, lr: float) -> None:
         super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
-        self._transport = make_transport(None, params[0].device)
+        self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
 
     @torch.no_grad()
@@ -62,11 +65,11 @@ class AveragedAdamW(torch.optim.AdamW):
         }
 
 
-def _adamw(params: Iterable[Tensor], settings: Settings) -> torch.optim.Optimizer:
+def _adamw(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
     return AveragedAdamW(params, settings.lr)
 
 
-def _onebit_adam(params: Iterable[Tensor], settings: Settings) -> torch.optim.Optimizer:
+def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
     return OneBitAdam(
         params,
         settings.lr,
@@ -78,8 +81,37 @@ def _onebit_adam(params: Iterable[Tensor], settings: Settings) -> torch.optim.Op
     )
 
 
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], Settings], Any]] = {
-    "adamw": _adamw,
-    "onebit-adam": _onebit_adam,
+def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return Lamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY)
+
+
+def _onebit_lamb(
+    params: Parameters, settings: Settings, layerwise: Literal["adaptive", "frozen"] = "adaptive"
+) -> torch.optim.Optimizer:
+    return OneBitLamb(
+        params,
+        settings.lr,
+        BETAS,
+        LAMB_EPS,
+        WEIGHT_DECAY,
+        freeze_step=settings.freeze_step,
+        lr_warmup_steps=settings.lr_warmup_steps,
+        layerwise=layerwise,
+    )
+
+
+class Entry(NamedTuple):
+    """How an optimizer is made from named parameters and ``Settings``, and its usual learning rate."""
+
+    make: Callable[[Parameters, Settings], Any]
+    lr: float
+
+
+OPTIMIZERS = {
+    "adamw": Entry(_adamw, 3e-3),
+    "onebit-adam": Entry(_onebit_adam, 3e-3),
+    "lamb": Entry(_lamb, 2e-2),
+    "onebit-lamb": Entry(_onebit_lamb, 2e-2),
+    "onebit-lamb-frozen": Entry(partial(_onebit_lamb, layerwise="frozen"), 2e-2),
 }
-"""By name; each takes parameters and ``Settings`` and returns an optimizer with ``stats()``."""
+"""By name; each optimizer has ``stats()``."""

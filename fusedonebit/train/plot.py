@@ -1,4 +1,4 @@
-"""``loss.png``: loss against steps and against bytes sent, with the freeze marked."""
+"""``loss.png``: loss against steps and bytes sent, the freeze marked. ``layers.png``: 1-bit LAMB's figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-COLOURS = {"adamw": "#4c566a", "onebit-adam": "#d1495b"}
+COLOURS = {
+    "adamw": "#4c566a",
+    "onebit-adam": "#d1495b",
+    "lamb": "#2e4057",
+    "onebit-lamb": "#e07a1f",
+    "onebit-lamb-frozen": "#8d6a9f",
+}
 _SMOOTH = 0.8  # of the running mean that is drawn; the raw loss lies behind it
 
 
@@ -57,6 +63,45 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0].legend(frameon=False, fontsize=8, loc="center right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+# What is recorded of each layer, and which of 1-bit LAMB's figures shows it.
+_LAYER_PANELS = (
+    ("coefficient", "coefficient c (figure 1)"),
+    ("variance_norm", "norm of the variance (figure 2)"),
+    ("ratio", "ratio r (figure 3)"),
+)
+
+
+def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws what LAMB does to each layer to a PNG: one row per optimizer, one line per layer."""
+    names = list(dict.fromkeys(r["optimizer"] for r in records if "layers" in r))
+    figure, rows = plt.subplots(len(names), 3, figsize=(13, 3.4 * len(names)), squeeze=False, layout="constrained")
+    handles: dict[str, Any] = {}
+    for name, axes in zip(names, rows, strict=True):
+        runs = [r for r in records if r["optimizer"] == name]
+        seen = [r for r in runs if "layers" in r]
+        kinds = [_kind(layer) for layer in seen[0]["layers"]["name"]]
+        colours = {kind: plt.get_cmap("tab20")(i % 20) for i, kind in enumerate(dict.fromkeys(kinds))}
+        frozen = next((r["step"] for r in runs if r["phase"] == "compression"), None)
+        for axis, (key, title) in zip(axes, _LAYER_PANELS, strict=True):
+            for layer, kind in enumerate(kinds):
+                ys = [r["layers"][key][layer] for r in seen]
+                handles[kind] = axis.plot([r["step"] for r in seen], ys, color=colours[kind], linewidth=1)[0]
+            if frozen is not None:
+                axis.axvline(frozen, color="black", linestyle="--", linewidth=1)
+            axis.set(xlabel="step", yscale="linear" if key == "ratio" else "log")
+            axis.set_title(f"{name}: {title}", fontsize=9)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _kind(layer: str) -> str:
+    """A layer's name without the number of its block: layers of one kind share a colour."""
+    return ".".join(part for part in layer.split(".") if not part.isdigit())
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

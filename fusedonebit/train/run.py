@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ..lamb import LambUpdate
 from .data import Corpus, InputError, load_text
 from .display import Display
 from .model import SIZES, ByteTransformer
@@ -21,6 +22,7 @@ from .optimizers import OPTIMIZERS, Settings
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
+LAYER_RECORDS = 100  # of what LAMB does to each layer, in a run
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Job:
     """Everything the command line says about a run; equal on all ranks.
 
     ``batch_size`` counts sequences per rank; ``optimizers`` are trained one after the other from
-    the same initial values on the same batches.
+    the same initial values on the same batches. ``lr`` None is each optimizer's own.
     """
 
     optimizers: tuple[str, ...]
@@ -38,7 +40,7 @@ class Job:
     model: str
     batch_size: int
     seq_len: int
-    lr: float
+    lr: float | None
     lr_warmup_steps: int
     seed: int
     out: str
@@ -70,8 +72,9 @@ class Run:
         self.rank, self.world_size, self.device = rank, world_size, device
         torch.manual_seed(job.seed)
         self.model = ByteTransformer(SIZES[job.model], job.seq_len).to(device)
-        settings = Settings(job.lr, job.freeze_step, job.lr_warmup_steps)
-        self.optimizer = OPTIMIZERS[name](self.model.parameters(), settings)
+        make, usual_lr = OPTIMIZERS[name]
+        settings = Settings(job.lr or usual_lr, job.freeze_step, job.lr_warmup_steps)
+        self.optimizer = make(self.model.named_parameters(), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
@@ -95,6 +98,8 @@ class Run:
             stats = self.optimizer.stats()
             record |= {key: stats[key] for key in ("phase", "bytes_step", "bytes_total", "skipped_steps")}
             record["bytes_total"] += self.bytes_before
+            if isinstance(self.optimizer, LambUpdate) and self._looks_at_layers(done):
+                record["layers"] = self._layers()
             if done % job.eval_every == 0 or done == job.steps:
                 record["held_out_loss"] = self.held_out_loss()
             self._write(record)
@@ -110,6 +115,14 @@ class Run:
         self.schedule.step()
         self.optimizer.zero_grad()
         return self._mean(loss.detach())
+
+    def _looks_at_layers(self, done: int) -> bool:
+        return done % max(1, self.job.steps // LAYER_RECORDS) == 0 or done == self.job.steps
+
+    def _layers(self) -> dict[str, list[Any]]:
+        layers = self.optimizer.stats(layers=True)["layers"]
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return layers | {"name": names}
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
