@@ -1,4 +1,4 @@
-"""The README's program runs as it stands."""
+"""The README's program runs as it stands, and with the optimizer that the README offers instead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_quick_start_runs_under_torchrun(tmp_path: Path):
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("optimizer", ["OneBitAdam", "OneBitLamb"])
+def test_quick_start_runs_under_torchrun(tmp_path: Path, optimizer: str):
+    program, instead = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    if optimizer in instead:
+        program, replaced = re.subn(r"optimizer = OneBitAdam\(.*\n", instead, program)
+        assert replaced == 1
+    assert f"optimizer = {optimizer}(" in program
     file = tmp_path / "quick_start.py"
     file.write_text(program)
     result = subprocess.run(
