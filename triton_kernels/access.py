@@ -51,6 +51,15 @@ def elements(BLOCK: tl.constexpr):
 
 
 @triton.jit
+def tensor_of(b, block_tensor, block_start, pointers, tensors, coef):
+    """The tensor of block ``b``: address, pointer to its dtype, the block's place in it, its row of ``coef``."""
+    t = tl.load(block_tensor + b)
+    base = tl.load(pointers + t)
+    start = tl.multiple_of(tl.load(block_start + b), 16)
+    return base, pointers + tensors + t, start, coef + t * COLUMNS
+
+
+@triton.jit
 def bits_of(bits):
     """0 or 1, int32 [n, 8], from bytes uint8 [n], LSB first."""
     return (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1

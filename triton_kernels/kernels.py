@@ -13,7 +13,6 @@ import triton.language as tl
 
 from .access import (
     BETA1,
-    COLUMNS,
     LARGEST,
     ONE_MINUS_BETA1,
     UNIT,
@@ -26,6 +25,7 @@ from .access import (
     residual,
     store_partials,
     sum_of,
+    tensor_of,
 )
 
 
@@ -139,12 +139,8 @@ def momentum_compress(
     byte = tl.arange(0, BLOCK // 8)
     chunk = b // blocks_per_chunk
     offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
-    t = tl.load(block_tensor + b)
-    base = tl.load(pointers + t)
-    kinds = pointers + tensors + t
-    start = tl.multiple_of(tl.load(block_start + b), 16)
+    base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
     row = tl.load(live_row + b)
-    k = coef + t * COLUMNS
     s = tl.load(worker_scale + b)
     scale = tl.load(exp_avg_scale + b)
     c = tl.load(compensated + b * BLOCK + i)

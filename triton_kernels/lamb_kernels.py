@@ -37,6 +37,7 @@ from .access import (
     load_user,
     store_norm,
     sum_of,
+    tensor_of,
 )
 from .update_kernels import moments, move
 
@@ -78,11 +79,7 @@ def lamb_update(
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
-        t = tl.load(block_tensor + b)
-        base = tl.load(pointers + t)
-        kinds = pointers + tensors + t
-        start = tl.multiple_of(tl.load(block_start + b), 16)
-        k = coef + t * COLUMNS
+        base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
         x = _load_live(base, kinds, start, i, live, row, DTYPE, ALIGNED, BLOCK)
         u = tl.div_rn(m * tl.load(k + UNBIAS1), denom(v, k, EPS_INSIDE)) + x * tl.load(k + WEIGHT_DECAY)
@@ -156,11 +153,7 @@ def lamb_move(
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
-        t = tl.load(block_tensor + b)
-        base = tl.load(pointers + t)
-        kinds = pointers + tensors + t
-        start = tl.multiple_of(tl.load(block_start + b), 16)
-        k = coef + t * COLUMNS
+        base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         v = tl.load(exp_avg_sq + b * BLOCK + i)
         update = tl.div_rn(tl.load(exp_avg + b * BLOCK + i), denom(v, k, EPS_INSIDE))
         move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
@@ -206,8 +199,8 @@ def lamb_ratio(
         byte = tl.arange(0, BLOCK // 8)
         chunk = b // blocks_per_chunk
         offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
-        t = tl.load(block_tensor + b)
-        k = coef + t * COLUMNS
+        # Where nothing is blended, the compiler drops the loads of what is not used.
+        base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         unit = tl.load(k + UNIT)
         scale = tl.load(exp_avg_scale + b)
         packed = tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte)
@@ -235,9 +228,6 @@ def lamb_ratio(
         tl.store(last_bits + b * (BLOCK // 8) + byte, packed)
         tl.store(last_scale + b, scale)
         if BLEND:
-            base = tl.load(pointers + t)
-            kinds = pointers + tensors + t
-            start = tl.multiple_of(tl.load(block_start + b), 16)
             x = _load_live(base, kinds, start, i, live, row, DTYPE, ALIGNED, BLOCK)
             adam = tl.div_rn(m * tl.load(k + UNBIAS1), denom(frozen, k, EPS_INSIDE))
             if row != 0:

@@ -8,7 +8,6 @@ import triton.language as tl
 from .access import (
     BETA1,
     BETA2,
-    COLUMNS,
     DECAY,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
@@ -20,6 +19,7 @@ from .access import (
     live_elements,
     load_user,
     store_user,
+    tensor_of,
 )
 
 
@@ -69,11 +69,7 @@ def apply_momentum(
         byte = tl.arange(0, BLOCK // 8)
         chunk = b // blocks_per_chunk
         offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
-        t = tl.load(block_tensor + b)
-        base = tl.load(pointers + t)
-        kinds = pointers + tensors + t
-        start = tl.multiple_of(tl.load(block_start + b), 16)
-        k = coef + t * COLUMNS
+        base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         scale = tl.div_rn(tl.load(exp_avg_scale + b), tl.load(k + UNIT))
         sign = bits_of(tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte))
         update = tl.where(sign != 0, scale, -scale)
@@ -122,11 +118,7 @@ def adam_update(
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
-        t = tl.load(block_tensor + b)
-        base = tl.load(pointers + t)
-        kinds = pointers + tensors + t
-        start = tl.multiple_of(tl.load(block_start + b), 16)
-        k = coef + t * COLUMNS
+        base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
         update = tl.div_rn(m, denom(v, k, False))
         move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
