@@ -9,8 +9,6 @@ from .triton_kernels import backend
 
 if TYPE_CHECKING:
     from .averaging import AveragingOptimizer
-    from .lamb import LambUpdate
-    from .onebit import OneBitOptimizer
 
 
 def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
@@ -31,34 +29,6 @@ def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
         "state_bytes": state_bytes(optimizer),
-    }
-
-
-def onebit_stats(optimizer: OneBitOptimizer) -> dict[str, Any]:
-    """See ``OneBitOptimizer.stats``."""
-    reduce = optimizer._reduce
-    compensated, worker_error = reduce.worker.norms()
-    _, server_error = reduce.server.norms()
-    return stats(optimizer) | {
-        "freeze_step": optimizer._freeze_at,
-        "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in optimizer._scratch()),
-        "compensated_norm": compensated,
-        "worker_error_norm": worker_error,
-        "server_error_norm": server_error,
-        "dead_tensors": [optimizer._list.names[i] for i in optimizer.dead_tensors],
-        "dead_coordinates": optimizer.dead_coordinates,
-    }
-
-
-def layers(optimizer: LambUpdate) -> dict[str, list[Any]]:
-    """See ``LambUpdate.stats``."""
-    average, ratio, coefficient = (row.tolist() for row in optimizer._layers)
-    return {
-        "name": list(optimizer._list.names),
-        "coefficient": coefficient,
-        "average": average,
-        "ratio": ratio,
-        "variance_norm": optimizer._sum_of_squares(optimizer._variance()).sqrt().tolist(),
     }
 
 

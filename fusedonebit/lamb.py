@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import inspection
 from .averaging import AveragingOptimizer
 from .comm import Transport
 from .hyperparameters import Options, check_lamb_group
@@ -79,7 +78,16 @@ class LambUpdate(AveragingOptimizer):
             are what 1-bit LAMB's figures 1 to 3 show.
         """
         told = super().stats()
-        return told | {"layers": inspection.layers(self)} if layers else told
+        if layers:
+            average, ratio, coefficient = (row.tolist() for row in self._layers)
+            told["layers"] = {
+                "name": list(self._list.names),
+                "coefficient": coefficient,
+                "average": average,
+                "ratio": ratio,
+                "variance_norm": self._sum_of_squares(self._variance()).sqrt().tolist(),
+            }
+        return told
 
 
 class Lamb(LambUpdate):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import inspection
 from .averaging import AveragingOptimizer
 from .comm import CompressedAllReduce, Word, describe_mismatch
 from .errors import warn
@@ -190,7 +189,18 @@ class OneBitOptimizer(AveragingOptimizer):
             compensated_norm (of what was compressed), 0 in the warm-up; dead_tensors (names);
             dead_coordinates (with v == 0 at the freeze, in other tensors).
         """
-        return inspection.onebit_stats(self)
+        reduce = self._reduce
+        compensated, worker_error = reduce.worker.norms()
+        _, server_error = reduce.server.norms()
+        return super().stats() | {
+            "freeze_step": self._freeze_at,
+            "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in self._scratch()),
+            "compensated_norm": compensated,
+            "worker_error_norm": worker_error,
+            "server_error_norm": server_error,
+            "dead_tensors": [self._list.names[i] for i in self.dead_tensors],
+            "dead_coordinates": self.dead_coordinates,
+        }
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self._reduce.state()]
