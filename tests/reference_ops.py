@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -257,3 +258,93 @@ def adam_update(p: Problem, grad: Array, m: Array, v: Array) -> tuple[Array, Arr
     x = p.flat(p.params)
     moved = p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * m / denom(p, v, False)
     return m, v, np.where(p.live, moved, x)
+
+
+def lamb_update(
+    p: Problem, grad: Array, m: Array, v: Array, eps_inside_sqrt: bool
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The new m and v, then x and u of live elements, and a bound on u's rounding errors."""
+    g = np.where(p.live, grad, 0.0)
+    size = np.abs(p.column(Coef.BETA1) * m) + np.abs(p.column(Coef.ONE_MINUS_BETA1) * g)
+    m = p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g
+    v = p.column(Coef.BETA2) * v + p.column(Coef.ONE_MINUS_BETA2) * g * g
+    return m, v, *lamb_direction(p, m, v, eps_inside_sqrt, size)
+
+
+def lamb_direction(
+    p: Problem, m: Array, v: Array, eps_inside_sqrt: bool, size: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """x and u of live elements, and a bound on u's rounding errors; ``size``: magnitude of m's terms."""
+    x = np.where(p.live, p.flat(p.params), 0.0)
+    per_momentum = p.column(Coef.UNBIAS1) / denom(p, v, eps_inside_sqrt)
+    decay = p.column(Coef.WEIGHT_DECAY) * x
+    bound = 8 * EPS32 * ((np.abs(m) if size is None else size) * per_momentum + np.abs(decay))
+    return x, np.where(p.live, m * per_momentum + decay, 0.0), np.where(p.live, bound, 0.0)
+
+
+def layers_of(p: Problem, per_block: Array) -> list[Array]:
+    """What a table of blocks holds of each layer; the last has the padding as well."""
+    start = p.layer_start.tolist()
+    return [per_block[..., begin:end] for begin, end in pairwise(start)]
+
+
+def lamb_coefficient(p: Problem, norms: Array, layers: Array, deepspeed: bool) -> tuple[Array, Array]:
+    """c and its moving average, of each layer."""
+    coefficients, averages = [], []
+    for row, old, part in zip(p.coef.double().numpy(), layers[Layer.AVERAGE], layers_of(p, norms), strict=True):
+        x, u = np.sqrt(part.sum(1))
+        c = min(max(x / u, row[Coef.C_MIN]), row[Coef.C_MAX]) if x > 0 and u > 0 else 1.0
+        coefficients.append(c)
+        averages.append(old if deepspeed and c == 1 else row[Coef.BETA3] * old + (1 - row[Coef.BETA3]) * c)
+    return np.array(coefficients), np.array(averages)
+
+
+def lamb_move(p: Problem, m: Array, v: Array, eps_inside_sqrt: bool) -> Array:
+    """The moved parameters, by flat index."""
+    x = p.flat(p.params)
+    moved = p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * m / denom(p, v, eps_inside_sqrt)
+    return np.where(p.live, moved, x)
+
+
+def momentum_of(p: Problem, bits: Tensor, scale: Tensor) -> Array:
+    return p.by_element(scale) * unpacked(bits) / p.column(Coef.UNIT)
+
+
+def fresh_variance(p: Problem, m: Array, last: Array, old: Array) -> tuple[Array, Array]:
+    """v_t from two momenta and v_{t-1}, and a bound on its rounding errors."""
+    rate = p.column(Coef.ONE_MINUS_BETA1)
+    g = (m - p.column(Coef.BETA1) * last) / rate
+    off = 8 * EPS32 * (np.abs(m) + np.abs(last)) / np.abs(rate)
+    v = p.column(Coef.BETA2) * old + p.column(Coef.ONE_MINUS_BETA2) * g * g
+    bound = 8 * EPS32 * v + p.column(Coef.ONE_MINUS_BETA2) * off * (2 * np.abs(g) + off)
+    return np.where(p.live, v, 0.0), bound
+
+
+def ratios(p: Problem, frozen: Array, fresh: Array, eps_inside_sqrt: bool, deepspeed: bool) -> Array:
+    """Of every element; 0 where it does not count."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if deepspeed:
+            ratio = denom(p, frozen, eps_inside_sqrt) / denom(p, fresh, eps_inside_sqrt)
+        else:
+            ratio = np.where(frozen > 0, frozen / fresh, 0.0)
+    return np.where(p.live, ratio, 0.0)
+
+
+def lamb_rescale(p: Problem, largest: Array, norms: Array | None, layers: Array, deepspeed: bool) -> Array:
+    """r of each layer."""
+    result = []
+    for t, (row, found) in enumerate(zip(p.coef.double().numpy(), layers_of(p, largest), strict=True)):
+        last, r = layers[Layer.RATIO][t], found.max(initial=0.0)
+        if r == 0:
+            result.append(last)
+            continue
+        if norms is not None:
+            adam, u = np.sqrt(layers_of(p, norms)[t].sum(1))
+            share = min(adam / u, 1.0) if u > 0 else 1.0
+            r = share * r + 1 - share
+        change = (last * (1 - row[Coef.R_THRESHOLD]), last * (1 + row[Coef.R_THRESHOLD]))
+        limits = (row[Coef.R_MIN], row[Coef.R_MAX])
+        for low, high in (limits, change) if deepspeed else (change, limits):
+            r = min(max(r, low), high)
+        result.append(r)
+    return np.array(result)

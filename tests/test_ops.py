@@ -48,6 +48,12 @@ def example(name: str) -> list[tuple]:
         "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
         "freeze": [(*sizes, p.compensated, p.exp_avg_sq, *tables, dead) for dead in (None, torch.ones(3))],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
+        "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
+        "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],
+        "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, skip=1)],
+        "lamb_ratio": [p.lamb_ratio_arguments(0), p.lamb_ratio_arguments(1, True, deepspeed=True, blend=True)],
+        "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
+        "square_sums": [(*sizes, p.exp_avg_sq, torch.zeros(p.layout.n_blocks, dtype=torch.float64))],
         "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
     }[name]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, live_table, using
+from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, Layer, live_table, using
 from torch import Tensor
 
 from fusedonebit import triton_kernels
@@ -186,6 +186,97 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
         compare(flat(v, blocks), old_v)
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
+
+
+def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
+    # 31 GB: parameters, gradients, m, v.
+    a = Far(device, far)
+    params, grad, m, v = a.tensors(), a.line(), a.line(), a.line()
+    norms = torch.zeros(2, a.layout.n_blocks, dtype=torch.float64, device=device)
+    rest = (a.coef, a.block_tensor, a.live, a.live_row, a.skip)
+    before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
+    with using("triton"):
+        triton_kernels.lamb_update(params, a.layout.sizes, BLOCK, grad, m, v, False, *rest, None, norms)
+    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+    for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
+        some = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
+        tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
+        with using("plain"):
+            triton_kernels.lamb_update(old, sizes, BLOCK, flat(grad, blocks), old_m, old_v, False, *tables, None, some)
+        compare(flat(m, blocks), old_m)
+        compare(flat(v, blocks), old_v)
+        compare(norms[:, blocks].clone(), some)
+
+    # Over millions of blocks: the float64 sums differ in order, what is rounded to float32 by a unit at most.
+    start = torch.tensor([*a.layout.first_block[:-1], a.layout.n_blocks], device=device)
+    outcomes = []
+    for backend in ("plain", "triton"):
+        coef, layers = a.coef.clone(), torch.ones(len(Layer), 2, device=device)
+        coef[:, Coef.C_MAX] = 10.0
+        with using(backend):
+            triton_kernels.lamb_coefficient(norms, start, a.skip, False, coef, layers)
+        outcomes.append((coef, layers))
+    for expected, found in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
+
+    with using("triton"):
+        triton_kernels.lamb_move(params, a.layout.sizes, BLOCK, m, v, False, *rest)
+    for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
+        tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
+        with using("plain"):
+            triton_kernels.lamb_move(old, sizes, BLOCK, old_m, old_v, False, *tables)
+        for found, expected in zip(a.cut(params, blocks), old, strict=True):
+            compare(found, expected)
+
+
+@pytest.mark.parametrize(("started", "deepspeed"), [(1, False), (0, True)])
+def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed):
+    # 22 GB: parameters, both variances, two rows of bits.
+    a = Far(device, far)
+    params, frozen, fresh = a.tensors(), a.line(), a.line()
+    last_bits = torch.randint(256, a.bits.shape, dtype=torch.uint8, device=device)
+    last_scale = torch.rand(a.layout.n_blocks, device=device) + 0.5
+    begun = torch.full((1,), started, dtype=torch.int32, device=device)
+    largest = torch.full((a.layout.n_blocks,), torch.nan, device=device)
+    norms = torch.full((2, a.layout.n_blocks), torch.nan, dtype=torch.float64, device=device)
+    before = [
+        (flat(fresh, blocks), flat(last_bits[0], blocks, BLOCK // 8)[None], last_scale[blocks].clone())
+        for blocks, _ in a.samples(far)
+    ]
+    with using("triton"):
+        triton_kernels.lamb_ratio(
+            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, last_bits, last_scale, frozen, fresh, begun, False),
+            *(deepspeed, a.coef, a.block_tensor, a.live, a.live_row, a.skip, largest, norms),
+        )
+    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+    for (blocks, sizes), (old, old_bits, old_scale) in zip(a.samples(far), before, strict=True):
+        some, some_norms = (
+            torch.zeros(SAMPLE, device=device),
+            torch.zeros(2, SAMPLE, dtype=torch.float64, device=device),
+        )
+        bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
+        with using("plain"):
+            triton_kernels.lamb_ratio(
+                *(a.cut(params, blocks), sizes, BLOCK, bits, self_scale(a, blocks), old_bits, old_scale),
+                *(flat(frozen, blocks), old, begun, False, deepspeed, a.coef, owner, a.live, a.live_row[blocks]),
+                *(a.skip, some, some_norms),
+            )
+        compare(flat(fresh, blocks), old)
+        compare(flat(last_bits[0], blocks, BLOCK // 8), old_bits[0])
+        compare(last_scale[blocks].clone(), old_scale)
+        compare(largest[blocks].clone(), some)
+        compare(norms[:, blocks].clone(), some_norms)
+
+    start = torch.tensor([*a.layout.first_block[:-1], a.layout.n_blocks], device=device)
+    outcomes = []
+    for backend in ("plain", "triton"):
+        coef, layers = a.coef.clone(), torch.ones(len(Layer), 2, device=device)
+        coef[:, Coef.R_MAX] = coef[:, Coef.R_THRESHOLD] = 1e9
+        with using(backend):
+            triton_kernels.lamb_rescale(largest, norms, start, a.skip, deepspeed, begun.clone(), coef, layers)
+        outcomes.append((coef, layers))
+    for expected, found in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
 
 
 def test_pack_and_unpack_past_2_to_the_31(device, far):

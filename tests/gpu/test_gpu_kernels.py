@@ -23,6 +23,15 @@ SMALL = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
 LARGE = [(100_000,), (3_000_001, 40, 1_000_000)]
 SIZES = SMALL + LARGE
 WORLD_SIZES = [1, 2, 3, 4, 5]
+# (started, eps_inside_sqrt, deepspeed, blend, skip)
+RATIO_WAYS = [
+    (0, False, False, False, 0),
+    (1, False, False, False, 0),
+    (0, False, True, True, 0),
+    (1, True, True, True, 0),
+    (1, False, False, True, 0),
+    (1, False, True, True, 1),
+]
 
 
 def to(device: torch.device, argument: Any) -> Any:
@@ -119,6 +128,61 @@ def test_adam_update_equals_its_twin(check, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
+def test_lamb_update_and_move_equal_their_twins(check, sizes, dtype):
+    for inside, skip, sums in ((False, 0, True), (True, 0, False), (True, 1, True)):
+        p = problem(sizes, 2, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
+        p.exp_avg_sq[::7] = 1e-42
+        p.exp_avg_sq[::11] = 0.0
+        arguments = p.lamb_update_arguments(inside, skip, sums)
+        check("lamb_update", sizes, lambda a=arguments: a)  # norms of padding are not written: NaN on both sides
+        check("lamb_move", sizes, lambda p=p, i=inside, s=skip: p.lamb_move_arguments(i, s))
+
+
+@pytest.mark.parametrize("deepspeed", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", [*SIZES, (0, 3), (3, 0)])
+def test_lamb_coefficient_equals_its_twin(device, sizes, world_size, deepspeed):
+    for zero in (False, True):
+        for skip in (0, 1):
+            arguments = problem(sizes, world_size, 128).lamb_coefficient_arguments(deepspeed, skip)
+            if zero:
+                arguments[0][0, ::2] = 0.0
+            assert_equal_backends("lamb_coefficient", lambda a=arguments: tuple(to(device, x) for x in a))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_lamb_ratio_equals_its_twin(check, sizes, world_size, dtype):
+    for started, inside, deepspeed, blend, skip in RATIO_WAYS:
+        p = problem(sizes, world_size, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if blend else None)
+        p.exp_avg_sq[::7] = 1e-42
+        p.exp_avg_sq[::11] = 0.0
+        arguments = p.lamb_ratio_arguments(started, inside, deepspeed, blend, skip)
+        arguments[4][::3] = arguments[6][::3] = 0.0  # no momentum, then none again: no gradient,
+        arguments[8][::5] = 0.0  # so that some variances are 0, and some ratios infinite
+        check("lamb_ratio", sizes, lambda a=arguments: a)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", [*SIZES, (0, 3), (3, 0)])
+def test_lamb_rescale_equals_its_twin(device, sizes, world_size):
+    for deepspeed, blend, skip in (
+        (False, False, 0),
+        (True, True, 0),
+        (True, False, 0),
+        (False, True, 0),
+        (True, True, 1),
+    ):
+        for found in (None, 0.0, torch.inf):
+            arguments = problem(sizes, world_size, 128).lamb_rescale_arguments(deepspeed, blend, skip)
+            if found is not None:
+                arguments[0][::2] = found
+            assert_equal_backends("lamb_rescale", lambda a=arguments: tuple(to(device, x) for x in a))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_flatten_equals_its_twin(check, sizes, dtype):
     for special in (False, True):
         p = problem(sizes, 3, 128, dtype, special)
@@ -140,12 +204,17 @@ def test_pack_and_unpack_equal_their_twins(device, small_only, n, dtype):
     assert_equal_functions(lambda: triton_kernels.unpack(bits, dtype))
 
 
-@pytest.mark.parametrize("name", ["momentum_compress", "server_reduce"])
+@pytest.mark.parametrize(
+    "name", ["momentum_compress", "server_reduce", "lamb_update", "lamb_ratio", "lamb_coefficient"]
+)
 def test_the_same_inputs_give_the_same_bits_every_time(device, small_only, name):
     sizes = SMALL[-1] if small_only else LARGE[-1]
     p = problem(sizes, 4, 128)
-    make = p.momentum_arguments if name == "momentum_compress" else p.server_arguments
-    arguments = make()
+    made = {"momentum_compress": "momentum", "server_reduce": "server"}.get(name, name)
+    arguments = getattr(p, f"{made}_arguments")()
+    for t in arguments:
+        if isinstance(t, Tensor) and t.dtype is torch.float64:
+            t.nan_to_num_(1.0)  # what padding keeps must equal itself
     outcomes = []
     for _ in range(3):
         on_device = [to(device, a) for a in arguments]

@@ -1,10 +1,11 @@
-"""Whole steps of OneBitAdam on a GPU: against the twins, over several ranks, over NCCL, without waits."""
+"""Whole steps of the optimizers on a GPU: against the twins, over several ranks, over NCCL, without waits."""
 
 from __future__ import annotations
 
 import io
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,18 @@ from fusedonebit.comm import SimulatedGroup, TorchTransport, Transport
 from fusedonebit.triton_kernels import using
 from torch import Tensor
 
-from fusedonebit import OneBitAdam
+from fusedonebit import Lamb, OneBitAdam, OneBitLamb
 
 SHAPES = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
 LARGE_SHAPES = (*SHAPES, (1000, 1025), (300_001,))
 FREEZE = 10
+KINDS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "lamb": {"make": OneBitLamb},
+    "lamb, frozen": {"make": OneBitLamb, "layerwise": "frozen"},
+    "lamb, deepspeed": {"make": OneBitLamb, "variant": "deepspeed"},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 
@@ -37,6 +45,7 @@ class Run:
         rank: int = 0,
         transport: Transport | None = None,
         dtype: torch.dtype = torch.float32,
+        make: type[torch.optim.Optimizer] = OneBitAdam,
         **options: object,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -44,8 +53,8 @@ class Run:
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
         ]
         self.rank = rank
-        arguments = {"lr": 1e-2, "freeze_step": FREEZE, "process_group": transport} | options
-        self.optimizer = OneBitAdam(self.params, **arguments)
+        freeze = {} if make is Lamb else {"freeze_step": FREEZE}
+        self.optimizer = make(self.params, **({"lr": 1e-2, "process_group": transport} | freeze | options))
 
     def set_gradients(self, step: int, nan: bool = False) -> None:
         generator = torch.Generator().manual_seed(1000 * self.rank + step)
@@ -69,11 +78,14 @@ def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes, scope, dtype):
+@every_kind
+def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes, small_only, kind, scope, dtype):
+    if small_only and kind != "adam" and scope != "layer":
+        pytest.skip("dry run: one scope is enough")
     results = []
     for backend in ("plain", "triton"):
         with using(backend):
-            run = Run(device, shapes, dtype=dtype, scale_scope=scope)
+            run = Run(device, shapes, dtype=dtype, scale_scope=scope, **KINDS[kind])
             results.append(run.steps(0, 30, nan_at=20))
             stats = run.optimizer.stats()
         assert ("Triton" in stats["backend"]) == (backend == "triton")
@@ -81,10 +93,26 @@ def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes,
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_30_steps_of_lamb_through_the_kernels_equal_30_through_the_twins(device, shapes, dtype):
+    results, layers = [], []
+    for backend in ("plain", "triton"):
+        with using(backend):
+            run = Run(device, shapes, dtype=dtype, make=Lamb)
+            results.append(run.steps(0, 30, nan_at=20))
+            stats = run.optimizer.stats(layers=True)
+        layers.append(stats["layers"])
+        assert (stats["step"], stats["skipped_steps"], stats["phase"]) == (29, 1, "uncompressed")
+    assert_equal(*results)
+    for name in ("coefficient", "average", "ratio"):
+        assert layers[0][name] == layers[1][name]
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(device, shapes, world_size):
+@every_kind
+def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(device, shapes, kind, world_size):
     def each(rank: int, transport: Transport) -> tuple[list[Tensor], dict]:
-        run = Run(device, shapes, rank, transport)
+        run = Run(device, shapes, rank, transport, **KINDS[kind])
         nan_at = 30 if rank == world_size - 1 else None
         return run.steps(0, 50, nan_at), run.optimizer.stats()
 
@@ -99,9 +127,10 @@ def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(devi
 
 
 @pytest.mark.cuda_only
-def test_simulated_ranks_through_the_kernels_equal_those_through_the_twins(device, shapes):
+@every_kind
+def test_simulated_ranks_through_the_kernels_equal_those_through_the_twins(device, shapes, kind):
     def each(rank: int, transport: Transport) -> list[Tensor]:
-        return Run(device, shapes, rank, transport, scale_scope="layer").steps(0, 25)
+        return Run(device, shapes, rank, transport, scale_scope="layer", **KINDS[kind]).steps(0, 25)
 
     outcomes = []
     for backend in ("plain", "triton"):
@@ -124,9 +153,10 @@ def nccl(device: torch.device, tmp_path) -> Iterator[Callable[[], Transport]]:
 
 
 @pytest.mark.cuda_only
-def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, nccl):
-    expected = Run(device, shapes).steps(0, 30, nan_at=20)
-    run = Run(device, shapes, transport=nccl())
+@every_kind
+def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, nccl, kind):
+    expected = Run(device, shapes, **KINDS[kind]).steps(0, 30, nan_at=20)
+    run = Run(device, shapes, transport=nccl(), **KINDS[kind])
     assert "nccl" in run.optimizer.stats()["transport"]
     assert_equal(run.steps(0, 30, nan_at=20), expected)
     assert run.optimizer.stats()["collectives_step"] == 2
@@ -134,7 +164,7 @@ def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, n
 
 def _steps_without_waiting(run: Run) -> None:
     run.steps(0, FREEZE + 5)
-    assert run.optimizer.phase == "compression"
+    assert run.optimizer.phase in ("uncompressed", "compression")
     run.set_gradients(99)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -148,24 +178,33 @@ def _steps_without_waiting(run: Run) -> None:
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_a_compression_stage_step_never_waits_for_the_device(device, shapes, scope):
-    _steps_without_waiting(Run(device, shapes, scale_scope=scope))
+@every_kind
+def test_a_compression_stage_step_never_waits_for_the_device(device, shapes, kind, scope):
+    _steps_without_waiting(Run(device, shapes, scale_scope=scope, **KINDS[kind]))
 
 
 @pytest.mark.cuda_only
-def test_a_learning_rate_on_the_device_is_read_without_waiting(device, shapes):
-    _steps_without_waiting(Run(device, shapes, lr=torch.tensor(1e-2, device=device)))
+def test_a_step_of_lamb_never_waits_for_the_device(device, shapes):
+    _steps_without_waiting(Run(device, shapes, make=Lamb))
 
 
 @pytest.mark.cuda_only
-def test_a_compression_stage_step_over_nccl_never_waits_for_the_device(device, shapes, nccl):
-    _steps_without_waiting(Run(device, shapes, transport=nccl()))
+@every_kind
+def test_a_learning_rate_on_the_device_is_read_without_waiting(device, shapes, kind):
+    _steps_without_waiting(Run(device, shapes, lr=torch.tensor(1e-2, device=device), **KINDS[kind]))
 
 
 @pytest.mark.cuda_only
-def test_nothing_of_full_size_is_allocated_in_the_compression_stage(device):
+@every_kind
+def test_a_compression_stage_step_over_nccl_never_waits_for_the_device(device, shapes, nccl, kind):
+    _steps_without_waiting(Run(device, shapes, transport=nccl(), **KINDS[kind]))
+
+
+@pytest.mark.cuda_only
+@every_kind
+def test_nothing_of_full_size_is_allocated_in_the_compression_stage(device, kind):
     n = 1 << 24
-    run = Run(device, ((n,),), freeze_step=1)
+    run = Run(device, ((n,),), freeze_step=1, **KINDS[kind])
     run.steps(0, 3)
     run.set_gradients(3)
     torch.cuda.synchronize()
@@ -177,14 +216,15 @@ def test_nothing_of_full_size_is_allocated_in_the_compression_stage(device):
 
 
 @pytest.mark.parametrize("saved_after", [FREEZE // 2, FREEZE + 6])
-def test_a_checkpoint_resumes_with_the_same_bits(device, shapes, saved_after):
-    run = Run(device, shapes)
+@every_kind
+def test_a_checkpoint_resumes_with_the_same_bits(device, shapes, kind, saved_after):
+    run = Run(device, shapes, **KINDS[kind])
     params = run.steps(0, saved_after)
     file = io.BytesIO()
     torch.save(run.optimizer.state_dict(), file)
     expected = run.steps(saved_after, saved_after + 12)
     file.seek(0)
-    other = Run(device, shapes)
+    other = Run(device, shapes, **KINDS[kind])
     with torch.no_grad():
         for p, value in zip(other.params, params, strict=True):
             p.copy_(value)
