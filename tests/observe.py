@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedonebit import OneBitAdam
+from fusedonebit import OneBitOptimizer
+from fusedonebit.averaging import AveragingOptimizer
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -20,23 +21,38 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def observe(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
-    """All of the state: parameters x, momentum m, variance v, this rank's residual and its part of the servers'."""
+def observe(optimizer: AveragingOptimizer) -> dict[str, np.ndarray]:
+    """All of the state, momentum and residuals in momentum units.
+
+    Parameters x, momentum m, variance v, this rank's residual and its part of the servers'; of LAMB
+    also its layers (c_avg, r, c), and of what rebuilds the gradients: the momentum applied last and
+    the fresh variance.
+    """
     params = parameters(optimizer)
+    saved = optimizer.state_dict()
+    own, states = saved["fusedonebit"]["own"], [saved["state"].get(i, {}) for i in range(len(params))]
+    compressed = optimizer.phase == "compression"
     state = {
         "x": flat(params),
         "m": flat([optimizer.momentum(p) for p in params]),
         "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
-        "worker_error": flat([optimizer.worker_error(p) for p in params]),
+        "worker_error": np.zeros(0, dtype=np.float32),
         "server_error": np.zeros(0, dtype=np.float32),
     }
-    if optimizer.phase == "compression":
-        saved = optimizer.state_dict()["state"]
-        state["server_error"] = flat([saved[i]["server_error"] for i in range(len(params))])
+    if isinstance(optimizer, OneBitOptimizer):
+        state["worker_error"] = flat([optimizer.worker_error(p) for p in params])
+    if compressed:
+        unit = own.get("unit")
+        units = torch.ones(len(params)) if unit is None else unit
+        state["server_error"] = flat([s["server_error"] / u for s, u in zip(states, units, strict=True)])
+    for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale"):
+        state[key] = flat([s[key] for s in states]) if key in states[0] else np.zeros(0, dtype=np.float32)
+    for key in ("layers", "unit", "started"):
+        state[key] = np.zeros(0, dtype=np.float32) if own.get(key) is None else flat([own[key]])
     return state
 
 
-def served(optimizer: OneBitAdam) -> np.ndarray:
+def served(optimizer: OneBitOptimizer) -> np.ndarray:
     """Indices, in the flat vector, of the elements that this rank serves; only in the compression stage."""
     saved, at, indices = optimizer.state_dict()["state"], 0, []
     for i, p in enumerate(parameters(optimizer)):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam, construction
@@ -58,9 +59,10 @@ def test_bad_hyper_parameters_of_a_group_are_named_with_the_group():
         OneBitAdam([{"params": [p]}, {"params": [q], "eps": -1}], freeze_step=5)
 
 
-def test_freeze_step_is_required():
+@EACH_ONEBIT
+def test_freeze_step_is_required(name):
     with pytest.raises(TypeError, match="freeze_step"):
-        OneBitAdam(make((3,)))
+        construct(name, make((3,)))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,7 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
     model.bias.requires_grad_(True)
 
 
+@ADAM_AND_LAMB
 @pytest.mark.parametrize("freeze_step", [100, 1], ids=["warmup", "compression"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
@@ -166,10 +169,10 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
         (unfreeze, r"parameter of shape \(4,\) requires gradients now but did not when the optimizer was made"),
     ],
 )
-def test_what_changed_since_construction_is_named_and_nothing_moves(spoil, message, freeze_step):
+def test_what_changed_since_construction_is_named_and_nothing_moves(name, spoil, message, freeze_step):
     model = torch.nn.Linear(3, 4)
     model.bias.requires_grad_(False)
-    optimizer = OneBitAdam(model.named_parameters(), freeze_step=freeze_step)
+    optimizer = construct(name, model.named_parameters(), freeze_step=freeze_step)
     for _ in range(3):
         model.weight.grad = torch.randn(4, 3)
         optimizer.step()
@@ -182,9 +185,10 @@ def test_what_changed_since_construction_is_named_and_nothing_moves(spoil, messa
         assert torch.equal(model.weight, before)
 
 
-def test_a_group_can_not_be_added_after_the_freeze():
+@EACH_ONEBIT
+def test_a_group_can_not_be_added_after_the_freeze(name):
     p, q = make((3,), (4,))
-    optimizer = OneBitAdam([p], freeze_step=1)
+    optimizer = construct(name, [p], freeze_step=1)
     for _ in range(2):
         p.grad = torch.ones(3)
         optimizer.step()

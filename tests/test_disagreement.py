@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, observe
+from optimizers import construct
 from ranks import run_ranks
 from torch.nn import Parameter
 
@@ -20,11 +21,13 @@ from fusedonebit import (
     FusedOneBitWarning,
     NonFiniteGradientError,
     OneBitAdam,
+    OneBitOptimizer,
     OutOfStepError,
 )
 
 FREEZE_STEP = 4
-STAGES = pytest.mark.parametrize("steps", [2, 7], ids=["warmup", "compression"])
+STEPS = (2, 7)
+STAGES = pytest.mark.parametrize("steps", STEPS, ids=["warmup", "compression"])
 
 
 def make(*shapes: tuple[int, ...]) -> list[Parameter]:
@@ -37,7 +40,7 @@ def set_gradients(params: list[Parameter], rank: int, step: int) -> None:
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i))
 
 
-def train(optimizer: OneBitAdam, params: list[Parameter], rank: int, steps: int, start: int = 0) -> None:
+def train(optimizer: OneBitOptimizer, params: list[Parameter], rank: int, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         set_gradients(params, rank, step)
         optimizer.step()
@@ -55,7 +58,7 @@ def caught(call: Callable[[], object]) -> tuple[type | None, str]:
 # ---------------------------------------------------------------- construction
 
 
-def build(case: str, rank: int) -> OneBitAdam:
+def build(case: str, rank: int, name: str) -> OneBitOptimizer:
     """Constructs something else on rank 1."""
     odd = rank == 1
     a, b, c = make((5, 4), (5, 4), (6,))
@@ -99,12 +102,18 @@ def build(case: str, rank: int) -> OneBitAdam:
             "scale_norm": ("l1", "l2"),
             "block_size": (128, 256),
             "nonfinite": ("skip", "raise"),
+            "c_max": (10.0, 11.0),
+            "r_threshold": (0.1, 0.2),
+            "layerwise": ("adaptive", "frozen"),
+            "momentum_scaling": (True, False),
+            "variant": ("paper", "deepspeed"),
+            "eps_inside_sqrt": (False, True),
         }[case][rank]
-    return OneBitAdam(params, **options)
+    return construct(name, params, **options)
 
 
-def build_differently(rank: int, world_size: int, case: str) -> tuple[type | None, str]:
-    return caught(lambda: build(case, rank))
+def build_differently(rank: int, world_size: int, case: str, name: str = "onebit-adam") -> tuple[type | None, str]:
+    return caught(lambda: build(case, rank, name))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +149,33 @@ def test_different_construction_is_found_on_every_rank_which_name_the_first_diff
 
 
 @pytest.mark.parametrize(
+    ("name", "case", "text"),
+    [
+        ("lamb", "c_max", "c_max of group 0 is 10.0 on rank 0 but 11.0 on rank 1"),
+        ("lamb", "eps_inside_sqrt", "eps_inside_sqrt is False on rank 0 but True on rank 1"),
+        ("onebit-lamb", "r_threshold", "r_threshold of group 0 is 0.1 on rank 0 but 0.2 on rank 1"),
+        ("onebit-lamb", "layerwise", "layerwise is 'adaptive' on rank 0 but 'frozen' on rank 1"),
+        ("onebit-lamb", "momentum_scaling", "momentum_scaling is True on rank 0 but False on rank 1"),
+        ("onebit-lamb", "variant", "variant is 'paper' on rank 0 but 'deepspeed' on rank 1"),
+    ],
+)
+def test_what_lamb_adds_is_compared_too(name, case, text):
+    for kind, message in run_ranks(build_differently, 2, case, name, group_timeout=10):
+        assert kind is DisagreementError
+        assert text in message
+
+
+def build_another(rank: int, world_size: int) -> tuple[type | None, str]:
+    return caught(lambda: construct(("lamb", "onebit-lamb")[rank], make(), freeze_step=5))
+
+
+def test_another_optimizer_on_one_rank_is_named():
+    for kind, message in run_ranks(build_another, 2, group_timeout=10):
+        assert kind is DisagreementError
+        assert "the optimizer is Lamb on rank 0 but OneBitLamb on rank 1" in message
+
+
+@pytest.mark.parametrize(
     ("case", "kind", "text"),
     [("error", ValueError, "betas must be"), ("unusable", TypeError, "parameter 1 must be float32, bfloat16")],
 )
@@ -164,9 +200,9 @@ def test_broadcast_parameters_starts_all_ranks_from_rank_0s_values():
     assert len(set(run_ranks(broadcast, 4))) == 1
 
 
-def add_differently(rank: int, world_size: int, case: str) -> tuple[type | None, str, int, str]:
+def add_differently(rank: int, world_size: int, name: str, case: str) -> tuple[type | None, str, int, str]:
     params = make()
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP)
+    optimizer = construct(name, params, freeze_step=FREEZE_STEP)
     train(optimizer, params, rank, 2)
     group: dict = {"params": make((9,))}
     if rank == 1:
@@ -176,9 +212,11 @@ def add_differently(rank: int, world_size: int, case: str) -> tuple[type | None,
     return *outcome, len(optimizer.param_groups), fingerprint(params)
 
 
-@pytest.mark.parametrize("case", ["shape", "error"])
-def test_a_group_added_differently_is_refused_on_every_rank_and_training_goes_on(case):
-    results = run_ranks(add_differently, 2, case, group_timeout=10)
+@pytest.mark.parametrize(
+    ("name", "case"), [("onebit-adam", "shape"), ("onebit-adam", "error"), ("onebit-lamb", "shape"), ("lamb", "error")]
+)
+def test_a_group_added_differently_is_refused_on_every_rank_and_training_goes_on(name, case):
+    results = run_ranks(add_differently, 2, name, case, group_timeout=10)
     for kind, message, groups, _ in results:
         assert issubclass(kind, ValueError)
         assert ("(9,)" in message and "(8,)" in message) or "eps must be a finite number >= 0, got -1.0" in message
@@ -187,6 +225,9 @@ def test_a_group_added_differently_is_refused_on_every_rank_and_training_goes_on
 
 
 # ---------------------------------------------------------------- steps
+
+
+SPOILED = ("sparse gradient", "wrong shape", "requires_grad flipped", "cast")
 
 
 def spoil(case: str, params: list[Parameter]) -> Callable[[], None]:
@@ -210,9 +251,11 @@ def spoil(case: str, params: list[Parameter]) -> Callable[[], None]:
     return lambda: setattr(p, "grad", None)
 
 
-def fail_on_one_rank(rank: int, world_size: int, steps: int, case: str) -> tuple[type | None, str, bool, str]:
+def fail_on_one_rank(
+    rank: int, world_size: int, name: str, steps: int, case: str
+) -> tuple[type | None, str, bool, str]:
     params = make()
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP)
+    optimizer = construct(name, params, freeze_step=FREEZE_STEP)
     train(optimizer, params, rank, steps)
     before = fingerprint(params)
     set_gradients(params, rank, steps)
@@ -225,10 +268,16 @@ def fail_on_one_rank(rank: int, world_size: int, steps: int, case: str) -> tuple
     return *outcome, still, fingerprint(params)
 
 
-@STAGES
-@pytest.mark.parametrize("case", ["sparse gradient", "wrong shape", "requires_grad flipped", "cast"])
-def test_an_error_on_one_rank_stops_the_step_on_all_and_training_can_go_on(case, steps):
-    results = run_ranks(fail_on_one_rank, 4, steps, case, group_timeout=10)
+@pytest.mark.parametrize(
+    ("name", "case", "steps"),
+    [
+        *(("onebit-adam", case, steps) for case in SPOILED for steps in STEPS),
+        *(("onebit-lamb", "wrong shape", steps) for steps in (*STEPS, FREEZE_STEP)),
+        ("lamb", "sparse gradient", 2),
+    ],
+)
+def test_an_error_on_one_rank_stops_the_step_on_all_and_training_can_go_on(name, case, steps):
+    results = run_ranks(fail_on_one_rank, 4, name, steps, case, group_timeout=10)
     for rank, (kind, message, still, _) in enumerate(results):
         if rank == 1:
             assert kind in (RuntimeError, TypeError, ValueError)
@@ -240,9 +289,9 @@ def test_an_error_on_one_rank_stops_the_step_on_all_and_training_can_go_on(case,
     assert len({bits for *_, bits in results}) == 1
 
 
-def bad_number(rank: int, world_size: int, steps: int, value: float, nonfinite: str) -> tuple:
+def bad_number(rank: int, world_size: int, name: str, steps: int, value: float, nonfinite: str) -> tuple:
     params = make()
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, nonfinite=nonfinite)
+    optimizer = construct(name, params, freeze_step=FREEZE_STEP, nonfinite=nonfinite)
     train(optimizer, params, rank, steps)
     before = observe(optimizer)["x"]
     set_gradients(params, rank, steps)
@@ -258,11 +307,18 @@ def bad_number(rank: int, world_size: int, steps: int, value: float, nonfinite: 
     return outcome, still, (stats["step"], stats["skipped_steps"]), warned, fingerprint(params)
 
 
-@STAGES
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank(value, nonfinite, steps):
-    results = run_ranks(bad_number, 2, steps, value, nonfinite, group_timeout=10)
+@pytest.mark.parametrize(
+    ("name", "steps", "value"),
+    [
+        *(("onebit-adam", steps, float(v)) for steps in STEPS for v in ("nan", "inf", "-inf")),
+        *(("onebit-lamb", steps, float("nan")) for steps in (*STEPS, FREEZE_STEP)),
+        ("onebit-lamb-frozen", FREEZE_STEP, float("inf")),
+        ("lamb", 2, float("-inf")),
+    ],
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank(name, steps, value, nonfinite):
+    results = run_ranks(bad_number, 2, name, steps, value, nonfinite, group_timeout=10)
     text = f"a gradient on some rank was not finite after {steps} updates"
     for (kind, message), still, counts, warned, _ in results:
         assert still
@@ -278,9 +334,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_rank(value, nonfinit
     assert len({bits for *_, bits in results}) == 1
 
 
-def other_lr(rank: int, world_size: int, steps: int, tensor_lr: bool) -> tuple[type | None, str, bool, str]:
+def other_lr(rank: int, world_size: int, name: str, steps: int, tensor_lr: bool) -> tuple:
     params = make()
-    optimizer = OneBitAdam(params, torch.tensor(1e-3) if tensor_lr else 1e-3, freeze_step=FREEZE_STEP)
+    optimizer = construct(name, params, torch.tensor(1e-3) if tensor_lr else 1e-3, freeze_step=FREEZE_STEP)
     train(optimizer, params, rank, steps)
     before = observe(optimizer)["x"]
     rates = [1e-3, 1.0001e-3] if rank == world_size - 1 else [1e-3, 1e-3]
@@ -293,16 +349,39 @@ def other_lr(rank: int, world_size: int, steps: int, tensor_lr: bool) -> tuple[t
     return *outcome, still, fingerprint(params)
 
 
-@STAGES
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_another_learning_rate_on_one_rank_is_caught_on_all(steps, tensor_lr, world_size):
-    results = run_ranks(other_lr, world_size, steps, tensor_lr, group_timeout=10)
+@pytest.mark.parametrize(
+    ("name", "steps", "tensor_lr", "world_size"),
+    [
+        *(("onebit-adam", steps, tensor_lr, w) for steps in STEPS for tensor_lr in (False, True) for w in (2, 4)),
+        *(("onebit-lamb", steps, False, 2) for steps in STEPS),
+        ("lamb", 2, True, 2),
+    ],
+)
+def test_another_learning_rate_on_one_rank_is_caught_on_all(name, steps, tensor_lr, world_size):
+    results = run_ranks(other_lr, world_size, name, steps, tensor_lr, group_timeout=10)
     for kind, message, still, _ in results:
         assert kind is OutOfStepError
         assert f"ranks are out of step after {steps} updates: hyper-parameters (learning rate" in message
         assert still
     assert len({bits for *_, bits in results}) == 1
+
+
+def other_bound(rank: int, world_size: int, name: str, key: str) -> tuple[type | None, str, bool]:
+    params = make()
+    optimizer = construct(name, params, freeze_step=FREEZE_STEP)
+    train(optimizer, params, rank, 7)
+    before = fingerprint(params)
+    optimizer.param_groups[0][key] *= 1.5 if rank else 1.0
+    set_gradients(params, rank, 7)
+    return *caught(optimizer.step), fingerprint(params) == before
+
+
+@pytest.mark.parametrize(("name", "key"), [("onebit-lamb", "r_max"), ("lamb", "c_max")])
+def test_another_bound_on_one_rank_is_caught_on_all(name, key):
+    for kind, message, still in run_ranks(other_bound, 2, name, key, group_timeout=10):
+        assert kind is OutOfStepError
+        assert f"{key}=" in message
+        assert still
 
 
 def step_once_more(rank: int, world_size: int, steps: int) -> tuple[type | None, str, float, type | None, str]:

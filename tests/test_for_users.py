@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, construct
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
@@ -48,9 +49,12 @@ def test_a_warmup_checkpoint_goes_on_in_torchs_adamw():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_looking_at_a_run_does_not_change_what_stats_say():
+@EACH_ONEBIT
+def test_looking_at_a_run_does_not_change_what_stats_say(name):
     params = parameters()
-    optimizer = OneBitAdam(params, freeze_step=1)
+    # Without scaling: stats tell norms in the unit in which momenta are compressed.
+    options = {} if name == "onebit-adam" else {"momentum_scaling": False}
+    optimizer = construct(name, params, freeze_step=1, **options)
     for i in range(4):
         step(optimizer, params, i)
     keys = ("worker_error_norm", "server_error_norm", "compensated_norm")
@@ -62,14 +66,15 @@ def test_looking_at_a_run_does_not_change_what_stats_say():
     assert before["worker_error_norm"] > 0
 
 
-def test_a_grad_scaler_is_refused_on_every_rank_instead_of_a_hang():
-    for text in run_ranks(with_grad_scaler, 2, group_timeout=20):
+@EACH
+def test_a_grad_scaler_is_refused_on_every_rank_instead_of_a_hang(name):
+    for text in run_ranks(with_grad_scaler, 2, name, group_timeout=20):
         assert "GradScaler is not supported yet" in text
 
 
-def with_grad_scaler(rank: int, world_size: int) -> str:
+def with_grad_scaler(rank: int, world_size: int, name: str) -> str:
     (p,) = params = [Parameter(torch.ones(4))]
-    optimizer = OneBitAdam(params, freeze_step=1)
+    optimizer = construct(name, params, freeze_step=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale((p * (torch.inf if rank else 1.0)).sum()).backward()
     with pytest.raises(RuntimeError) as error:
@@ -77,8 +82,9 @@ def with_grad_scaler(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_copying_or_pickling_says_what_to_do_instead():
-    optimizer = OneBitAdam(parameters(), freeze_step=1)
+@EACH
+def test_copying_or_pickling_says_what_to_do_instead(name):
+    optimizer = construct(name, parameters(), freeze_step=1)
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="use state_dict"):
             attempt(optimizer)
@@ -136,22 +142,32 @@ def test_warnings_point_at_the_users_line():
     assert caught[0].filename == __file__
 
 
-def test_other_numerics_than_the_checkpoints_are_pointed_out():
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("onebit-adam", {"scale_norm": "l1"}, "written with scale_norm='l2'"),
+        ("onebit-lamb", {"momentum_scaling": False}, "written with momentum_scaling=True"),
+        ("onebit-lamb", {"layerwise": "frozen"}, "written with layerwise='adaptive'"),
+        ("onebit-lamb", {"variant": "deepspeed"}, "written with variant='paper'"),
+    ],
+)
+def test_other_numerics_than_the_checkpoints_are_pointed_out(name, change, text):
     params = parameters()
-    optimizer = OneBitAdam(params, freeze_step=1)
+    optimizer = construct(name, params, freeze_step=1)
     for i in range(3):
         step(optimizer, params, i)
-    other = OneBitAdam(parameters(), freeze_step=1, scale_norm="l1")
-    with pytest.warns(fusedonebit.FusedOneBitWarning, match="written with scale_norm='l2'"):
+    other = construct(name, parameters(), freeze_step=1, **change)
+    with pytest.warns(fusedonebit.FusedOneBitWarning, match=text):
         other.load_state_dict(optimizer.state_dict())
 
 
-def test_a_freeze_rule_of_another_beta2_is_refused_before_anything_changes():
+@ADAM_AND_LAMB
+def test_a_freeze_rule_of_another_beta2_is_refused_before_anything_changes(name):
     params = parameters()
-    optimizer = OneBitAdam(params, betas=(0.9, 0.9), freeze_step="auto")
+    optimizer = construct(name, params, betas=(0.9, 0.9), freeze_step="auto")
     step(optimizer, params, 0)
     other_params = parameters()
-    other = OneBitAdam(other_params, betas=(0.9, 0.99), freeze_step="auto")
+    other = construct(name, other_params, betas=(0.9, 0.99), freeze_step="auto")
     step(other, other_params, 1)
     before = other.momentum(other_params[1])
     with pytest.raises(ValueError, match="use the same betas"):

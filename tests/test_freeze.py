@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
 from ranks import WORLD_SIZES, run_ranks
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam
+from fusedonebit import FusedOneBitWarning, OneBitOptimizer
 
 DELAY = 8
 
@@ -24,7 +25,7 @@ def gradient(rank: int, step: int, p: Parameter, i: int) -> torch.Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i))
 
 
-def step_once(optimizer: OneBitAdam, rank: int, step: int, bad: bool = False) -> None:
+def step_once(optimizer: OneBitOptimizer, rank: int, step: int, bad: bool = False) -> None:
     for i, p in enumerate(parameters(optimizer)):
         p.grad = gradient(rank, step, p, i)
     if bad:
@@ -35,8 +36,8 @@ def step_once(optimizer: OneBitAdam, rank: int, step: int, bad: bool = False) ->
 # ---------------------------------------------------------------- freeze_step
 
 
-def phases_with_skips(rank: int, world_size: int, freeze_step: int) -> tuple[list[str], list[float], dict]:
-    optimizer = OneBitAdam(make((50,)), freeze_step=freeze_step)
+def phases_with_skips(rank: int, world_size: int, name: str, freeze_step: int) -> tuple[list[str], list[float], dict]:
+    optimizer = construct(name, make((50,)), freeze_step=freeze_step)
     phases, updates = [], []
     for step in range(12):
         step_once(optimizer, rank, step, bad=step in (0, 2, 3) and rank == step % world_size)
@@ -45,16 +46,18 @@ def phases_with_skips(rank: int, world_size: int, freeze_step: int) -> tuple[lis
     return phases, updates, optimizer.stats()
 
 
-def test_freeze_step_is_the_exact_number_of_uncompressed_updates_although_steps_are_skipped():
-    for phases, updates, stats in run_ranks(phases_with_skips, 2, 4):
+@EACH_ONEBIT
+def test_freeze_step_is_the_exact_number_of_uncompressed_updates_although_steps_are_skipped(name):
+    for phases, updates, stats in run_ranks(phases_with_skips, 2, name, 4):
         # Steps 0, 2 and 3 change nothing: updates 1 to 4 are steps 1, 4, 5 and 6.
         assert phases == ["warmup"] * 7 + ["compression"] * 5
         assert updates == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9]
         assert (stats["freeze_step"], stats["skipped_steps"], stats["step"]) == (4, 3, 9)
 
 
-def test_freeze_step_0_without_a_checkpoint_says_what_to_do():
-    optimizer = OneBitAdam(make((5,)), freeze_step=0)
+@ADAM_AND_LAMB
+def test_freeze_step_0_without_a_checkpoint_says_what_to_do(name):
+    optimizer = construct(name, make((5,)), freeze_step=0)
     with pytest.raises(RuntimeError, match=r"freeze_step=0 needs a variance .* load_state_dict"):
         step_once(optimizer, 0, 0)
 
@@ -62,9 +65,9 @@ def test_freeze_step_0_without_a_checkpoint_says_what_to_do():
 # ---------------------------------------------------------------- auto
 
 
-def auto_freeze(rank: int, world_size: int, options: dict, bad: tuple[int, ...], steps: int) -> tuple:
+def auto_freeze(rank: int, world_size: int, name: str, options: dict, bad: tuple[int, ...], steps: int) -> tuple:
     """Trains with gradients that are ten times as large from step 15 on."""
-    optimizer = OneBitAdam(make((400,), (30,)), betas=(0.9, 0.9), freeze_step="auto", **options)
+    optimizer = construct(name, make((400,), (30,)), betas=(0.9, 0.9), freeze_step="auto", **options)
     frozen_after, norms = None, [0.0]
     for step in range(steps):
         for i, p in enumerate(parameters(optimizer)):
@@ -90,11 +93,18 @@ def first_stable(norms: list[float], beta2: float, lr_warmup_steps: int) -> int:
     raise AssertionError("never stable")
 
 
-@pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
-@pytest.mark.parametrize("lr_warmup_steps", [0, 13, 40])
-@pytest.mark.parametrize("bad", [(), (1, 7, 12, 19, 20, 21)], ids=["", "skips"])
-def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(world_size, lr_warmup_steps, bad):
-    results = run_ranks(auto_freeze, world_size, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
+SKIPS = (1, 7, 12, 19, 20, 21)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "lr_warmup_steps", "bad"),
+    [
+        *(("onebit-adam", w, n, bad) for w in (1, *WORLD_SIZES) for n in (0, 13, 40) for bad in ((), SKIPS)),
+        *(("onebit-lamb", w, 13, bad) for w, bad in ((1, ()), (2, SKIPS), (4, SKIPS))),
+    ],
+)
+def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(name, world_size, lr_warmup_steps, bad):
+    results = run_ranks(auto_freeze, world_size, name, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
     assert len({result[:2] for result in results}) == 1
     frozen_after, freeze_step, norms = results[0]
     decided = first_stable(norms[: freeze_step + 1], 0.9, lr_warmup_steps)
@@ -108,9 +118,10 @@ def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(world_size, 
         assert freeze_step == decided + DELAY
 
 
-def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still():
+@ADAM_AND_LAMB
+def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(name):
     # From update 16 on v is looked at; there it leaps, and then nothing but skips.
-    for _, freeze_step, norms in run_ranks(auto_freeze, 2, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
+    for _, freeze_step, norms in run_ranks(auto_freeze, 2, name, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
         assert len(norms) == 1 + 17
         assert freeze_step is None
 
@@ -118,13 +129,14 @@ def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(
 # ---------------------------------------------------------------- dead coordinates and tensors
 
 
-def train_with_dead(rank: int, world_size: int, dead_coordinates: str) -> tuple[dict, dict, list[str], list, str]:
+def train_with_dead(
+    rank: int, world_size: int, name: str, dead_coordinates: str
+) -> tuple[dict, dict, list[str], list, str]:
     """An embedding of which only the first rows are seen before the freeze, and a tensor that never is."""
     torch.manual_seed(0)
     embedding, unused, used = Parameter(torch.randn(20, 8)), Parameter(torch.randn(37)), Parameter(torch.randn(6))
-    optimizer = OneBitAdam(
-        [embedding, unused, used], lr=1e-2, freeze_step=5, dead_coordinates=dead_coordinates, weight_decay=0.1
-    )
+    params = [embedding, unused, used]
+    optimizer = construct(name, params, lr=1e-2, freeze_step=5, dead_coordinates=dead_coordinates, weight_decay=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
@@ -153,8 +165,9 @@ def train_with_dead(rank: int, world_size: int, dead_coordinates: str) -> tuple[
     return after, optimizer.stats(), texts
 
 
-def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step():
-    results = run_ranks(train_with_dead, 2, "mean")
+@EACH_ONEBIT
+def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name):
+    results = run_ranks(train_with_dead, 2, name, "mean")
     assert len({after["bits"] for after, _, _ in results}) == 1
     for after, stats, _ in results:
         seen = after["warmup_variance"][:15]
@@ -167,8 +180,9 @@ def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step():
         assert stats["dead_coordinates"] == 40
 
 
-def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named():
-    for after, stats, texts in run_ranks(train_with_dead, 2, "mean"):
+@EACH_ONEBIT
+def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name):
+    for after, stats, texts in run_ranks(train_with_dead, 2, name, "mean"):
         assert after["unused"], "no decay, no update"
         assert not after["unused_error"].any()
         assert not after["unused_momentum"].any()
@@ -177,8 +191,9 @@ def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named():
         assert len(texts) == 1
 
 
-def test_dead_coordinates_keep_leaves_the_variance_as_it_is():
-    for after, stats, texts in run_ranks(train_with_dead, 2, "keep"):
+@ADAM_AND_LAMB
+def test_dead_coordinates_keep_leaves_the_variance_as_it_is(name):
+    for after, stats, texts in run_ranks(train_with_dead, 2, name, "keep"):
         assert torch.equal(after["variance"], after["warmup_variance"])
         assert not after["variance"][15:].any()
         assert after["moved"][15:].min() > 1e3 * after["moved"][:15].max(), "m / eps explodes, as DeepSpeed's does"
@@ -187,9 +202,9 @@ def test_dead_coordinates_keep_leaves_the_variance_as_it_is():
         assert texts == []
 
 
-def scales_with_and_without(rank: int, world_size: int, with_dead: bool) -> float:
+def scales_with_and_without(rank: int, world_size: int, name: str, with_dead: bool) -> float:
     p, dead = make((900,), (900,))
-    optimizer = OneBitAdam([p, dead] if with_dead else [p], freeze_step=3, scale_norm="l2")
+    optimizer = construct(name, [p, dead] if with_dead else [p], freeze_step=3, scale_norm="l2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
         for step in range(5):
@@ -198,21 +213,23 @@ def scales_with_and_without(rank: int, world_size: int, with_dead: bool) -> floa
     return optimizer.stats()["compensated_norm"], optimizer.stats()["worker_error_norm"]
 
 
-def test_a_dead_tensor_has_no_weight_in_a_scale():
-    alone, beside = (run_ranks(scales_with_and_without, 1, with_dead)[0] for with_dead in (False, True))
+@ADAM_AND_LAMB
+def test_a_dead_tensor_has_no_weight_in_a_scale(name):
+    """Nor, in 1-bit LAMB, in the size that all momenta are brought to."""
+    alone, beside = (run_ranks(scales_with_and_without, 1, name, with_dead)[0] for with_dead in (False, True))
     assert alone == pytest.approx(beside, rel=1e-6)
 
 
 # ---------------------------------------------------------------- masks
 
 
-def train_masked(rank: int, world_size: int, memory_order: str) -> tuple[bool, float, bool, int]:
+def train_masked(rank: int, world_size: int, name: str, memory_order: str) -> tuple[bool, float, bool, int]:
     torch.manual_seed(0)
     (p, q) = make((40, 30), (11,))
     if memory_order == "transposed":
         p = Parameter(p.detach().t().contiguous().t())
     mask = torch.rand(40, 30, generator=torch.Generator().manual_seed(5)) > 0.4
-    optimizer = OneBitAdam([p, q], lr=1e-2, weight_decay=0.5, freeze_step=4, mask={p: mask})
+    optimizer = construct(name, [p, q], lr=1e-2, weight_decay=0.5, freeze_step=4, mask={p: mask})
     start = p.detach().clone()
     for step in range(12):
         step_once(optimizer, rank, step)
@@ -223,21 +240,23 @@ def train_masked(rank: int, world_size: int, memory_order: str) -> tuple[bool, f
     return still, moved, not optimizer.momentum(p)[outside].any(), optimizer.stats()["dead_coordinates"]
 
 
+@ADAM_AND_LAMB
 @pytest.mark.parametrize("memory_order", ["contiguous", "transposed"])
-def test_masked_coordinates_stay_exactly_still_in_both_stages_with_weight_decay(memory_order):
-    for still, moved, no_momentum, dead in run_ranks(train_masked, 2, memory_order):
+def test_masked_coordinates_stay_exactly_still_in_both_stages_with_weight_decay(name, memory_order):
+    for still, moved, no_momentum, dead in run_ranks(train_masked, 2, name, memory_order):
         assert still
         assert no_momentum
         assert moved > 0
         assert dead == 0
 
 
-def test_a_mask_of_all_true_changes_no_bit():
+@EACH_ONEBIT
+def test_a_mask_of_all_true_changes_no_bit(name):
     results = []
     for masked in (False, True):
         (p,) = make((500,))
         mask = {p: torch.ones(500, dtype=torch.bool)} if masked else None
-        optimizer = OneBitAdam([p], freeze_step=3, mask=mask)
+        optimizer = construct(name, [p], freeze_step=3, mask=mask)
         for step in range(8):
             step_once(optimizer, 0, step)
         results.append(observe(optimizer))

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from fusedonebit.comm import CollectiveError, SimulatedGroup, Transport, make_transport
+from optimizers import ADAM_AND_LAMB, construct
 from ranks import run_ranks
 from torch import Tensor
 
@@ -17,11 +18,11 @@ SHAPES = ((7,), (33, 40), (1024,), (0,), (3, 5, 7))
 FREEZE = 4
 
 
-def train(rank: int, transport: Transport | None, steps: int = 12) -> dict[str, object]:
+def train(rank: int, transport: Transport | None, name: str, steps: int = 12) -> dict[str, object]:
     """Warm-up gradients have few bits, so that their sums are exact in any order."""
     generator = torch.Generator().manual_seed(7)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    optimizer = OneBitAdam(params, 1e-2, freeze_step=FREEZE, scale_scope="layer", process_group=transport)
+    optimizer = construct(name, params, 1e-2, freeze_step=FREEZE, scale_scope="layer", process_group=transport)
     generator = torch.Generator().manual_seed(rank)
     for step in range(steps):
         for p in params:
@@ -37,18 +38,19 @@ def train(rank: int, transport: Transport | None, steps: int = 12) -> dict[str, 
     }
 
 
-def train_on_gloo(rank: int, world_size: int) -> dict[str, object]:
-    return train(rank, None)
+def train_on_gloo(rank: int, world_size: int, name: str) -> dict[str, object]:
+    return train(rank, None, name)
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@ADAM_AND_LAMB
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_simulated_ranks_compute_the_same_bits_as_gloo_ranks(world_size):
-    real = run_ranks(train_on_gloo, world_size)
-    simulated = SimulatedGroup(world_size).run(train)
+def test_simulated_ranks_compute_the_same_bits_as_gloo_ranks(name, world_size):
+    real = run_ranks(train_on_gloo, world_size, name)
+    simulated = SimulatedGroup(world_size).run(lambda rank, transport: train(rank, transport, name))
     for rank, (r, s) in enumerate(zip(real, simulated, strict=True)):
         assert equal(r["params"], s["params"])
         assert equal(r["worker_error"], s["worker_error"])
