@@ -139,7 +139,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             )
         self._outcomes.catch_up()
         kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
-        own, outcomes, old_list, old_groups = self._own_state(), self._outcomes, self._list, list(self.param_groups)
+        outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
+        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.params)}
         error: Exception | None = None
         try:
             super().add_param_group({**param_group, "added_at": self._outcomes.updates})
@@ -154,7 +155,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
             raise
         self._build()
         self._outcomes = outcomes
-        self._load_own_state(own)
+        for i, p in enumerate(self._list.params):
+            for key, value in tables.get(id(p), {}).items():
+                self._tables()[key][..., i] = value
         for p, state in kept.items():
             for key, value in state.items():
                 self.state[p][key].copy_(value)
@@ -267,15 +270,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")
 
-    def _own_state(self) -> dict[str, Any]:
-        """What a subclass adds to a checkpoint: plain values and tensors."""
+    def _tables(self) -> dict[str, Tensor]:
+        """What a subclass keeps per tensor, in all stages: [..., tensors] each."""
         return {}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``_own_state`` returned, maybe for fewer tensors; or an empty mapping (AdamW's)."""
-
     def _header(self) -> dict[str, Any]:
-        """What a checkpoint's header says of a subclass's stages."""
+        """What a checkpoint's header says of a subclass's stages: plain values."""
         return {}
 
     def _check_header(self, header: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ equal on all ranks. In the compression stage each rank saves its own file; per p
     server_error       float32 [k]: residual of the k elements of it that this rank serves, from
     server_error_start int, in memory order
 
-and what else an optimizer keeps per element (``_buffers``) or as bits (``_momenta``): 1-bit LAMB
-adds the fresh variance and the last momentum. Momentum and residuals are in the unit in which they
+and what else an optimizer keeps per element (``_buffers``), as bits (``_momenta``) or, in all stages,
+per tensor (``_tables``): 1-bit LAMB adds the fresh variance, the last momentum, ``layer`` and ``unit``.
+Momentum and residuals are in the unit in which they
 are compressed. Like torch's, the tensors are references to live state where they can be: copy or
 save them before the next step. Saving settles the deferred residuals, which changes no later step.
 """
@@ -42,12 +43,15 @@ _OF_ONE_RANK = ("worker_error", "server_error")
 def save(optimizer: AveragingOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Completes torch's own ``state_dict``."""
     optimizer._outcomes.catch_up()
+    packed["state"] = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
     if optimizer.phase == "compression":
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
         momenta = {name: (bits.reshape(-1), scale) for name, (bits, scale) in onebit._momenta().items()}
         for i, index in enumerate(optimizer._list.index_of):
-            packed["state"][index] = packed["state"][index] | _compressed_state(onebit, i, momenta)
+            packed["state"][index] |= _compressed_state(onebit, i, momenta)
+    for i, index in enumerate(optimizer._list.index_of):
+        packed["state"][index] |= {name: table[..., i].clone() for name, table in optimizer._tables().items()}
     for state in packed["state"].values():
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
@@ -97,7 +101,6 @@ def _header(optimizer: AveragingOptimizer) -> dict[str, Any]:
         "masks": _masks(optimizer),
         "options": {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS},
         "bytes_total": optimizer._transport.traffic.bytes_total,
-        "own": optimizer._own_state(),
         **optimizer._header(),
     }
 
@@ -127,7 +130,7 @@ def load(
     hint = "load, on every rank, the checkpoint of the same moment"
     agree(optimizer._transport, facts, optimizer.device, error, hint)
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
-    groups = [optimizer.defaults | group for group in state_dict["param_groups"]]
+    groups = [own | saved for own, saved in zip(_own_groups(optimizer), state_dict["param_groups"], strict=True)]
     load_groups({"state": {}, "param_groups": groups})
     optimizer._build()
     with torch.no_grad():
@@ -147,6 +150,7 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
     compressed = header["phase"] == "compression"
+    optimizer._check_header(header)
     if compressed:
         _check_compressed(optimizer, header)
     for i, index in enumerate(optimizer._list.index_of):
@@ -154,6 +158,8 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
+            if key not in state and key in optimizer._tables() and not compressed:
+                continue  # nor has it what LAMB keeps per tensor
             if not isinstance(state[key], Tensor):
                 raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(state[key]).__name__}")
             if tuple(state[key].shape) != expected:
@@ -161,21 +167,21 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
                     f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape "
                     f"{expected}, got {tuple(state[key].shape)}"
                 )
-    optimizer._check_header(header)
     return header
 
 
 def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
     layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
+    tables = {name: tuple(table.shape[:-1]) for name, table in optimizer._tables().items()}
     if not compressed:
-        return {"exp_avg": shape, "exp_avg_sq": shape}
+        return {"exp_avg": shape, "exp_avg_sq": shape, **tables}
     onebit = cast("OneBitOptimizer", optimizer)
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*onebit._buffers(), "worker_error"), shape)
     for name in onebit._momenta():
         shapes |= {f"{name}_bits": (-(-layout.sizes[i] // 8),), f"{name}_scale": (end - first,)}
-    return shapes | {"server_error": (stop - start,)}
+    return {**shapes, **tables, "server_error": (stop - start,)}
 
 
 def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -185,12 +191,17 @@ def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) 
             f"checkpoint of another model: its groups have {[len(g['params']) for g in saved]} parameters, "
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
-    for number, group in enumerate(saved):
-        optimizer._check_group(optimizer.defaults | group, f"group {number} of the checkpoint")
+    for number, (group, mine) in enumerate(zip(saved, _own_groups(optimizer), strict=True)):
+        optimizer._check_group(mine | group, f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
+
+
+def _own_groups(optimizer: AveragingOptimizer) -> list[dict[str, Any]]:
+    """The groups as they are, for what a checkpoint of another optimizer lacks."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _check_compressed(optimizer: AveragingOptimizer, header: Mapping[str, Any]) -> None:
@@ -224,7 +235,8 @@ def _adamw_updates(state_dict: Mapping[str, Any]) -> int:
 def _facts(
     optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    facts = [(f"the checkpoint's {key}", str(header.get(key))) for key in ("phase", "updates", "synchronisations")]
+    keys = ("phase", "updates", "synchronisations", "started")
+    facts = [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
     for index, name in zip(optimizer._list.index_of, optimizer._list.names, strict=True):
         for key, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor) and key not in _OF_ONE_RANK:
@@ -237,7 +249,10 @@ def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]]
     optimizer._step.fill_(header["updates"])
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)
-    optimizer._load_own_state(header.get("own", {}))
+    for i, index in enumerate(optimizer._list.index_of):
+        for name, table in optimizer._tables().items():
+            if name in states.get(index, {}):
+                table[..., i] = states[index][name].to(optimizer.device)
     if header["phase"] == "compression":
         _fill_compressed(cast("OneBitOptimizer", optimizer), states)
     else:

@@ -46,7 +46,7 @@ def onebit_lamb_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
     name = config.get("type", expected)
-    if name.lower() != expected.lower():
+    if str(name).lower() != expected.lower():
         raise ValueError(f'config["type"] must be "{expected}", got {name!r}')
     return dict(config.get("params", {}) if "type" in config or "params" in config else config)
 

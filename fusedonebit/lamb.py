@@ -43,13 +43,8 @@ class LambUpdate(AveragingOptimizer):
         lamb_coefficient(self._norms, self._layer_start, skip, self._deepspeed, coef, self._layers)
         lamb_move(params, layout.sizes, layout.block_size, *moments, *where)
 
-    def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "layers": self._layers}
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
-        if "layers" in state:
-            self._layers[:, : state["layers"].shape[1]] = state["layers"].to(self.device)
+    def _tables(self) -> dict[str, Tensor]:
+        return super()._tables() | {"layer": self._layers}
 
     def _scratch(self) -> list[Tensor]:
         return [*super()._scratch(), self._norms]
@@ -59,9 +54,10 @@ class LambUpdate(AveragingOptimizer):
         return self._exp_avg_sq
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
-        """By tensor, float64 [tensors], of values float32 [P]."""
+        """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
         partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        square_sums(self.layout.sizes, self.layout.block_size, flat, partials)
+        live = self._live
+        square_sums(self.layout.sizes, self.layout.block_size, flat, live.bits, live.row, partials)
         return torch.segment_reduce(partials, "sum", offsets=self._layer_start)
 
     def stats(self, layers: bool = False) -> dict[str, Any]:

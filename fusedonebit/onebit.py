@@ -186,8 +186,9 @@ class OneBitOptimizer(AveragingOptimizer):
             bytes_total (sent by this rank to others); state_bytes (what the next step needs) and
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
-            compensated_norm (of what was compressed), 0 in the warm-up; dead_tensors (names);
-            dead_coordinates (with v == 0 at the freeze, in other tensors).
+            compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
+            which things are compressed; dead_tensors (names); dead_coordinates (with v == 0 at the
+            freeze, in other tensors).
         """
         reduce = self._reduce
         compensated, worker_error = reduce.worker.norms()

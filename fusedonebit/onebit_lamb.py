@@ -189,6 +189,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         self._adaptive = self.options.layerwise == "adaptive"
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
+        if self.options.momentum_scaling:
+            self._unit = torch.ones(len(layout.sizes), device=device)
         if self._adaptive:
             self._started = torch.zeros(1, dtype=torch.int32, device=device)
             self._last_bits = torch.zeros_like(self._reduce.gathered.bits, memory_format=torch.contiguous_format)
@@ -198,8 +200,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     def _before_compression(self) -> None:
         if not self._layers[Layer.AVERAGE].any():
             raise RuntimeError(
-                "the freeze needs coefficients of LAMB updates, but none was made: set freeze_step >= 1, "
-                "or load a checkpoint of Lamb or OneBitLamb"
+                "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
+                'variant="deepspeed" left all out because they were 1. Set freeze_step above '
+                f"{self._outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
         if self.options.momentum_scaling:
@@ -270,17 +273,24 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         last = {"exp_avg_last": (self._last_bits, self._last_scale)} if self._adaptive else {}
         return super()._momenta() | last
 
-    def _own_state(self) -> dict[str, Any]:
-        # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
-        started = {"started": self._started} if self._adaptive else {}
-        return {**super()._own_state(), "unit": self._unit, **started}
+    def _tables(self) -> dict[str, Tensor]:
+        return super()._tables() | ({"unit": self._unit} if self._unit is not None else {})
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_own_state(state)
-        if state.get("unit") is not None:
-            self._unit = state["unit"].to(self.device)
-        if self._adaptive and "started" in state:
-            self._started.copy_(state["started"])
+    def _header(self) -> dict[str, Any]:
+        # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
+        return super()._header() | ({"started": bool(self._started)} if self._adaptive else {})
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        super()._check_header(header)
+        if header["phase"] != "compression" or header["algorithm"] != type(self).__name__:
+            return
+        for name in ("layerwise", "momentum_scaling"):
+            was, now = header["options"][name], getattr(self.options, name)
+            if was != now:
+                raise ValueError(
+                    f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
+                    "changed before the freeze"
+                )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         super()._resume(header)
@@ -288,6 +298,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             self._drop_norms()
             if self._adaptive:
                 self._fresh = self._full_size()
+                self._started.fill_(header["started"])
 
     # ---------------------------------------------------------------- what users look at
 

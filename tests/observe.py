@@ -30,7 +30,7 @@ def observe(optimizer: AveragingOptimizer) -> dict[str, np.ndarray]:
     """
     params = parameters(optimizer)
     saved = optimizer.state_dict()
-    own, states = saved["fusedonebit"]["own"], [saved["state"].get(i, {}) for i in range(len(params))]
+    states = [saved["state"].get(i, {}) for i in range(len(params))]
     compressed = optimizer.phase == "compression"
     state = {
         "x": flat(params),
@@ -42,13 +42,10 @@ def observe(optimizer: AveragingOptimizer) -> dict[str, np.ndarray]:
     if isinstance(optimizer, OneBitOptimizer):
         state["worker_error"] = flat([optimizer.worker_error(p) for p in params])
     if compressed:
-        unit = own.get("unit")
-        units = torch.ones(len(params)) if unit is None else unit
-        state["server_error"] = flat([s["server_error"] / u for s, u in zip(states, units, strict=True)])
-    for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale"):
+        state["server_error"] = flat([s["server_error"] / s.get("unit", 1.0) for s in states])
+    for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit"):
         state[key] = flat([s[key] for s in states]) if key in states[0] else np.zeros(0, dtype=np.float32)
-    for key in ("layers", "unit", "started"):
-        state[key] = np.zeros(0, dtype=np.float32) if own.get(key) is None else flat([own[key]])
+    state["started"] = np.array([saved["fusedonebit"].get("started", False)])
     return state
 
 

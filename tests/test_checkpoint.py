@@ -204,6 +204,7 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding
             "exp_avg_last_bits": bits,
             "exp_avg_last_scale": scale,
         }
+        per_tensor = {"layer": (torch.float32, 3), "unit": (torch.float32, 1)}
         for state in (s["state"][i] for s in saved):
             assert {k: (v.dtype, v.numel()) for k, v in state.items() if k not in ("server_error_start",)} == {
                 "step": (torch.float32, 1),
@@ -212,7 +213,7 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding
                 "exp_avg_bits": bits,
                 "exp_avg_scale": scale,
                 "server_error": (torch.float32, state["server_error"].numel()),
-            } | (adaptive if name == "onebit-lamb" else {})
+            } | (adaptive if name == "onebit-lamb" else {}) | (per_tensor if "lamb" in name else {})
             assert state["worker_error"].shape == state["exp_avg_sq"].shape == p.shape
 
 
@@ -225,7 +226,8 @@ def test_a_checkpoint_of_the_warmup_is_adamws_own(name):
         step_once(reference, 1, step)
     saved = through_a_file(optimizer.state_dict())
     for i in range(len(SHAPES)):
-        assert set(saved["state"][i]) == {"step", "exp_avg", "exp_avg_sq"}
+        # What LAMB adds, AdamW passes over.
+        assert set(saved["state"][i]) - {"layer", "unit"} == {"step", "exp_avg", "exp_avg_sq"}
     reference.load_state_dict(saved)
     assert reference.state[parameters(reference)[0]]["step"] == 6
 
@@ -346,7 +348,7 @@ def test_freeze_step_0_with_a_checkpoint_of_adamw_says_that_coefficients_are_mis
     results = run_ranks(freeze_without_coefficients, 2, name, saved, through_a_file(lamb.state_dict()))
     for errors, still, phase, _ in results:
         for text in errors:
-            assert "the freeze needs coefficients of LAMB updates, but none was made" in text
+            assert "the freeze needs averages of LAMB's coefficients" in text
             assert "load a checkpoint of Lamb or OneBitLamb" in text
         assert still
         assert phase == "compression"
@@ -501,17 +503,17 @@ def long_last_scale_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 
 def other_layers_on_rank_1(rank: int, files: list[dict]) -> dict:
-    files[rank]["fusedonebit"]["own"]["layers"][0, 0] *= 1 + rank
+    files[rank]["state"][0]["layer"][0] *= 1 + rank
     return files[rank]
 
 
 def layers_of_another_model(rank: int, files: list[dict]) -> dict:
-    files[rank]["fusedonebit"]["own"]["layers"] = torch.ones(3, 11)
+    files[rank]["state"][0]["layer"] = torch.ones(4)
     return files[rank]
 
 
 def lacks_layers(rank: int, files: list[dict]) -> dict:
-    del files[rank]["fusedonebit"]["own"]["layers"]
+    del files[rank]["state"][0]["layer"]
     return files[rank]
 
 
@@ -541,9 +543,9 @@ FOR_LAMB = {
     "other_fresh_variance_on_rank_1": ["checksum of exp_avg_sq_fresh of parameter 0", "of the same moment"],
     "short_last_bits": ["exp_avg_last_bits of parameter 0 must have shape (165,), got (164,)"],
     "long_last_scale_on_rank_1": ["exp_avg_last_scale of parameter 5 must have shape"],
-    "other_layers_on_rank_1": ["layers", "of the same moment"],
-    "layers_of_another_model": ["layers"],
-    "lacks_layers": ["layers"],
+    "other_layers_on_rank_1": ["checksum of layer of parameter 0", "of the same moment"],
+    "layers_of_another_model": ["layer of parameter 0 must have shape (3,), got (4,)"],
+    "lacks_layers": ["state_dict lacks the key 'layer'"],
     "bad_r_max": ["r_min must be at most r_max, got 0.5 > 0.25 in group 0 of the checkpoint"],
 }
 
@@ -568,7 +570,7 @@ def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_
         ("onebit-lamb", "lamb", "the checkpoint's algorithm is OneBitLamb, but here it is Lamb"),
         ("onebit-lamb", "onebit-adam", "the checkpoint's algorithm is OneBitLamb, but here it is OneBitAdam"),
         ("onebit-adam", "onebit-lamb", "the checkpoint's algorithm is OneBitAdam, but here it is OneBitLamb"),
-        ("onebit-lamb-frozen", "onebit-lamb", "exp_avg_sq_fresh"),
+        ("onebit-lamb-frozen", "onebit-lamb", "layerwise='frozen', but here it is 'adaptive'"),
     ],
 )
 def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing(saved_by, name, text):
@@ -591,7 +593,7 @@ def warmup_at_another_world_size(rank: int, world_size: int, name: str, saved: d
     optimizer = construct(name, make(), freeze_step=100)
     optimizer.load_state_dict(saved)
     assert optimizer.stats()["step"] == 2
-    layers = observe(optimizer)["layers"].tolist()
+    layers = observe(optimizer)["layer"].tolist()
     step_once(optimizer, 7, 5)
     return fingerprint(parameters(optimizer)), optimizer.state[parameters(optimizer)[0]]["exp_avg"].clone(), layers
 
@@ -601,7 +603,7 @@ def test_a_checkpoint_of_the_warmup_loads_at_any_world_size(name):
     optimizer = construct(name, make(), freeze_step=100)
     for step in range(2):
         step_once(optimizer, 0, step)
-    saved, layers = through_a_file(optimizer.state_dict()), observe(optimizer)["layers"].tolist()
+    saved, layers = through_a_file(optimizer.state_dict()), observe(optimizer)["layer"].tolist()
     results = [run_ranks(warmup_at_another_world_size, world_size, name, saved)[0] for world_size in (1, 2)]
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])

@@ -25,7 +25,7 @@ WARMUP = 3
 BETA2 = 0.99
 EVENTS = ("fine", "nan", "inf", "many nan", "none", "zero", "large", "broken")
 SKIPPING = {"nan", "inf", "many nan", "broken"}
-REBUILDING = ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layers", "unit", "started")
+REBUILDING = ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit", "started")
 """What 1-bit LAMB keeps besides; equal on all ranks."""
 
 Schedule = list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""What the README promises of `make demo`."""
+"""What the README promises of `make demo`, and of large batches."""
 
 from __future__ import annotations
 
@@ -28,3 +28,25 @@ def test_the_demo_trains_300_steps_in_3_minutes_and_ends_within_3_percent_of_ada
     assert last["onebit-adam"]["step"] >= 300
     assert ratio <= 1.03
     assert seconds <= 60 * MINUTES
+
+
+LARGE_BATCH = ("--batch-size", str(8 * 16), "--steps", "250", "--eval-every", "250", "--save-every", "1000")
+SEEDS = (0, 1, 2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_1_bit_lamb_ends_within_2_percent_of_lamb_at_8_times_the_demos_batch(tmp_path: Path):
+    train = [sys.executable, "-m", "fusedonebit.cli", "train", "--nproc", "2", *LARGE_BATCH]
+    for seed in SEEDS:
+        out = tmp_path / str(seed)
+        names = "lamb,onebit-lamb,onebit-lamb-frozen"
+        subprocess.run([*train, "--compare", names, "--seed", str(seed), "--out", str(out)], check=True)
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        loss = {r["optimizer"]: r["held_out_loss"] for r in records if "held_out_loss" in r}
+        adaptive, frozen = (loss[name] / loss["lamb"] - 1 for name in ("onebit-lamb", "onebit-lamb-frozen"))
+        print(
+            f"seed {seed}: held-out loss of LAMB {loss['lamb']:.4f}, 1-bit LAMB {adaptive:+.1%} (limit +2 %),", end=" "
+        )
+        print(f"with frozen coefficients {frozen:+.1%}")
+        assert adaptive <= 0.02

@@ -234,7 +234,7 @@ def as_lamb(rank: int, world_size: int, name: str, options: dict) -> bool:
                 p.grad[7] = float("inf")
             optimizer.step()
         states = [observe(optimizer) for optimizer in pair]
-        same &= all((states[0][key] == states[1][key]).all() for key in ("x", "m", "v", "layers"))
+        same &= all((states[0][key] == states[1][key]).all() for key in ("x", "m", "v", "layer"))
     assert pair[1].phase == "warmup"
     return same
 

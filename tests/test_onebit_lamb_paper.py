@@ -74,11 +74,10 @@ def gradient(rank: int, step: int, i: int) -> torch.Tensor:
 def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
     """All of the state, m in its own unit and as it travelled; residuals in the unit in which it travels."""
     saved, params, seen = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
-    own, per_tensor = saved["fusedonebit"]["own"], saved["state"]
+    header, per_tensor = saved["fusedonebit"], saved["state"]
     state = {key: seen[key] for key in ("x", "m", "v", "worker_error")}
-    state["layers"] = own["layers"].numpy().copy()
+    state["layers"] = torch.stack([per_tensor[i]["layer"] for i in range(len(params))], dim=1).numpy()
     if optimizer.phase == "warmup":
-        assert own["unit"] is None
         return state | {"fresh": state["v"], "server_error": np.zeros(0)}
 
     def unpacked(name: str) -> np.ndarray:
@@ -91,14 +90,14 @@ def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
         return np.concatenate(found)
 
     state["travelled"] = unpacked("exp_avg")
-    if "started" in own:
-        assert own["started"].item() == 1
+    if "exp_avg_sq_fresh" in per_tensor[0]:
+        assert header["started"]
         state["fresh"] = flat([per_tensor[i]["exp_avg_sq_fresh"] for i in range(len(params))])
         # After a step the last momentum is this step's: the next step's m_{t-1}.
         np.testing.assert_array_equal(unpacked("exp_avg_last"), state["travelled"])
     else:
         state["fresh"] = state["v"]
-    state["unit"] = own["unit"].numpy().copy()
+    state["unit"] = flat([per_tensor[i]["unit"] for i in range(len(params))])
     # What users see is in units of the momentum, what is saved in those in which it travels.
     unit = np.repeat(state["unit"], [p.numel() for p in params])
     np.testing.assert_allclose(state["m"] * unit, state["travelled"], rtol=3e-7)
@@ -280,12 +279,11 @@ def train_with_silent_layer(rank: int, world_size: int, kind: str) -> dict:
             m, x = [optimizer.momentum(p).numpy() for p in trained], [p.detach().clone() for p in params]
         seen = [*trained, *(f(p) for p in trained for f in (optimizer.momentum, optimizer.worker_error))]
         finite &= all(bool(torch.isfinite(t).all()) for t in seen)
-    saved = optimizer.state_dict()
-    own = saved["fusedonebit"]["own"]
-    tensors = [t for state in saved["state"].values() for t in state.values() if isinstance(t, torch.Tensor)]
-    finite &= all(bool(torch.isfinite(t).all()) for t in (*tensors, own["layers"], own["unit"]))
+    states = optimizer.state_dict()["state"]
+    tensors = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    finite &= all(bool(torch.isfinite(t).all()) for t in tensors)
     moved = [bool((p != before).any()) for p, before in zip(params, x, strict=True)]
-    return {"finite": finite, "unit": own["unit"].numpy().copy(), "m": m, "moved": moved}
+    return {"finite": finite, "unit": flat([state["unit"] for state in states.values()]), "m": m, "moved": moved}
 
 
 @pytest.mark.parametrize("kind", ["mean", "keep", "cancelled"])

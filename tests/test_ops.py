@@ -53,7 +53,7 @@ def example(name: str) -> list[tuple]:
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, skip=1)],
         "lamb_ratio": [p.lamb_ratio_arguments(0), p.lamb_ratio_arguments(1, True, deepspeed=True, blend=True)],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
-        "square_sums": [(*sizes, p.exp_avg_sq, torch.zeros(p.layout.n_blocks, dtype=torch.float64))],
+        "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],
         "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
     }[name]
 

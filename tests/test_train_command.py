@@ -53,6 +53,28 @@ def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_lamb_records_and_draws_its_layers(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    names = ("lamb", "onebit-lamb", "onebit-lamb-frozen")
+    result = train(
+        "--compare", ",".join(names), "--steps", "8", "--freeze-step", "4", "--text", str(text), "--out", str(out)
+    )
+    assert result.returncode == 0, result.stderr
+    assert "against lamb" in " ".join(result.stdout.split())
+    assert (out / "layers.png").read_bytes().startswith(b"\x89PNG")
+    layers = {name: [r["layers"] for r in metrics(out) if r["optimizer"] == name] for name in names}
+    for name, seen in layers.items():
+        assert len(seen) == 8
+        for key in ("coefficient", "variance_norm", "ratio"):
+            assert all(len(one[key]) == len(one["name"]) for one in seen)
+        assert "embed.weight" in seen[0]["name"]
+        moved = any(r != 1.0 for one in seen for r in one["ratio"])
+        assert moved == (name == "onebit-lamb")
+    assert layers["lamb"][3]["coefficient"] == layers["onebit-lamb"][3]["coefficient"]
+    frozen = layers["onebit-lamb-frozen"]
+    assert frozen[4]["coefficient"] == frozen[7]["coefficient"] == pytest.approx(frozen[3]["average"])
+
+
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, text: Path, nproc: str):
     common = ("--nproc", nproc, "--freeze-step", "3", "--text", str(text), "--steps", "12")
@@ -113,6 +135,17 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
         time.sleep(0.1)
 
 
+def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, text: Path):
+    process = endless(text, tmp_path / "out", records=1)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 10
+    while running(process.pid):
+        assert time.monotonic() < deadline, f"still running: {running(process.pid)}"
+        time.sleep(0.1)
+
+
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
     process = endless(text, tmp_path / "out", records=1)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
@@ -143,7 +176,10 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--text", "EMPTY"], "is empty"),
         (["--text", "SHORT"], "must hold at least"),
         (["--text", "."], "can't be read"),
-        (["--optimizer", "sgd"], "--optimizer must be of adamw, onebit-adam, got 'sgd'"),
+        (
+            ["--optimizer", "sgd"],
+            "--optimizer must be of adamw, onebit-adam, lamb, onebit-lamb, onebit-lamb-frozen, got 'sgd'",
+        ),
         (["--compare", "adamw,sgd"], "--compare must be of"),
         (["--model", "huge"], "--model must be one of tiny"),
         (["--steps", "0"], "whole number >= 1, got '0'"),

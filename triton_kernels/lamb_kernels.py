@@ -117,10 +117,9 @@ def lamb_coefficient(
         k = coef + t * COLUMNS
         x = tl.sqrt(sum_of(norms, begin, end, LANES))
         u = tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES))
-        c = x * 0.0 + 1.0
-        if (x > 0) & (u > 0):
-            c = tl.maximum(x / u, tl.load(k + C_MIN).to(tl.float64))
-            c = tl.minimum(c, tl.load(k + C_MAX).to(tl.float64))
+        c = tl.maximum(x / u, tl.load(k + C_MIN).to(tl.float64))
+        c = tl.minimum(c, tl.load(k + C_MAX).to(tl.float64))
+        c = tl.where((x > 0) & (u > 0), c, 1.0)
         beta3 = tl.load(k + BETA3).to(tl.float64)
         average = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
         moved = beta3 * average + (1.0 - beta3) * c
@@ -220,7 +219,8 @@ def lamb_ratio(
         if DEEPSPEED:
             ratio = tl.div_rn(denom(frozen, k, EPS_INSIDE), denom(v, k, EPS_INSIDE))
         else:
-            ratio = tl.where(frozen > 0, tl.div_rn(frozen, v), 0.0)
+            ratio = tl.div_rn(frozen, v)
+        ratio = tl.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
         if row != 0:
             ratio = tl.where(live_elements(live, row, BLOCK), ratio, 0.0)
         tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
@@ -286,9 +286,7 @@ def lamb_rescale(
         if BLEND:
             adam = tl.sqrt(sum_of(norms, begin, end, LANES))
             u = tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES))
-            share = u * 0.0 + 1.0
-            if u > 0:
-                share = tl.minimum(adam / u, 1.0)
+            share = tl.where(u > 0, tl.minimum(adam / u, 1.0), 1.0)
             r = r * share + (1.0 - share)
         if DEEPSPEED:
             r = _limit_change(_limit_range(r, k), last, k)

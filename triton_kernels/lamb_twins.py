@@ -147,7 +147,7 @@ def lamb_ratio(
     """Rebuilds the gradient, updates the fresh variance, finds its largest ratio (lines 15 to 17).
 
         g = (m_t - beta1*m_{t-1})/(1 - beta1);  v_t = beta2*v_{t-1} + (1 - beta2)*g^2
-        largest = max over a block of v_{T_w}/v_t, 0 where v_{T_w} is 0
+        largest = max over a block of v_{T_w}/v_t, 0 where v_{T_w} is 0 or both are infinite
 
     Both momenta are bits and scales. Only before the first step is m_{t-1} the warm-up's, in full
     precision: ``fresh`` then holds it, and v_{t-1} is v_{T_w}. Leaves m_t as the next m_{t-1}.
@@ -188,10 +188,9 @@ def lamb_ratio(
         g = (m - last * column(k, Coef.BETA1)).div_(column(k, Coef.ONE_MINUS_BETA1))
         decayed = (held if started else frozen) * column(k, Coef.BETA2)
         v = only_live(decayed.add_((g * column(k, Coef.ONE_MINUS_BETA2)).mul_(g)), live, live_row, tile)
-        if deepspeed:
-            ratio = denom(frozen, k, eps_inside_sqrt).div_(denom(v, k, eps_inside_sqrt))
-        else:
-            ratio = torch.where(frozen > 0, frozen / v, 0.0)
+        above, below = (denom(x, k, eps_inside_sqrt) if deepspeed else x for x in (frozen, v))
+        ratio = above / below
+        ratio = torch.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
         largest[b] = only_live(ratio, live, live_row, tile).amax(1)
         held.copy_(v)
         last_bits[tile.chunk, tile.bytes] = packed

@@ -73,7 +73,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "freeze": f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, {_TABLES}, Tensor? dead_value) -> ()",
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
-    "square_sums": f"({_SIZES}, Tensor x, Tensor(a!) partials) -> ()",
+    "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""

@@ -139,8 +139,10 @@ def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, par
         partials[1, tile.blocks] = (v > 0).sum(1).double()
 
 
-def square_sums(sizes: Sequence[int], block_size: int, x: Tensor, partials: Tensor) -> None:
-    """Per block, the sum of squares of ``x`` float32 [P]: ``partials`` float64 [B], written."""
+def square_sums(
+    sizes: Sequence[int], block_size: int, x: Tensor, live: Tensor, live_row: Tensor, partials: Tensor
+) -> None:
+    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written."""
     for tile in tiles(sizes, 1, block_size, x.device):
-        wide = x.view(-1, block_size)[tile.blocks].double()
+        wide = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).double()
         partials[tile.blocks] = (wide * wide).sum(1)

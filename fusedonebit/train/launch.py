@@ -74,6 +74,7 @@ def _under_torchrun(job: Job) -> int:
 
 def _spawn(job: Job, nproc: int) -> int:
     context = mp.get_context("spawn")
+    signal.signal(signal.SIGTERM, _terminated)
     # The ranks meet in a file and talk over the loopback interface: no port is open to others.
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank_main, args=(job, rank, nproc, folder)) for rank in range(nproc)]
@@ -83,6 +84,11 @@ def _spawn(job: Job, nproc: int) -> int:
             return _wait(ranks)
         finally:
             _end(ranks)
+
+
+def _terminated(number: int, frame: object) -> None:
+    # Leaves through the cleanup: without it, ranks would go on alone.
+    raise SystemExit(128 + number)
 
 
 def _wait(ranks: Sequence[BaseProcess]) -> int:
@@ -108,6 +114,7 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 
 def _rank_main(job: Job, rank: int, world_size: int, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device = _device(rank)
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
