@@ -53,7 +53,7 @@ TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split
 TYPES |= {"factor": "fp32", "per_worker": "fp32"}
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
-RATIO = ADAM | {"DEEPSPEED": False, "BLEND": False}
+RATIO = ADAM | {"PRECONDITIONED": False, "DEEPSPEED": False, "BLEND": False}
 LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 
 
@@ -104,6 +104,7 @@ VARIANTS = {
     "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
     "lamb_move, mixed": Case("lamb_move", ADAM | {"DTYPE": 3, "EPS_INSIDE": True}),
     "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
+    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
     "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
 }
 """What else runs: must compile without spills; nothing else is limited."""

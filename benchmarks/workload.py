@@ -217,8 +217,9 @@ class Workload:
         frozen, fresh = (torch.rand(layout.numel, device=self.device) + 0.5 for _ in range(2))
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size), self._scale(0.1, blocks)),
-            *(self._bytes(self.world_size), self._scale(0.1, blocks), frozen, fresh, self.started, False, False),
-            *(self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, self.largest, None),
+            *(self._bytes(self.world_size), self._scale(0.1, blocks), frozen, fresh, self.started, False),
+            *(False, False, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip),
+            *(self.largest, None),
         )
         return partial(ops.lamb_ratio, *arguments)
 

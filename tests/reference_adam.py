@@ -15,7 +15,7 @@ Vector = np.ndarray
 
 @dataclass
 class State:
-    """What one compressed step starts from: float64 [d] each."""
+    """What one compressed step starts from: float64 [d] each; residuals in the unit in which momentum travels."""
 
     x: Vector
     m: Vector
@@ -66,17 +66,23 @@ def compressed_step(
     step: int,
     frozen_at: int,
     norm: str,
+    precondition: bool = False,
 ) -> Outcome:
-    """One step of the compression stage; ``step`` counts this update, from 1."""
+    """One step of the compression stage; ``step`` counts this update, from 1.
+
+    With ``precondition``, what is compressed is the update m/denom instead of m.
+    """
+    denom = np.sqrt(state.v / (1 - beta2**frozen_at)) + eps
+    unit = 1 / denom if precondition else 1.0
     n = len(gradients)
     sent, worker_scale, worker_error, compressed = [], [], [], []
     for i in range(n):
         # m_t^(i) = beta_1 * m_{t-1} + (1 - beta_1) * g_t^(i)
         m_i = beta1 * state.m + (1 - beta1) * gradients[i]
         # hat m_t^(i) = C_omega[m_t^(i) + delta_{t-1}^(i)]
-        c_i = m_i + state.worker_error[i]
+        c_i = unit * m_i + state.worker_error[i]
         hat_m_i, s_i = compress(c_i, norm)
-        # delta_t^(i) = m_t^(i) + delta_{t-1}^(i) - hat m_t^(i)
+        # delta_t^(i) = m_t^(i) + delta_{t-1}^(i) - hat m_t^(i), all in the unit that is compressed
         sent.append(c_i)
         worker_scale.append(s_i)
         compressed.append(hat_m_i)
@@ -84,15 +90,15 @@ def compressed_step(
 
     # bar m_t = C_omega[(1/n) * sum_i hat m_t^(i) + delta_{t-1}], by each server for its elements
     averaged = sum(compressed) / n + state.server_error
-    m, server_scale = np.empty_like(averaged), []
+    bar_m, server_scale = np.empty_like(averaged), []
     for elements in served:
-        m[elements], s = compress(averaged[elements], norm)
+        bar_m[elements], s = compress(averaged[elements], norm)
         server_scale.append(s)
     # delta_t = (1/n) * sum_i hat m_t^(i) + delta_{t-1} - bar m_t
-    server_error = averaged - m
+    server_error = averaged - bar_m
 
     # x_{t+1} = x_t - gamma * bar m_t / sqrt(v_{T_w}), with Adam's bias corrections, eps and decoupled decay
+    m = bar_m / unit
     m_hat = m / (1 - beta1**step)
-    v_hat = state.v / (1 - beta2**frozen_at)
-    x = state.x - lr * (m_hat / (np.sqrt(v_hat) + eps) + weight_decay * state.x)
+    x = state.x - lr * (m_hat / denom + weight_decay * state.x)
     return Outcome(sent, worker_scale, worker_error, averaged, server_scale, server_error, m, x)

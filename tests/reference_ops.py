@@ -20,6 +20,20 @@ with suppress(ModuleNotFoundError):
     import numpy as np
 Array = Any  # float64 NDArray
 EPS32 = 2.0**-24  # largest relative error of one float32 rounding
+# Of calling lamb_ratio: (started, eps_inside_sqrt, preconditioned, deepspeed, blend)
+RATIO_WAYS = [
+    (*first, preconditioned, *last)
+    for preconditioned in (False, True)
+    for first, last in (
+        ((0, False), (False, False)),
+        ((1, False), (False, False)),
+        ((0, False), (True, True)),
+        ((1, False), (True, True)),
+        ((1, True), (True, True)),
+        ((1, True), (True, False)),
+        ((1, False), (False, True)),
+    )
+]
 
 
 class Problem:
@@ -165,6 +179,7 @@ class Problem:
         self,
         started: int = 1,
         eps_inside_sqrt: bool = False,
+        preconditioned: bool = False,
         deepspeed: bool = False,
         blend: bool = False,
         skip: int = 0,
@@ -174,14 +189,22 @@ class Problem:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
             *(self.bytes(self.layout.world_size), self.normal(blocks).abs(), self.exp_avg_sq, fresh),
-            *(torch.tensor([started], dtype=torch.int32), eps_inside_sqrt, deepspeed, self.coef, self.block_tensor),
-            *(
-                self.table.bits,
-                self.table.row,
-                torch.tensor([skip], dtype=torch.int32),
-                torch.full((blocks,), torch.nan),
-            ),
+            *(torch.tensor([started], dtype=torch.int32), eps_inside_sqrt, preconditioned, deepspeed),
+            *(self.coef, self.block_tensor, self.table.bits, self.table.row, torch.tensor([skip], dtype=torch.int32)),
+            torch.full((blocks,), torch.nan),
             torch.full((2, blocks), torch.nan, dtype=torch.float64) if blend else None,
+        )
+
+    def freeze_arguments(
+        self,
+        eps_inside_sqrt: bool = False,
+        precondition: bool = False,
+        dead_value: Tensor | None = None,
+        least: Tensor | None = None,
+    ) -> tuple:
+        return (
+            *(self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
+            *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least),
         )
 
     def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> tuple:
@@ -306,8 +329,22 @@ def lamb_move(p: Problem, m: Array, v: Array, eps_inside_sqrt: bool) -> Array:
     return np.where(p.live, moved, x)
 
 
-def momentum_of(p: Problem, bits: Tensor, scale: Tensor) -> Array:
-    return p.by_element(scale) * unpacked(bits) / p.column(Coef.UNIT)
+def momentum_of(p: Problem, bits: Tensor, scale: Tensor, per_unit: Array | None = None) -> Array:
+    """In its own units; ``per_unit``: also times this, for each element."""
+    m = p.by_element(scale) * unpacked(bits) / p.column(Coef.UNIT)
+    return m if per_unit is None else m * per_unit
+
+
+def freeze(
+    p: Problem, m: Array, v: Array, inside: bool, precondition: bool, dead_value: Tensor | None, least: Tensor | None
+) -> tuple[Array, Array]:
+    """The compressed vector, as if nothing had been sent yet, and the frozen variance."""
+    owner = p.block_tensor.long()
+    if dead_value is not None:
+        v = np.where(v == 0, p.by_element(dead_value[owner]), v)
+    if least is not None:
+        v = np.maximum(v, p.by_element(least[owner]))
+    return p.column(Coef.BETA1) * m * (1 / denom(p, v, inside) if precondition else p.column(Coef.UNIT)), v
 
 
 def fresh_variance(p: Problem, m: Array, last: Array, old: Array) -> tuple[Array, Array]:

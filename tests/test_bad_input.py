@@ -10,7 +10,7 @@ import torch
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
 from torch.nn import Parameter
 
-from fusedonebit import OneBitAdam, construction
+from fusedonebit import OneBitAdam, OneBitLamb, construction
 
 
 def make(*shapes: tuple[int, ...]) -> list[Parameter]:
@@ -39,6 +39,11 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"scale_norm": "l3"}, "scale_norm must be one of 'contractive', 'l1', 'l2', got 'l3'"),
         ({"scale_scope": "row"}, "scale_scope must be one of 'global', 'layer', 'block', got 'row'"),
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
+        ({"precondition": 1}, "precondition must be True or False, got 1"),
+        (
+            {"precondition": True, "dead_coordinates": "keep"},
+            'precondition=True needs dead_coordinates="mean", got "keep"',
+        ),
         ({"nonfinite": "ignore"}, "nonfinite must be one of 'skip', 'raise', got 'ignore'"),
         ({"bias_correction": None}, "bias_correction must be True or False, got None"),
         ({"eps_inside_sqrt": "yes"}, "eps_inside_sqrt must be True or False, got 'yes'"),
@@ -51,6 +56,13 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
 def test_bad_hyper_parameters_are_named(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         OneBitAdam(make((3,)), **{"freeze_step": 5, **options})
+
+
+def test_preconditioned_momentum_is_not_scaled_by_layer_as_well():
+    with pytest.raises(ValueError, match="momentum_scaling must be False or None with precondition=True, got True"):
+        OneBitLamb(make((3,)), freeze_step=5, precondition=True, momentum_scaling=True)
+    for scaling in (False, None):
+        OneBitLamb(make((3,)), freeze_step=5, precondition=True, momentum_scaling=scaling)
 
 
 def test_bad_hyper_parameters_of_a_group_are_named_with_the_group():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, observe, parameters
-from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, construct
+from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, construct
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
@@ -104,11 +104,14 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
         assert same_state
 
 
-@EACH_ONEBIT
 @pytest.mark.parametrize("cut", [8, 9])
-def test_resuming_right_after_skipped_first_steps_of_the_compression(name, cut):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in ONEBIT), *((name, {"precondition": True}) for name in ("onebit-adam", "onebit-lamb"))],
+)
+def test_resuming_right_after_skipped_first_steps_of_the_compression(name, options, cut):
     """Nothing but skips so far: what 1-bit LAMB rebuilds the first gradient from is still the warm-up's."""
-    for result in run_ranks(resume, 2, name, cut, torch.float32, {"freeze_step": 6}, (2, 7, 8)):
+    for result in run_ranks(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options, (2, 7, 8)):
         assert result == (True, True, "compression")
 
 
@@ -133,10 +136,20 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
     assert resumed.stats(layers=True)["layers"] == straight.stats(layers=True)["layers"]
 
 
-@pytest.mark.parametrize("options", [{"variant": "deepspeed"}, {"momentum_scaling": False}], ids=str)
-def test_resuming_keeps_lambs_other_variants(options):
-    for result in run_ranks(resume, 2, "onebit-lamb", 13, torch.float32, {"freeze_step": 6} | options):
-        assert result == (True, True, "compression")
+@pytest.mark.parametrize("cut", [7, 13])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("onebit-lamb", {"variant": "deepspeed"}),
+        ("onebit-lamb", {"momentum_scaling": False}),
+        ("onebit-adam", {"precondition": True}),
+        ("onebit-lamb", {"precondition": True, "eps_inside_sqrt": True}),
+    ],
+    ids=str,
+)
+def test_resuming_keeps_other_variants(name, options, cut):
+    for result in run_ranks(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options):
+        assert result == (True, True, "warmup" if cut == 7 else "compression")
 
 
 def auto_options() -> dict:
@@ -183,8 +196,8 @@ def test_saving_and_looking_change_no_later_step(name):
 # ---------------------------------------------------------------- what is in it
 
 
-def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype) -> dict:
-    optimizer = construct(name, make(dtype), freeze_step=3)
+def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, options: dict | None = None) -> dict:
+    optimizer = construct(name, make(dtype), freeze_step=3, **options or {})
     for step in range(6):
         step_once(optimizer, rank, step)
     return through_a_file(optimizer.state_dict())
@@ -402,9 +415,11 @@ def test_a_checkpoint_of_the_warmup_belongs_to_the_same_parameters_where_others_
 # ---------------------------------------------------------------- errors
 
 
-def load_wrong(rank: int, world_size: int, name: str, make_wrong: str, files: list[dict]) -> tuple[str, str, bool]:
+def load_wrong(
+    rank: int, world_size: int, name: str, make_wrong: str, files: list[dict], options: dict | None = None
+) -> tuple[str, str, bool]:
     """Loads; returns the error's type and text, and whether everything is as before and training goes on."""
-    optimizer = construct(name, make(), lr=1e-2, freeze_step=3)
+    optimizer = construct(name, make(), lr=1e-2, freeze_step=3, **options or {})
     for step in range(6):
         step_once(optimizer, rank, step)
     before, groups = observe(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
@@ -578,6 +593,17 @@ def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
         assert text in message
+        assert unchanged
+
+
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("precondition", [False, True])
+def test_a_compressed_checkpoint_in_another_unit_raises_on_every_rank_and_changes_nothing(name, precondition):
+    was, now = {"precondition": not precondition}, {"precondition": precondition}
+    files = run_ranks(saved_state, 2, name, torch.float32, was)
+    for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, now, group_timeout=10):
+        assert kind == "ValueError"
+        assert f"written with precondition={not precondition}, but here it is {precondition}" in message
         assert unchanged
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from observe import observe, parameters, served, whole_server_error
+from observe import flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, LAMBS, construct
 from ranks import run_ranks
 from torch.nn import Parameter
@@ -50,6 +50,22 @@ def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> 
     return torch.cat([c.reshape(-1) for c in counted]).double().numpy()
 
 
+def denominators(optimizer: OneBitOptimizer) -> np.ndarray:
+    """What preconditioned momentum was divided by; of the frozen variance."""
+    group, params = optimizer.param_groups[0], parameters(optimizer)
+    v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
+    correction = 1 - group["betas"][1] ** WARMUP if optimizer.options.bias_correction else 1.0
+    return np.sqrt(v / correction) + group["eps"]
+
+
+def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+    """The state in units of the momentum."""
+    state = observe(optimizer)
+    if optimizer.options.precondition and optimizer.phase == "compression":
+        state["server_error"] = state["server_error"] * denominators(optimizer)[served(optimizer)]
+    return state
+
+
 def follow(rank: int, world_size: int, name: str, schedule: Schedule, beta1: float, options: dict) -> dict:
     """Trains along a schedule of events by rank; records everything before and after each step."""
     torch.manual_seed(0)
@@ -58,14 +74,14 @@ def follow(rank: int, world_size: int, name: str, schedule: Schedule, beta1: flo
     for step in range(WARMUP):
         set_gradients(params, rank, step, "fine")
         optimizer.step()
-    states, gradients, updates = [observe(optimizer)], [], []
+    states, gradients, updates = [look(optimizer)], [], []
     for step, events in enumerate(schedule):
         gradients.append(set_gradients(params, rank, WARMUP + step, events[rank]))
         try:
             optimizer.step()
         except (AbortedStepError, TypeError):
             assert "broken" in events
-        states.append(observe(optimizer))
+        states.append(look(optimizer))
         updates.append(optimizer.stats()["step"])
     assert [p.shape for p in parameters(optimizer)] == [p.shape for p in params]
     return {"states": states, "gradients": gradients, "updates": updates, "served": served(optimizer)}
@@ -118,9 +134,10 @@ SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "
 
 
 @settings(max_examples=25)
-@given(schedule=SCHEDULES, beta1=BETAS1, options=st.fixed_dictionaries(OPTIONS))
+@given(schedule=SCHEDULES, beta1=BETAS1, options=st.fixed_dictionaries(OPTIONS | {"precondition": st.booleans()}))
 @example(schedule=SKIPS_FIRST, beta1=0.9, options={})
 @example(schedule=SKIPS_LATER, beta1=0.9, options={})
+@example(schedule=SKIPS_FIRST, beta1=0.9, options={"precondition": True})
 def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
 
@@ -130,21 +147,21 @@ def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     name=st.sampled_from(["onebit-lamb", "onebit-lamb", "onebit-lamb-frozen"]),
     schedule=SCHEDULES,
     beta1=BETAS1,
-    options=st.fixed_dictionaries(
-        OPTIONS | {"momentum_scaling": st.booleans(), "variant": st.sampled_from(["paper", "deepspeed"])}
-    ),
+    options=st.fixed_dictionaries(OPTIONS | {"variant": st.sampled_from(["paper", "deepspeed"])}),
+    unit=st.sampled_from([{"momentum_scaling": True}, {"momentum_scaling": False}, {"precondition": True}]),
 )
-@example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={})
-@example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={})
-@example(name="onebit-lamb-frozen", schedule=SKIPS_FIRST, beta1=0.9, options={})
-@example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={"momentum_scaling": False})
+@example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={})
+@example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit={})
+@example(name="onebit-lamb-frozen", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={})
+@example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit={"momentum_scaling": False})
+@example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={"precondition": True})
 def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_applied_last(
-    name, schedule, beta1, options
+    name, schedule, beta1, options, unit
 ):
     assert name in LAMBS
-    runs = check(name, schedule, beta1, options)
+    runs = check(name, schedule, beta1, options | unit)
     states = runs[0]["states"]
-    scaled = options.get("momentum_scaling", True)
+    scaled = unit.get("momentum_scaling", "precondition" not in unit)
     assert all((state["unit"].size > 0) == scaled for state in states[1:])
     assert not scaled or np.ptp(states[1]["unit"]) > 1, "all units alike would hide a wrong one"
     applied, worst = states[0]["m"].astype(float), 0.0

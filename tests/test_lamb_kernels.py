@@ -12,23 +12,13 @@ from fusedonebit.triton_kernels.launch import launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from reference_ops import Problem
+from reference_ops import RATIO_WAYS, Problem
 from test_kernels import SIZES, block_of, do_not_run_kernels
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitLamb
 
 LAYER_SIZES = [(1,), (100_000,), SIZES[-1], (3, 0), (0,)]  # where a program is a layer, W only adds padding
-# (started, eps_inside_sqrt, deepspeed, blend)
-RATIO_WAYS = [
-    (0, False, False, False),
-    (1, False, False, False),
-    (0, False, True, True),
-    (1, False, True, True),
-    (1, True, True, True),
-    (1, True, True, False),
-    (1, False, False, True),
-]
 WAYS = [(deepspeed, blend) for deepspeed in (False, True) for blend in (False, True)]
 
 
@@ -109,8 +99,8 @@ def test_lamb_move_equals_its_twin(sizes, dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
-        if max(sizes) > 1000 and i % 5 != world_size - 1:
-            continue  # the interpreter is slow: each way at one or two world sizes
+        if (max(sizes) > 1000 and i % 5 != world_size - 1) or (max(sizes) > 10_000 and way[2] and world_size > 2):
+            continue  # the interpreter is slow: each way at a few world sizes, and few ways of the largest
 
         def make(way=way, i=i) -> tuple:
             p = problem(sizes, world_size, block_of(sizes), DTYPES[i % 3])
@@ -215,7 +205,7 @@ def test_any_layout_and_mask_equals_the_twins(layout, way, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < 0.7 for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]
-    deepspeed, blend = way[2:]
+    deepspeed, blend = way[3:]
 
     def every(excluded: list[int]) -> Problem:
         return Problem(sizes, world_size, block, masks=masks, excluded=excluded)
@@ -243,6 +233,7 @@ KINDS: dict[str, tuple[type, dict[str, object]]] = {
     "adaptive": (OneBitLamb, {"freeze_step": 10}),
     "frozen": (OneBitLamb, {"freeze_step": 10, "layerwise": "frozen", "scale_scope": "layer"}),
     "deepspeed": (OneBitLamb, {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
+    "preconditioned": (OneBitLamb, {"freeze_step": 10, "precondition": True}),
 }
 
 
@@ -273,7 +264,7 @@ def test_30_steps_through_the_kernels_give_identical_parameters(kind):
     (plain, layers), (triton, same_layers) = train(0, 1, "plain", kind), train(0, 1, "triton", kind)
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
     assert layers == same_layers
-    if kind in ("adaptive", "deepspeed"):
+    if kind in ("adaptive", "deepspeed", "preconditioned"):
         assert any(r != 1 for r in layers["ratio"])
 
 
@@ -290,6 +281,7 @@ LAUNCHES = {
     "uncompressed": {"flatten": 1, "lamb_update": 1, "lamb_coefficient": 1, "lamb_move": 1},
     "adaptive": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "deepspeed": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
+    "preconditioned": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "frozen": COMPRESSED,
 }
 

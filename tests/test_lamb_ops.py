@@ -8,7 +8,7 @@ import reference_ops as reference
 import torch
 from backends import tensors
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer
-from reference_ops import EPS32, Problem, wide
+from reference_ops import EPS32, RATIO_WAYS, Problem, wide
 from test_ops_reduce_and_update import check_moved, every_size, same_bits
 from torch import Tensor
 
@@ -249,18 +249,26 @@ def test_lamb_move_moves_no_masked_or_excluded_element(block, dtype, live):
 
 
 def check_lamb_ratio(
-    p: Problem, started: int = 1, inside: bool = False, deepspeed: bool = False, blend: bool = False
+    p: Problem,
+    started: int = 1,
+    inside: bool = False,
+    preconditioned: bool = False,
+    deepspeed: bool = False,
+    blend: bool = False,
 ) -> tuple:
-    arguments = p.lamb_ratio_arguments(started, inside, deepspeed, blend)
+    arguments = p.lamb_ratio_arguments(started, inside, preconditioned, deepspeed, blend)
     check_lamb_ratio_arguments(p, arguments)
     return arguments
 
 
 def check_lamb_ratio_arguments(p: Problem, arguments: tuple) -> None:
-    _, _, block, bits, scale, last_bits, last_scale, frozen, fresh, started, inside, deepspeed, *_ = arguments
+    _, _, block, bits, scale, last_bits, last_scale, frozen, fresh, started, inside, *_ = arguments
+    preconditioned, deepspeed = arguments[11:13]
     *_, largest, norms = arguments
-    m, frozen64, held = reference.momentum_of(p, bits, scale), wide(frozen), wide(fresh)
-    last = reference.momentum_of(p, last_bits, last_scale) if started else held
+    frozen64, held = wide(frozen), wide(fresh)
+    per_unit = reference.denom(p, frozen64, inside) if preconditioned else None
+    m = reference.momentum_of(p, bits, scale, per_unit)
+    last = reference.momentum_of(p, last_bits, last_scale, per_unit) if started else held
     v, bound = reference.fresh_variance(p, m, last, held if started else frozen64)
     unchanged = copies((p.params, frozen, bits, scale, started, p.coef))
     ops.lamb_ratio(*arguments)
@@ -293,7 +301,26 @@ def test_lamb_ratio_is_its_formula(sizes, block, world_size, started, deepspeed)
 @pytest.mark.parametrize("deepspeed", [False, True])
 @every_size
 def test_lamb_ratio_finds_the_norms_for_the_blend(sizes, block, deepspeed, dtype, inside):
-    check_lamb_ratio(Problem(sizes, 2, block, dtype=dtype), 1, inside, deepspeed, blend=True)
+    check_lamb_ratio(Problem(sizes, 2, block, dtype=dtype), 1, inside, deepspeed=deepspeed, blend=True)
+
+
+@pytest.mark.parametrize("way", [way for way in RATIO_WAYS if way[2]], ids=str)
+@every_size
+def test_preconditioned_lamb_ratio_is_its_formula(sizes, block, way):
+    check_lamb_ratio(Problem(sizes, 2, block), *way)
+
+
+def test_lamb_ratio_of_momentum_in_units_of_one_over_denom_is_that_of_the_momentum():
+    outcomes = []
+    for preconditioned in (False, True):
+        p = Problem((128, 128))
+        p.exp_avg_sq.fill_(0.25), p.coef[:, Coef.EPS].fill_(0.5), p.coef[:, Coef.RSQRT_BIAS2].fill_(3.0)  # denom = 2
+        arguments = p.lamb_ratio_arguments(1, False, preconditioned, blend=True)
+        if preconditioned:
+            arguments[4].div_(2.0), arguments[6].div_(2.0)
+        ops.lamb_ratio(*arguments)
+        outcomes.append([arguments[8], *arguments[-2:]])
+    assert equal_copies(*outcomes)
 
 
 @pytest.mark.parametrize("live", LIVE[1:])
@@ -316,7 +343,7 @@ def test_what_does_not_count_enters_no_ratio_and_no_norm(junk):
             outcomes = []
             for value in (0.0, junk):
                 p = Problem(MIXED, 3, masks=MASKS, excluded=[2])
-                arguments = p.lamb_ratio_arguments(started, False, deepspeed, True)
+                arguments = p.lamb_ratio_arguments(started, False, False, deepspeed, True)
                 p.params[0][0] = p.params[2][5] = value
                 arguments[7][~p.live_mask] = arguments[8][~p.live_mask] = value
                 ops.lamb_ratio(*arguments)

@@ -5,11 +5,13 @@ See ``teacher_forced`` for why, and for what may differ.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import reference_adam
 import torch
-from observe import flat, observe, served, whole_server_error
+from observe import flat, observe, parameters, served, whole_server_error
 from ranks import run_ranks
 from teacher_forced import Deviation
 
@@ -24,7 +26,7 @@ SHAPES_AND_MAGNITUDES = [
     ((129, 9), 10.0),
     ((2048,), 1e-6),
 ]
-FREEZE_STEP, STEPS = 6, 50
+FREEZE_STEP, STEPS, PRECONDITIONED_STEPS = 6, 50, 20
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
 
 
@@ -36,22 +38,47 @@ def gradient(rank: int, step: int, i: int) -> torch.Tensor:
     return (drift + noise) * magnitude
 
 
-def record_steps(rank: int, world_size: int, norm: str) -> dict:
+def denominators(v: np.ndarray) -> np.ndarray:
+    return np.sqrt(v / (1 - HYPER["betas"][1] ** FREEZE_STEP)) + HYPER["eps"]
+
+
+def observe_travelling(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
+    """All of the state, residuals and the last momentum in the unit in which they travel."""
+    saved, params, state = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
+    per_tensor, travelled = saved["state"], []
+    if optimizer.phase == "warmup":
+        return state | {"travelled": state["m"]}
+    for i, p in enumerate(params):
+        bits = np.unpackbits(per_tensor[i]["exp_avg_bits"].numpy(), bitorder="little")[: p.numel()]
+        scale = np.repeat(per_tensor[i]["exp_avg_scale"].numpy(), saved["fusedonebit"]["block_size"])
+        travelled.append(np.where(bits, 1, -1) * scale[: p.numel()])
+    state["travelled"] = np.concatenate(travelled)
+    in_travel = {
+        key: flat([per_tensor[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")
+    }
+    # What users see is in units of the momentum.
+    denom = denominators(state["v"].astype(np.float64)) if optimizer.options.precondition else 1.0
+    np.testing.assert_allclose(state["m"], state["travelled"] * denom, rtol=5e-7)
+    np.testing.assert_allclose(state["worker_error"], in_travel["worker_error"] * denom, rtol=5e-7)
+    return state | in_travel
+
+
+def record_steps(rank: int, world_size: int, norm: str, precondition: bool, steps: int) -> dict:
     """Trains; returns all states, before the first compressed step and after each."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, scale_norm=norm, **HYPER)
+    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, scale_norm=norm, precondition=precondition, **HYPER)
     states, gradients = [], []
-    for step in range(FREEZE_STEP + STEPS):
+    for step in range(FREEZE_STEP + steps):
         for i, p in enumerate(params):
             p.grad = gradient(rank, step, i)
         if step >= FREEZE_STEP:
             gradients.append(flat([p.grad for p in params]))
             if not states:
-                states.append(observe(optimizer))
+                states.append(observe_travelling(optimizer))
         optimizer.step()
         if step >= FREEZE_STEP:
-            states.append(observe(optimizer))
+            states.append(observe_travelling(optimizer))
     assert optimizer.phase == "compression"
     return {"states": states, "gradients": gradients, "served": served(optimizer)}
 
@@ -64,15 +91,33 @@ def whole_state(runs: list[dict], t: int) -> reference_adam.State:
     return reference_adam.State(here[0]["x"], here[0]["m"], here[0]["v"], worker_error, server_error)
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2"])
-def test_every_compressed_step_is_algorithm_1(norm):
-    runs = run_ranks(record_steps, 4, norm)
+def check_frozen(v: np.ndarray, frozen: np.ndarray, precondition: bool) -> None:
+    """The variance of the warm-up, except that it is raised where 1/denom is above 1000 times its median."""
+    least = np.square(denominators(np.median(v)) / 1000 - HYPER["eps"]) * (1 - HYPER["betas"][1] ** FREEZE_STEP)
+    expected = np.maximum(v, least) if precondition else v
+    assert (expected > v).any() == precondition
+    np.testing.assert_array_equal(frozen[expected == v], v[expected == v])
+    np.testing.assert_allclose(frozen, expected, rtol=1 / 64)  # the median is that of a histogram
+
+
+@pytest.mark.parametrize(("norm", "precondition"), [("l1", False), ("l2", False), ("l1", True), ("contractive", True)])
+def test_every_compressed_step_is_algorithm_1(norm, precondition):
+    steps = PRECONDITIONED_STEPS if precondition else STEPS
+    runs = run_ranks(record_steps, 4, norm, precondition, steps)
     parts = [run["served"] for run in runs]
     d = runs[0]["states"][0]["x"].size
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(d))
     deviation = Deviation()
-    for t in range(STEPS):
+    for t in range(steps):
         before, after = whole_state(runs, t), whole_state(runs, t + 1)
+        travelled = runs[0]["states"][t + 1]["travelled"].astype(np.float64)
+        unit = 1 / denominators(after.v) if precondition else np.ones(d)
+        if t == 0:
+            check_frozen(before.v, after.v, precondition)
+            before = replace(before, v=after.v)
+        else:
+            # As exact as it is known to the optimizer, which has it in the unit in which it travels.
+            before = replace(before, m=runs[0]["states"][t]["travelled"].astype(np.float64) / unit)
         gradients = [run["gradients"][t].astype(np.float64) for run in runs]
         spec = reference_adam.compressed_step(
             before,
@@ -86,11 +131,12 @@ def test_every_compressed_step_is_algorithm_1(norm):
             step=FREEZE_STEP + t + 1,
             frozen_at=FREEZE_STEP,
             norm=norm,
+            precondition=precondition,
         )
         np.testing.assert_array_equal(before.v, after.v)
-        terms = [np.abs(before.m) + np.abs(g) for g in gradients]
-        agreed = deviation.compare_exchange(before, after, terms, parts, spec, after.m)
+        terms = [unit * (np.abs(before.m) + np.abs(g)) for g in gradients]
+        agreed = deviation.compare_exchange(before, after, terms, parts, spec, travelled)
         deviation.compare_parameters(before, after, spec, agreed)
-    deviation.check(norm)
+    deviation.check(norm + ", preconditioned" * precondition)
     moves = np.abs(runs[0]["states"][-1]["x"] - runs[0]["states"][0]["x"])
     assert (moves > 0).all()

@@ -36,7 +36,6 @@ def example(name: str) -> list[tuple]:
     p = Problem((5, 0, 200), world_size=2)
     sizes = (p.layout.sizes, p.layout.block_size)
     p.partials.fill_(1.0)
-    tables = (p.coef, p.block_tensor)
     return {
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
@@ -46,14 +45,15 @@ def example(name: str) -> list[tuple]:
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1)],
         "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
         "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
-        "freeze": [(*sizes, p.compensated, p.exp_avg_sq, *tables, dead) for dead in (None, torch.ones(3))],
+        "freeze": [p.freeze_arguments(), p.freeze_arguments(True, True, torch.ones(3), torch.ones(3))],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
         "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, skip=1)],
-        "lamb_ratio": [p.lamb_ratio_arguments(0), p.lamb_ratio_arguments(1, True, deepspeed=True, blend=True)],
+        "lamb_ratio": [p.lamb_ratio_arguments(0), p.lamb_ratio_arguments(1, True, True, True, True)],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
         "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],
+        "exponents": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(1 << 15, dtype=torch.int64))],
         "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
     }[name]
 

@@ -18,6 +18,7 @@ WORLD_SIZES = (1, 2, 3, 4, 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCOPES = ("global", "layer", "block")
 MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
+eps_inside = pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 every_size = pytest.mark.parametrize(
     ("sizes", "block"), [*(((size,), 1024) for size in SIZES), (MIXED, 128)], ids=[*map(str, SIZES), "mixed"]
 )
@@ -236,8 +237,7 @@ def test_freeze_scales_the_momentum_and_revives_only_dead_variances(replace):
     dead = torch.rand(p.layout.numel, generator=torch.Generator().manual_seed(1)) < 0.3
     p.exp_avg_sq[dead] = 0.0
     values = torch.arange(5) + 1.0
-    tables = (p.coef, p.block_tensor, values if replace else None)
-    ops.freeze(p.layout.sizes, 128, p.compensated, p.exp_avg_sq, *tables)
+    ops.freeze(*p.freeze_arguments(dead_value=values if replace else None))
     expected = p.column(Coef.BETA1) * p.column(Coef.UNIT) * wide(before.compensated)
     np.testing.assert_allclose(wide(p.compensated), expected, rtol=3 * EPS32)
     own = torch.arange(p.layout.first_block[-1] * 128)
@@ -245,14 +245,53 @@ def test_freeze_scales_the_momentum_and_revives_only_dead_variances(replace):
     assert torch.equal(p.exp_avg_sq[own], torch.where(dead[own], revived, before.exp_avg_sq[own]))
 
 
-def test_the_first_compressed_momentum_continues_the_warm_ups():
+@eps_inside
+@pytest.mark.parametrize("precondition", [False, True])
+def test_the_first_compressed_momentum_continues_the_warm_ups(precondition, inside):
     p = Problem(MIXED, 2)
     m, g = wide(p.compensated), p.flat(p.grads)
     p.worker_scale.zero_(), p.exp_avg_scale.zero_()
-    ops.freeze(p.layout.sizes, 128, p.compensated, p.exp_avg_sq, p.coef, p.block_tensor, None)
-    ops.momentum_compress(*p.momentum_arguments())
-    expected = (p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g) * p.column(Coef.UNIT)
-    assert (np.abs(wide(p.compensated) - expected) <= 16 * EPS32 * (np.abs(m) + np.abs(g))).all()
+    ops.freeze(*p.freeze_arguments(inside, precondition))
+    ops.momentum_compress(*p.momentum_arguments(p.exp_avg_sq if precondition else None, inside))
+    unit = 1 / reference.denom(p, wide(p.exp_avg_sq), inside) if precondition else p.column(Coef.UNIT)
+    expected = (p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g) * unit
+    assert (np.abs(wide(p.compensated) - expected) <= 16 * EPS32 * (np.abs(m) + np.abs(g)) * np.maximum(unit, 1)).all()
+
+
+@eps_inside
+@pytest.mark.parametrize("least", [None, torch.tensor([0.0, 1.0, 1e-2, 1e3, 1e-4])], ids=["any", "least"])
+@pytest.mark.parametrize("dead_value", [None, torch.arange(5) * 0.01], ids=["dead stay", "dead revive"])
+@pytest.mark.parametrize("precondition", [False, True])
+def test_freeze_is_its_formula(precondition, dead_value, least, inside):
+    p = Problem(MIXED, 3)
+    p.exp_avg_sq[::4] = 0.0
+    m, v = wide(p.compensated), wide(p.exp_avg_sq)
+    expected, frozen = reference.freeze(p, m, v, inside, precondition, dead_value, least)
+    ops.freeze(*p.freeze_arguments(inside, precondition, dead_value, least))
+    own = slice(0, p.layout.first_block[-1] * 128)
+    assert np.array_equal(wide(p.exp_avg_sq)[own], frozen[own])
+    assert (frozen[own] != v[own]).any() == (dead_value is not None or least is not None)
+    np.testing.assert_allclose(wide(p.compensated)[own], expected[own], rtol=8 * EPS32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block", "live"),
+    [
+        ((1,), 1024, {}),
+        ((100_000,), 1024, {}),
+        *((MIXED, 128, live) for live in ({}, {"masks": MASKS}, {"masks": MASKS, "excluded": [2]})),
+    ],
+)
+def test_exponents_count_each_live_element_above_zero_once(sizes, block, live):
+    p = Problem(sizes, 3, block, **live)
+    x = p.exp_avg_sq * 10.0 ** torch.linspace(-30, 30, p.layout.numel)
+    x[4::5], x[1::50], x[2::50] = 0.0, 1e-45, 3e38
+    counts = torch.arange(1 << 15)
+    ops.exponents(p.layout.sizes, block, x, p.table.bits, p.table.row, counts)
+    counted = x.numpy()[p.live & (x > 0).numpy()]
+    assert counted.size > 0
+    expected = np.bincount(counted.view(np.uint32) >> 16, minlength=1 << 15)
+    assert np.array_equal(counts.numpy() - np.arange(1 << 15), expected)
 
 
 @every_size

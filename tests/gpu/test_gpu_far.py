@@ -246,7 +246,7 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
     with using("triton"):
         triton_kernels.lamb_ratio(
             *(params, a.layout.sizes, BLOCK, a.bits, a.scale, last_bits, last_scale, frozen, fresh, begun, False),
-            *(deepspeed, a.coef, a.block_tensor, a.live, a.live_row, a.skip, largest, norms),
+            *(False, deepspeed, a.coef, a.block_tensor, a.live, a.live_row, a.skip, largest, norms),
         )
     owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
     for (blocks, sizes), (old, old_bits, old_scale) in zip(a.samples(far), before, strict=True):
@@ -258,8 +258,8 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
         with using("plain"):
             triton_kernels.lamb_ratio(
                 *(a.cut(params, blocks), sizes, BLOCK, bits, self_scale(a, blocks), old_bits, old_scale),
-                *(flat(frozen, blocks), old, begun, False, deepspeed, a.coef, owner, a.live, a.live_row[blocks]),
-                *(a.skip, some, some_norms),
+                *(flat(frozen, blocks), old, begun, False, False, deepspeed, a.coef, owner),
+                *(a.live, a.live_row[blocks], a.skip, some, some_norms),
             )
         compare(flat(fresh, blocks), old)
         compare(flat(last_bits[0], blocks, BLOCK // 8), old_bits[0])

@@ -23,14 +23,17 @@ SMALL = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
 LARGE = [(100_000,), (3_000_001, 40, 1_000_000)]
 SIZES = SMALL + LARGE
 WORLD_SIZES = [1, 2, 3, 4, 5]
-# (started, eps_inside_sqrt, deepspeed, blend, skip)
+# (started, eps_inside_sqrt, preconditioned, deepspeed, blend, skip)
 RATIO_WAYS = [
-    (0, False, False, False, 0),
-    (1, False, False, False, 0),
-    (0, False, True, True, 0),
-    (1, True, True, True, 0),
-    (1, False, False, True, 0),
-    (1, False, True, True, 1),
+    (0, False, False, False, False, 0),
+    (1, False, False, False, False, 0),
+    (0, False, False, True, True, 0),
+    (1, True, False, True, True, 0),
+    (1, False, False, False, True, 0),
+    (1, False, False, True, True, 1),
+    (0, False, True, False, False, 0),
+    (1, False, True, False, True, 0),
+    (1, True, True, True, False, 0),
 ]
 
 
@@ -154,11 +157,11 @@ def test_lamb_coefficient_equals_its_twin(device, sizes, world_size, deepspeed):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_lamb_ratio_equals_its_twin(check, sizes, world_size, dtype):
-    for started, inside, deepspeed, blend, skip in RATIO_WAYS:
+    for started, inside, preconditioned, deepspeed, blend, skip in RATIO_WAYS:
         p = problem(sizes, world_size, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if blend else None)
         p.exp_avg_sq[::7] = 1e-42
         p.exp_avg_sq[::11] = 0.0
-        arguments = p.lamb_ratio_arguments(started, inside, deepspeed, blend, skip)
+        arguments = p.lamb_ratio_arguments(started, inside, preconditioned, deepspeed, blend, skip)
         arguments[4][::3] = arguments[6][::3] = 0.0  # no momentum, then none again: no gradient,
         arguments[8][::5] = 0.0  # so that some variances are 0, and some ratios infinite
         check("lamb_ratio", sizes, lambda a=arguments: a)
