@@ -27,6 +27,7 @@ class SimulatedGroup:
         self.world_size = world_size
         self.timeout = timeout
         self._meeting = threading.Condition()
+        self.offers: list[tuple[str, Tensor]] = []
 
     def transport(self, rank: int) -> SimulatedTransport:
         """What rank ``rank`` passes as ``process_group``; for that rank's thread only."""
@@ -40,7 +41,7 @@ class SimulatedGroup:
         """
         results: list[Any] = [None] * self.world_size
         errors: list[BaseException] = []
-        self.offers: list[tuple[str, Tensor]] = [("", Tensor())] * self.world_size
+        self.offers = [("", Tensor())] * self.world_size
         self._arrived, self._meetings, self._left = 0, 0, False
 
         def call(rank: int) -> None:
@@ -82,6 +83,8 @@ class SimulatedTransport:
 
     def _offered(self, what: str, sent: Tensor, nbytes: int) -> list[Tensor]:
         """What all ranks send, once all have come; they may overwrite it after the next meeting."""
+        if not self.group.offers:
+            raise RuntimeError("simulated ranks can only meet inside SimulatedGroup.run(function)")
         self.group.offers[self.rank] = (what, sent)
         self.group.meet(what)
         if len({(name, tensor.shape, tensor.dtype) for name, tensor in self.group.offers}) > 1:

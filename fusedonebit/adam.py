@@ -44,6 +44,9 @@ class OneBitAdam(OneBitOptimizer):
         scale_norm: ``"l1"``: mean \|c\| (the paper). ``"l2"``: \|c\|_2/sqrt(d) (DeepSpeed).
             ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
+            coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
+            of their median (``freezing.least_variance``).
         bias_correction: Adam's; that of v is frozen with it.
         eps_inside_sqrt: In the compression stage use sqrt(v + eps) (Tarasov & Ershov, eq. 2).
         maximize: Ascend instead of descend.
@@ -78,6 +81,7 @@ class OneBitAdam(OneBitOptimizer):
         lr_warmup_steps: int = 0,
         scale_norm: Literal["l1", "l2", "contractive"] = "l2",
         scale_scope: ScaleScope = "global",
+        precondition: bool = False,
         bias_correction: bool = True,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -94,6 +98,7 @@ class OneBitAdam(OneBitOptimizer):
             lr_warmup_steps=lr_warmup_steps,
             scale_norm=scale_norm,
             scale_scope=scale_scope,
+            precondition=precondition,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,
@@ -157,7 +162,7 @@ class OneBitAdam(OneBitOptimizer):
             layout.block_size,
             reduce.gathered.bits,
             reduce.scale,
-            self._exp_avg_sq,
+            None if self.options.precondition else self._exp_avg_sq,
             self.options.eps_inside_sqrt,
             coef,
             self._block_tensor,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import checkpoint, construction, inspection
 from .comm import CollectiveError, Flag, Transport, agree, make_transport
-from .hyperparameters import CoefficientTable, Options, check_group
+from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
 from .telemetry import upload
@@ -45,6 +45,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         broadcast_parameters: bool = False,
     ) -> None:
         self.options = options
+        self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
         self._built = False
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
@@ -93,6 +94,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._exp_avg_sq = torch.zeros(self.layout.numel, device=device)
         self._step = torch.zeros((), device=device)
         self._coefficients = CoefficientTable(plist.group_of, device, self.options.bias_correction, self._columns)
+        self._taken: list[dict[str, Any]] = []
+        self._take_hyper_parameters()
         self._nothing = torch.empty(0, device=device)
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
@@ -146,7 +149,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             super().add_param_group({**param_group, "added_at": self._outcomes.updates})
             self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
             self._list = ParameterList(self.param_groups)
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:
             error = caught
         try:
             self._agree_on_construction(error, broadcast=False)
@@ -165,6 +168,21 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
+        for key in LAMB_KEYS:
+            if key in group and key not in self._hyper_parameters:
+                raise ValueError(
+                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
+                )
+
+    def _take_hyper_parameters(self) -> None:
+        """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
+        for i, group in enumerate(self.param_groups):
+            taken = {key: group[key] for key in (*self._hyper_parameters, *({"added_at"} & group.keys()))}
+            if i == len(self._taken):
+                self._taken.append(taken)
+            elif taken != self._taken[i]:
+                self._check_group(group, f"group {i}")
+                self._taken[i] = taken
 
     # ---------------------------------------------------------------- the step
 
@@ -196,8 +214,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._enter_phase()
         error: Exception | None = None
         try:
+            self._take_hyper_parameters()
             grads = self._list.gradients(self._nothing)
-        except (RuntimeError, TypeError, ValueError) as caught:
+        except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught
         flags = self._synchronise_and_update(grads, abort=error is not None)
@@ -223,7 +242,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             raise CollectiveError(self._broken) from failure
 
     def _coefficient_table(self) -> Tensor:
-        return self._coefficients(self.param_groups, self._step)
+        return self._coefficients(self._taken, self._step)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
@@ -260,7 +279,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return self._say_where("number of steps" if steps else "hyper-parameters (learning rate and the like)")
 
     def _say_where(self, what: str) -> str:
-        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.defaults) for group in self.param_groups)
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
         return f"{what}. On rank {self._transport.rank}: {here}"
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
@@ -297,7 +316,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others); state_bytes (allocated).
+            others); state_bytes (allocated); freeze_step (None).
         """
         return inspection.stats(self)
 

@@ -20,7 +20,7 @@ save them before the next step. Saving settles the deferred residuals, which cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .comm import agree, checksum
 from .errors import warn
+from .hyperparameters import LAMB_KEYS
 
 if TYPE_CHECKING:
     from .averaging import AveragingOptimizer
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 KEY = "fusedonebit"
 FORMAT = 1
-_NOT_NUMERICS = ("freeze_step", "lr_warmup_steps", "dead_coordinates", "nonfinite", "block_size")
+_SETTLED = ("precondition", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
+_NOT_NUMERICS = (*_SETTLED, "freeze_step", "lr_warmup_steps", "dead_coordinates", "nonfinite", "block_size")
 _OF_ONE_RANK = ("worker_error", "server_error")
 
 
@@ -130,7 +132,7 @@ def load(
     hint = "load, on every rank, the checkpoint of the same moment"
     agree(optimizer._transport, facts, optimizer.device, error, hint)
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
-    groups = [own | saved for own, saved in zip(_own_groups(optimizer), state_dict["param_groups"], strict=True)]
+    groups = _merged_groups(optimizer, state_dict["param_groups"])
     load_groups({"state": {}, "param_groups": groups})
     optimizer._build()
     with torch.no_grad():
@@ -191,17 +193,20 @@ def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) 
             f"checkpoint of another model: its groups have {[len(g['params']) for g in saved]} parameters, "
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
-    for number, (group, mine) in enumerate(zip(saved, _own_groups(optimizer), strict=True)):
-        optimizer._check_group(mine | group, f"group {number} of the checkpoint")
+    for number, group in enumerate(_merged_groups(optimizer, saved)):
+        optimizer._check_group(group, f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
 
 
-def _own_groups(optimizer: AveragingOptimizer) -> list[dict[str, Any]]:
-    """The groups as they are, for what a checkpoint of another optimizer lacks."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def _merged_groups(optimizer: AveragingOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups; what a checkpoint of another optimizer lacks is as it is, what only that has is dropped."""
+    foreign = set(LAMB_KEYS) - set(optimizer._hyper_parameters)
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
+    return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
 def _check_compressed(optimizer: AveragingOptimizer, header: Mapping[str, Any]) -> None:

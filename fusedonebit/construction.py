@@ -48,7 +48,7 @@ def facts(optimizer: AveragingOptimizer, broadcast: bool) -> list[tuple[str, str
     groups = [
         (f"{key} of group {i}", repr(_plain(group[key])))
         for i, group in enumerate(optimizer.param_groups)
-        for key in optimizer.defaults
+        for key in optimizer._hyper_parameters
     ]
     named = list(zip(plist.params, plist.names, strict=True))
     return [

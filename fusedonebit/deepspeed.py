@@ -45,6 +45,10 @@ def onebit_lamb_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
+    if not isinstance(config, Mapping):
+        raise TypeError(f'config must be a dict, DeepSpeed\'s config["optimizer"], got {type(config).__name__}')
+    if "optimizer" in config:
+        raise ValueError('config must be the optimizer block, got a whole DeepSpeed config; pass config["optimizer"]')
     name = config.get("type", expected)
     if str(name).lower() != expected.lower():
         raise ValueError(f'config["type"] must be "{expected}", got {name!r}')

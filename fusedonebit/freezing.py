@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from .telemetry import HostMirror
-from .triton_kernels import FlatLayout, live_variance
+from .triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance
 
 STABLE_RATIO = 0.96
 """1-bit Adam's threshold for |v_t|_1 / |v_{t-D}|_1."""
 
 DECISION_DELAY = 8
 """Steps between the decision on the device and the freeze; the host learns of it in between."""
+
+
+LARGEST_MULTIPLIER = 1000.0
+"""Of 1/denom, as a multiple of its median, where momentum is preconditioned."""
 
 
 class AutoFreeze:
@@ -110,11 +114,50 @@ class DeadCoordinates:
         self.count = int((live - alive)[alive > 0].sum())
 
 
-def warn_text(dead: DeadCoordinates, names: Sequence[str]) -> str:
-    """What to tell the user about dead tensors."""
+def least_variance(
+    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool
+) -> Tensor:
+    """What v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
+
+    The median is that of all live v > 0, to within 1/128 of an octave: counted, not sorted, so that
+    it costs no memory and is the same on every rank.
+
+    Args:
+        layout: The flat index space.
+        exp_avg_sq: v, float32 [P].
+        live: Which elements count.
+        coef: float32 [tensors, columns of ``Coef``].
+        eps_inside_sqrt: Which denom.
+
+    Returns:
+        float32 [tensors].
+    """
+    counts = torch.zeros(1 << 15, dtype=torch.int64, device=exp_avg_sq.device)
+    exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row, counts)
+    below = counts.cumsum(0)
+    half = (below[-1:] + 1) // 2
+    median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()
+    k = coef.double()
+    root, eps = k[:, Coef.RSQRT_BIAS2], k[:, Coef.EPS]
+    if eps_inside_sqrt:
+        least = (median * root**2 + eps) / LARGEST_MULTIPLIER**2 - eps
+        return (least.clamp(min=0) / root**2).float()
+    least = (median.sqrt() * root + eps) / LARGEST_MULTIPLIER - eps
+    return (least.clamp(min=0) / root).square().float()
+
+
+def denominator(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
+    """denom of one tensor's v, from its row ``k`` of coefficients, in the shape and dtype of ``v``."""
+    root, eps = k[Coef.RSQRT_BIAS2], k[Coef.EPS]
+    return (v * root * root + eps).sqrt() if eps_inside_sqrt else v.sqrt() * root + eps
+
+
+def warn_text(dead: DeadCoordinates, names: Sequence[str], keep: bool) -> str:
+    """What to tell the user about dead tensors, whose v == 0 is kept or not."""
     listed = ", ".join(names[i] for i in dead.tensors[:5])
     more = f" and {len(dead.tensors) - 5} more" if len(dead.tensors) > 5 else ""
+    fate = "will move by lr * m/eps" if keep else "are left out of the compression stage"
     return (
-        f"{len(dead.tensors)} tensor(s) had no gradient during the whole warm-up and are left out of the "
-        f"compression stage: {listed}{more}. Warm up longer if they should train."
+        f"{len(dead.tensors)} tensor(s) had no gradient during the whole warm-up and {fate}: "
+        f"{listed}{more}. Warm up longer if they should train."
     )

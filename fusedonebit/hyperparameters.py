@@ -44,6 +44,7 @@ class OneBitOptions(Options):
     lr_warmup_steps: int
     scale_norm: str
     scale_scope: ScaleScope
+    precondition: bool
     dead_coordinates: str
 
     def check(self) -> None:
@@ -54,6 +55,11 @@ class OneBitOptions(Options):
         check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
+        check_flag("precondition", self.precondition)
+        if self.precondition and self.dead_coordinates == "keep":
+            raise ValueError(
+                'precondition=True needs dead_coordinates="mean", got "keep": where v is 0 there is no unit 1/denom'
+            )
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:
@@ -74,15 +80,19 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
         raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
 
 
+LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
+"""Hyper-parameters of a group that LAMB and 1-bit LAMB add."""
+
+
 def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
     """Checks what LAMB adds to a parameter group; raises as ``check_group`` does."""
     where = f" in {name}" if name else ""
     for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
-        if low not in group:
+        if low not in group or high not in group:
             continue
-        for key in (low, high):
-            if not _is_number(group[key]) or group[key] < 0:
-                raise ValueError(f"{key} must be a finite number >= 0, got {group[key]!r}{where}")
+        for key, least in ((low, ">="), (high, ">")):
+            if not _is_number(group[key]) or group[key] < 0 or (group[key] == 0 and least == ">"):
+                raise ValueError(f"{key} must be a finite number {least} 0, got {group[key]!r}{where}")
         if group[low] > group[high]:
             raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
     for key in ("beta3", "r_threshold"):

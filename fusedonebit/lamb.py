@@ -101,7 +101,8 @@ class Lamb(LambUpdate):
     Args:
         params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
             float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize,
-            c_min, c_max, beta3. (1, 1) as c_min and c_max makes a group Adam's: no adaptation.
+            c_min, c_max, beta3. (1, 1) as c_min and c_max makes a group Adam's: no adaptation (with
+            ``OneBitLamb`` also beta3 = 0 and (1, 1) as r_min and r_max).
         lr: Learning rate, a number or a tensor of one element.
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.

@@ -16,7 +16,7 @@ from torch import Tensor
 from .averaging import AveragingOptimizer
 from .comm import CompressedAllReduce, Word, describe_mismatch
 from .errors import warn
-from .freezing import AutoFreeze, DeadCoordinates, warn_text
+from .freezing import AutoFreeze, DeadCoordinates, denominator, least_variance, warn_text
 from .hyperparameters import OneBitOptions
 from .triton_kernels import freeze
 
@@ -64,12 +64,19 @@ class OneBitOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------------- the step
 
     def _coefficient_table(self) -> Tensor:
-        return self._coefficients(self.param_groups, self._step, self._variance_step, self._unit)
+        return self._coefficients(self._taken, self._step, self._variance_step, self._unit)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
-        self._reduce(grads, coef=coef, tag=self._coefficients.tag, abort=abort)
+        self._reduce(
+            grads,
+            coef=coef,
+            exp_avg_sq=self._exp_avg_sq if self.options.precondition else None,
+            eps_inside_sqrt=self.options.eps_inside_sqrt,
+            tag=self._coefficients.tag,
+            abort=abort,
+        )
         self._list.before_update()
         self._apply(coef, self._reduce.flags)
         self._list.after_update()
@@ -117,22 +124,29 @@ class OneBitOptimizer(AveragingOptimizer):
         keep = self.options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
+        self._variance_step = self._step.clone()
+        eps_inside_sqrt, precondition = self.options.eps_inside_sqrt, self.options.precondition
+        coef = self._coefficient_table()
+        least = least_variance(layout, self._exp_avg_sq, self._live, coef, eps_inside_sqrt) if precondition else None
         freeze(
             layout.sizes,
             layout.block_size,
             self._exp_avg,
             self._exp_avg_sq,
-            self._coefficient_table(),
+            eps_inside_sqrt,
+            precondition,
+            coef,
             block_tensor,
             None if keep else dead.mean,
+            least,
         )
-        self._variance_step = self._step.clone()
         self._phase = "compression"
         self._freeze_at = self._outcomes.updates
         self.dead_coordinates = dead.count
+        if dead.tensors:
+            warn(warn_text(dead, self._list.names, keep))
         if not keep and dead.tensors:
             self._exclude(dead.tensors)
-            warn(warn_text(dead, self._list.names))
         self._publish_state()
 
     def _before_compression(self) -> None:
@@ -148,8 +162,13 @@ class OneBitOptimizer(AveragingOptimizer):
         """The momenta it keeps as bits uint8 [W, P / 8W] and scales float32 [B]."""
         return {"exp_avg": (self._reduce.gathered.bits, self._reduce.scale)}
 
+    def _settled(self) -> dict[str, Any]:
+        """Options that say in which unit, or with what, the compression stage goes on."""
+        return {"precondition": self.options.precondition}
+
     def _header(self) -> dict[str, Any]:
         return {
+            "settled": self._settled(),
             "synchronisations": self._reduce.synchronisations,
             "digest": int(self._reduce.served.words[0, Word.DIGEST]),
             "variance_step": None if self._variance_step is None else int(self._variance_step),
@@ -160,6 +179,15 @@ class OneBitOptimizer(AveragingOptimizer):
         }
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
+        if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
+            settled = self._settled()
+            for name, was in header["settled"].items():
+                now = settled[name]
+                if was != now:
+                    raise ValueError(
+                        f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
+                        "changed before the freeze"
+                    )
         if self._auto is not None and header.get("auto") is not None:
             self._auto.check(header["auto"])
 
@@ -222,11 +250,14 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
         part = self._list.shaped(flat, i, self.layout.offset(i))
+        if self.options.precondition:
+            v, k = self._list.shaped(self._exp_avg_sq, i, self.layout.offset(i)), self._coefficient_table()[i]
+            return part * denominator(v, k, self.options.eps_inside_sqrt)
         return part.clone() if self._unit is None else part / self._unit[i]
 
     def _described(self) -> list[str]:
         options = self.options
         return [
             f"freeze_step: {options.freeze_step!r}",
-            f"scale: {options.scale_norm}, {options.scale_scope}",
+            f"scale: {options.scale_norm}, {options.scale_scope}{', preconditioned' if options.precondition else ''}",
         ]

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from .comm import Transport
 from .deepspeed import onebit_lamb_arguments
+from .errors import warn
 from .hyperparameters import OneBitOptions, check_choice, check_flag
 from .lamb import LambUpdate
 from .onebit import OneBitOptimizer
-from .triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale
+from .triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale, live_variance
+
+QUIET = 0.03
+"""A layer's root mean square of m over that of its gradients, below which it is quiet. Noise has 0.23 (beta1 = 0.9)."""
+
+SETTLED = 0.8
+"""Share of the coefficients that c_avg, which starts at 0, should have reached at the freeze."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +30,25 @@ class LambOptions(OneBitOptions):
     """Settings of a whole ``OneBitLamb``, equal on all ranks."""
 
     layerwise: str
-    momentum_scaling: bool
+    momentum_scaling: bool | None
     variant: str
+
+    @property
+    def scales_momentum(self) -> bool:
+        """Whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
+        return not self.precondition if self.momentum_scaling is None else self.momentum_scaling
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
         check_choice("layerwise", self.layerwise, ("adaptive", "frozen"))
-        check_flag("momentum_scaling", self.momentum_scaling)
+        if self.momentum_scaling is not None:
+            check_flag("momentum_scaling", self.momentum_scaling)
+        if self.precondition and self.momentum_scaling:
+            raise ValueError(
+                "momentum_scaling must be False or None with precondition=True, got True: "
+                "each coordinate already has a unit of its own"
+            )
         check_choice("variant", self.variant, ("paper", "deepspeed"))
 
 
@@ -60,7 +78,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         eps: Added to the root of the variance.
         weight_decay: Part of u, in the compression stage too.
         freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
-            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint of ``Lamb`` or ``OneBitLamb``.
+            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint of ``Lamb`` or ``OneBitLamb``. c_avg
+            starts at 0: after F updates it has reached 1 - beta3^F of the coefficients.
         c_min, c_max: Bounds of the coefficient in the warm-up.
         beta3: Of the coefficient's moving average.
         r_min, r_max: Bounds of the ratio.
@@ -68,12 +87,14 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         layerwise: ``"adaptive"``: as above. ``"frozen"``: c = c_avg (section 3.4, "LAMB + basic
             1-bit"), five kernels, and a third less state.
         momentum_scaling: Scale each layer's momentum to the same size before it is compressed
-            (section 4.3).
+            (section 4.3); None: unless it is preconditioned.
         variant: ``"deepspeed"``: a ratio of roots, blended with the share of the weight decay and
-            clipped the other way round, and coefficients of 1 left out of the average.
+            clipped the other way round, and coefficients of 1 left out of the average: a layer that
+            had no other stands still after the freeze.
         lr_warmup_steps: With ``"auto"``: updates before v is looked at.
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        precondition: Compress m/denom instead of m; see ``OneBitAdam``.
         bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
         eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
         maximize: Ascend instead of descend.
@@ -119,11 +140,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         r_max: float = 4.0,
         r_threshold: float = 0.1,
         layerwise: Literal["adaptive", "frozen"] = "adaptive",
-        momentum_scaling: bool = True,
+        momentum_scaling: bool | None = None,
         variant: Literal["paper", "deepspeed"] = "paper",
         lr_warmup_steps: int = 0,
         scale_norm: Literal["l1", "l2", "contractive"] = "l2",
         scale_scope: ScaleScope = "global",
+        precondition: bool = False,
         bias_correction: bool = False,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -145,6 +167,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             lr_warmup_steps=lr_warmup_steps,
             scale_norm=scale_norm,
             scale_scope=scale_scope,
+            precondition=precondition,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,
@@ -189,7 +212,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         self._adaptive = self.options.layerwise == "adaptive"
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
-        if self.options.momentum_scaling:
+        if self.options.scales_momentum:
             self._unit = torch.ones(len(layout.sizes), device=device)
         if self._adaptive:
             self._started = torch.zeros(1, dtype=torch.int32, device=device)
@@ -204,8 +227,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 'variant="deepspeed" left all out because they were 1. Set freeze_step above '
                 f"{self._outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
+        self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
-        if self.options.momentum_scaling:
+        if self.options.scales_momentum:
             self._unit = self._momentum_scales()
         self._drop_norms()
         if self._adaptive:
@@ -213,6 +237,24 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             # step, whose m_{t-1} is in full precision for the last time: keep it there.
             self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
             self._fresh.copy_(self._exp_avg)
+
+    def _warn_of_averages(self) -> None:
+        """Says where c_avg is not what the layers moved with until now."""
+        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start) > 0
+        still = [self._list.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()]
+        if still:
+            warn(
+                f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
+                f'{", ".join(still[:5])}; variant="deepspeed" leaves coefficients of 1 out of it'
+            )
+        updates = self._outcomes.updates
+        reached = min(1 - float(g["beta3"]) ** (updates - g.get("added_at", 0)) for g in self.param_groups)
+        if reached < SETTLED:
+            warn(
+                f"after so few updates ({updates}) the average coefficient has reached {reached:.0%} of the "
+                "coefficients (it starts at 0, as in the paper), and so has the learning rate from now on; "
+                "set a larger freeze_step or a smaller beta3"
+            )
 
     def _drop_norms(self) -> None:
         if not self._deepspeed:
@@ -224,13 +266,20 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     def _momentum_scales(self) -> Tensor:
         """What makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).
 
-        A layer without momentum takes no part in the mean, and keeps 1.
+        A layer that is quiet at the freeze has a size from its variance, which remembers longer: with
+        that of its vanishing momentum it would drown all others once it moves again. It takes no
+        part in the mean. A layer without any variance keeps 1.
         """
-        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start)
-        size = (self._sum_of_squares(self._exp_avg) / live.clamp(min=1.0)).sqrt()
-        moving = size > 0
-        mean = size.sum() / moving.sum().clamp(min=1)
-        return torch.where(moving, mean / size, 1.0).float()
+        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start).clamp(min=1.0)
+        sums = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        live_variance(self.layout.sizes, self.layout.block_size, self._exp_avg_sq, sums)
+        variance = torch.segment_reduce(sums[0], "sum", offsets=self._layer_start) / live
+        size, least = (self._sum_of_squares(self._exp_avg) / live).sqrt(), QUIET * variance.sqrt()
+        moving = (size > 0) & (size >= least)
+        size = torch.maximum(size, least)
+        counted = torch.where(moving.any(), moving, size > 0)
+        mean = (size * counted).sum() / counted.sum().clamp(min=1)
+        return torch.where(size > 0, mean / size, 1.0).float()
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         params, layout, live, reduce = self._list.dense, self.layout, self._live, self._reduce
@@ -250,6 +299,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 self._fresh,
                 self._started,
                 eps_inside_sqrt,
+                self.options.precondition,
                 self._deepspeed,
                 *tables,
                 self._largest,
@@ -262,7 +312,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
-        apply_momentum(params, layout.sizes, layout.block_size, bits, scale, self._exp_avg_sq, eps_inside_sqrt, *tables)
+        v = None if self.options.precondition else self._exp_avg_sq
+        apply_momentum(params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt, *tables)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -276,21 +327,13 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     def _tables(self) -> dict[str, Tensor]:
         return super()._tables() | ({"unit": self._unit} if self._unit is not None else {})
 
+    def _settled(self) -> dict[str, Any]:
+        options = self.options
+        return super()._settled() | {"layerwise": options.layerwise, "momentum_scaling": options.scales_momentum}
+
     def _header(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
         return super()._header() | ({"started": bool(self._started)} if self._adaptive else {})
-
-    def _check_header(self, header: Mapping[str, Any]) -> None:
-        super()._check_header(header)
-        if header["phase"] != "compression" or header["algorithm"] != type(self).__name__:
-            return
-        for name in ("layerwise", "momentum_scaling"):
-            was, now = header["options"][name], getattr(self.options, name)
-            if was != now:
-                raise ValueError(
-                    f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
-                    "changed before the freeze"
-                )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         super()._resume(header)

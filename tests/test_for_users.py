@@ -146,8 +146,6 @@ def test_warnings_point_at_the_users_line():
     ("name", "change", "text"),
     [
         ("onebit-adam", {"scale_norm": "l1"}, "written with scale_norm='l2'"),
-        ("onebit-lamb", {"momentum_scaling": False}, "written with momentum_scaling=True"),
-        ("onebit-lamb", {"layerwise": "frozen"}, "written with layerwise='adaptive'"),
         ("onebit-lamb", {"variant": "deepspeed"}, "written with variant='paper'"),
     ],
 )

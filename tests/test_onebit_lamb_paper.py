@@ -294,10 +294,13 @@ def test_layer_without_momentum_at_the_freeze_takes_no_part_in_the_scaling(kind)
     # Without any v > 0 it is left out of the compression stage, unless the user keeps it.
     assert run["moved"] == [True, True, kind != "mean", True]
     assert (run["m"][SILENT] == 0).all()
-    assert run["unit"][SILENT] == 1.0
+    # Nothing says how large its gradients are, but for a variance that is not zero.
+    assert (run["unit"][SILENT] == 1.0) == (kind != "cancelled")
+    assert 1e-4 < run["unit"][SILENT] < 1e7
     np.testing.assert_allclose(np.delete(run["unit"], SILENT), without["unit"], rtol=1e-7)
     ends = np.cumsum([m.size for m in run["m"]])
     layers = [slice(int(end) - m.size, int(end)) for end, m in zip(ends, run["m"], strict=True)]
     fused = np.concatenate(run["m"]).astype(np.float64)
-    np.testing.assert_allclose(run["unit"], reference_lamb.momentum_scales(fused, layers), rtol=1e-6)
+    expected = reference_lamb.momentum_scales(fused, layers)
+    np.testing.assert_allclose(np.delete(run["unit"], SILENT), np.delete(expected, SILENT), rtol=1e-6)
     assert run["unit"].max() > 1e6 * run["unit"].min()

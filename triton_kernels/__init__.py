@@ -28,6 +28,7 @@ lamb_move = torch.ops.fusedonebit.lamb_move
 lamb_ratio = torch.ops.fusedonebit.lamb_ratio
 lamb_rescale = torch.ops.fusedonebit.lamb_rescale
 freeze = torch.ops.fusedonebit.freeze
+exponents = torch.ops.fusedonebit.exponents
 live_variance = torch.ops.fusedonebit.live_variance
 square_sums = torch.ops.fusedonebit.square_sums
 settle = torch.ops.fusedonebit.settle
@@ -71,6 +72,7 @@ __all__ = [
     "backend",
     "block_table",
     "choose_block_size",
+    "exponents",
     "finish",
     "flatten",
     "freeze",

@@ -8,8 +8,8 @@ from enum import IntEnum
 class Coef(IntEnum):
     """Columns of ``coef``, float32 [tensors, len(Coef)]. Computed in float64, rounded once.
 
-    ``STEP_SIZE`` and ``DECAY`` are what moves a parameter: x = DECAY*x - STEP_SIZE*m/denom. LAMB's
-    ops write both, once they know the layer's coefficient c.
+    ``STEP_SIZE`` and ``DECAY`` are what moves a parameter: x = DECAY*x - STEP_SIZE*m/denom. LAMB
+    writes both, once it knows the layer's coefficient c.
     """
 
     BETA1 = 0

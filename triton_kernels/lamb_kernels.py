@@ -183,6 +183,7 @@ def lamb_ratio(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,
+    PRECONDITIONED: tl.constexpr,
     DEEPSPEED: tl.constexpr,
     BLEND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -207,11 +208,15 @@ def lamb_ratio(
         frozen = tl.load(exp_avg_sq + b * BLOCK + i)
         before = tl.div_rn(tl.load(last_scale + b), unit)
         was = bits_of(tl.load(last_bits + b * (BLOCK // 8) + byte))
-        running = tl.load(started) != 0
-        last = tl.where(running, tl.where(was != 0, before, -before), held)
-        old = tl.where(running, held, frozen)
         now = tl.div_rn(scale, unit)
         m = tl.where(bits_of(packed) != 0, now, -now)
+        last = tl.where(was != 0, before, -before)
+        if PRECONDITIONED:
+            m = m * denom(frozen, k, EPS_INSIDE)
+            last = last * denom(frozen, k, EPS_INSIDE)
+        running = tl.load(started) != 0
+        last = tl.where(running, last, held)
+        old = tl.where(running, held, frozen)
         g = tl.div_rn(m - last * tl.load(k + BETA1), tl.load(k + ONE_MINUS_BETA1))
         v = old * tl.load(k + BETA2) + g * tl.load(k + ONE_MINUS_BETA2) * g
         if row != 0:

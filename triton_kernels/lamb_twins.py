@@ -135,6 +135,7 @@ def lamb_ratio(
     fresh: Tensor,
     started: Tensor,
     eps_inside_sqrt: bool,
+    preconditioned: bool,
     deepspeed: bool,
     coef: Tensor,
     block_tensor: Tensor,
@@ -163,7 +164,8 @@ def lamb_ratio(
         exp_avg_sq: v_{T_w}, the frozen variance, float32 [P].
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: int32 [1], 0 before the first step.
-        eps_inside_sqrt: Which denom; see ``lamb_update``. Only for ``deepspeed`` and ``norms``.
+        eps_inside_sqrt: Which denom; see ``lamb_update``. Not read without one of the next two or ``norms``.
+        preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
         deepspeed: The ratio is that of the denominators: of roots, plus eps.
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
@@ -181,9 +183,10 @@ def lamb_ratio(
         frozen, held = exp_avg_sq.view(-1, block_size)[b], fresh.view(-1, block_size)[b]
         packed, unit = exp_avg_bits[tile.chunk, tile.bytes], k[:, Coef.UNIT]
         m = signs(packed, len(k)).mul_((exp_avg_scale[b] / unit)[:, None])
-        if started:
-            last = signs(last_bits[tile.chunk, tile.bytes], len(k)).mul_((last_scale[b] / unit)[:, None])
-        else:
+        last = signs(last_bits[tile.chunk, tile.bytes], len(k)).mul_((last_scale[b] / unit)[:, None])
+        if preconditioned:
+            m, last = (x.mul_(denom(frozen, k, eps_inside_sqrt)) for x in (m, last))
+        if not started:
             last = held
         g = (m - last * column(k, Coef.BETA1)).div_(column(k, Coef.ONE_MINUS_BETA1))
         decayed = (held if started else frozen) * column(k, Coef.BETA2)

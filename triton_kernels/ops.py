@@ -65,20 +65,25 @@ SCHEMAS: dict[str, str] = {
     "lamb_ratio": (
         f"(Tensor[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor(a!) last_bits, "
         "Tensor(b!) last_scale, Tensor exp_avg_sq, Tensor(c!) fresh, Tensor started, bool eps_inside_sqrt, "
-        f"bool deepspeed, {_TABLES}, {_LIVE}, Tensor skip, Tensor(d!) largest, Tensor(e!)? norms) -> ()"
+        f"bool preconditioned, bool deepspeed, {_TABLES}, {_LIVE}, Tensor skip, Tensor(d!) largest, "
+        "Tensor(e!)? norms) -> ()"
     ),
     "lamb_rescale": (
         "(Tensor largest, Tensor? norms, Tensor layer_start, Tensor skip, bool deepspeed, Tensor(a!) started, "
         "Tensor(b!) coef, Tensor(c!) layers) -> ()"
     ),
-    "freeze": f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, {_TABLES}, Tensor? dead_value) -> ()",
+    "freeze": (
+        f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "
+        "Tensor? dead_value, Tensor? least) -> ()"
+    ),
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
+    "exponents": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) counts) -> ()",
     "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
 
-KERNELS = frozenset(SCHEMAS) - {"freeze", "live_variance", "square_sums", "settle"}
+KERNELS = frozenset(SCHEMAS) - {"exponents", "freeze", "live_variance", "square_sums", "settle"}
 """Ops with a Triton kernel; the others run once, or when somebody asks."""
 
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")

@@ -112,23 +112,44 @@ def freeze(
     block_size: int,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    eps_inside_sqrt: bool,
+    precondition: bool,
     coef: Tensor,
     block_tensor: Tensor,
     dead_value: Tensor | None,
+    least: Tensor | None,
 ) -> None:
     """Turns the warm-up's state into the compression stage's, in place; runs once.
 
     ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
-    its "residual" just what the full-precision momentum contributes. Coordinates with v == 0 take
-    ``dead_value`` float32 [tensors], the mean of their tensor's live v; None leaves them.
+    its "residual" just what the full-precision momentum contributes.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        exp_avg: m, float32 [P]; c is written.
+        exp_avg_sq: v, float32 [P], read and written.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        precondition: unit = 1/denom per coordinate, with the v that is written, instead of the layer's.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
+            [tensors]; None leaves them.
+        least: What v must at least be, float32 [tensors], or None.
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         owner = block_tensor[tile.blocks]
         k = coef[owner]
-        exp_avg.view(-1, block_size)[tile.blocks].mul_(column(k, Coef.BETA1)).mul_(column(k, Coef.UNIT))
+        c, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
         if dead_value is not None:
-            v = exp_avg_sq.view(-1, block_size)[tile.blocks]
             v.copy_(torch.where(v == 0, dead_value[owner][:, None], v))
+        if least is not None:
+            v.copy_(torch.maximum(v, least[owner][:, None]))
+        c.mul_(column(k, Coef.BETA1))
+        if precondition:
+            c.div_(denom(v, k, eps_inside_sqrt))
+        else:
+            c.mul_(column(k, Coef.UNIT))
 
 
 def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, partials: Tensor) -> None:
@@ -146,3 +167,19 @@ def square_sums(
     for tile in tiles(sizes, 1, block_size, x.device):
         wide = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).double()
         partials[tile.blocks] = (wide * wide).sum(1)
+
+
+def exponents(sizes: Sequence[int], block_size: int, x: Tensor, live: Tensor, live_row: Tensor, counts: Tensor) -> None:
+    """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        x: float32 [P], none negative; zeros are not counted.
+        live, live_row: Elements that count.
+        counts: int64 [32768], added to. Bin i begins at the float32 whose bits are ``i << 16``.
+    """
+    for tile in tiles(sizes, 1, block_size, x.device):
+        values = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).reshape(-1)
+        bins = values[values > 0].view(torch.int32) >> 16
+        counts += torch.bincount(bins, minlength=len(counts))

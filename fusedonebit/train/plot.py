@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 COLOURS = {
     "adamw": "#4c566a",
     "onebit-adam": "#d1495b",
-    "lamb": "#2e4057",
+    "lamb": "#2a9d8f",
     "onebit-lamb": "#e07a1f",
     "onebit-lamb-frozen": "#8d6a9f",
 }
@@ -38,7 +38,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
             axis.plot(xs, _smooth(losses), color=colour, linewidth=1.6, label=name)
             held_out = [(x, r["held_out_loss"]) for x, r in zip(xs, runs, strict=True) if "held_out_loss" in r]
             if held_out:
-                axis.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4, label=f"{name}, held out")
+                axis.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
             frozen = next((x for x, r in zip(xs, runs, strict=True) if r["phase"] == "compression"), None)
             if frozen is not None:
                 axis.axvline(frozen, color=colour, linestyle="--", linewidth=1)
@@ -60,6 +60,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].plot([], [], "o", color="grey", markersize=4, label="dots: held out")
     axes[0].legend(frameon=False, fontsize=8, loc="center right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -85,6 +86,9 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
         colours = {kind: plt.get_cmap("tab20")(i % 20) for i, kind in enumerate(dict.fromkeys(kinds))}
         frozen = next((r["step"] for r in runs if r["phase"] == "compression"), None)
         for axis, (key, title) in zip(axes, _LAYER_PANELS, strict=True):
+            if key == "ratio" and all(r == 1.0 for one in seen for r in one["layers"][key]):
+                axis.set_axis_off()  # nothing adapts
+                continue
             for layer, kind in enumerate(kinds):
                 ys = [r["layers"][key][layer] for r in seen]
                 handles[kind] = axis.plot([r["step"] for r in seen], ys, color=colours[kind], linewidth=1)[0]
@@ -94,7 +98,8 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_title(f"{name}: {title}", fontsize=9)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    title = "one line per layer"
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8, title=title)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

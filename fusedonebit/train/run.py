@@ -217,7 +217,10 @@ def check(job: Job, world_size: int) -> None:
     """
     Corpus(load_text(job.text), job.seq_len)
     if job.resume and not any(latest_step(job, name, world_size) for name in job.optimizers):
-        raise InputError(f"--resume found no checkpoint of {world_size} ranks in {job.out}; check --out and --nproc")
+        raise InputError(
+            f"--resume found no checkpoint of {' or '.join(job.optimizers)} on {world_size} ranks in {job.out}; "
+            "check --out, --nproc and --optimizer"
+        )
     try:
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
