@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo test test-full lint format bench gpu clean
+.PHONY: help setup demo lab test test-full lint format bench gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
+	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
 	@echo "make test       run the test suite (minutes)"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make lint       ruff and mypy"
@@ -21,13 +22,16 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=61" wheel torch triton
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev]"
 	@touch $@
 
 setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/fusedonebit train --nproc 2 --compare adamw,onebit-adam --out $(DEMO_OUT)
+
+lab: $(READY)
+	$(BIN)/fusedonebit lab
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
+    _add_lab(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -67,6 +68,49 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--eval-every", type=_whole("--eval-every", 1), default=50, help="steps between held-out losses")
     add("--save-every", type=_whole("--save-every", 1), default=100, help="steps between checkpoints")
     train.set_defaults(run=_train)
+
+
+def _add_lab(commands: argparse._SubParsersAction) -> None:
+    lab = commands.add_parser(
+        "lab",
+        help="compare optimizers on small real tasks",
+        description="Train small real tasks with named optimizers on simulated workers; a table and a page of plots.",
+        formatter_class=_Defaults,
+    )
+    add = lab.add_argument
+    add("--tasks", metavar="A,B", help="some of the tasks (default: all; --list names them)")
+    add("--optimizers", metavar="A,B", help="some of the optimizers (default: all)")
+    add("--seeds", type=_whole("--seeds", 1), default=3, help="paired seeds, from 0")
+    add("--workers", type=_whole("--workers", 1), default=4, help="simulated workers of each run")
+    add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, the table and the plots; what is there stays")
+    add("--list", action="store_true", help="name the tasks and the optimizers")
+    lab.set_defaults(run=_lab)
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as missing:
+        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[lab]"')
+    from pathlib import Path
+
+    from .lab.contenders import CONTENDERS
+    from .lab.launch import run_lab
+    from .lab.tasks import TASKS
+
+    if arguments.list:
+        print("\n".join(["tasks:", *(f"  {name}" for name in TASKS), "optimizers:", *(f"  {n}" for n in CONTENDERS)]))
+        return 0
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(TASKS)
+    optimizers = arguments.optimizers.split(",") if arguments.optimizers else list(CONTENDERS)
+    for flag, given, known in (("--tasks", tasks, TASKS), ("--optimizers", optimizers, CONTENDERS)):
+        for name in given:
+            if name not in known:
+                return _refuse(f"{flag} must be of {', '.join(known)}, got {name!r}")
+    run_lab(tasks, optimizers, arguments.seeds, arguments.workers, Path(arguments.out))
+    return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
