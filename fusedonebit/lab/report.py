@@ -17,6 +17,9 @@ from .tasks import TASKS
 
 Record = Mapping[str, Any]
 
+TOO_LARGE = 10.0
+"""Times the first loss: there a curve ends, in a cross."""
+
 
 def table(records: Sequence[Record]) -> str:
     """Markdown: one row per optimizer, one column per task; mean and standard deviation over the seeds.
@@ -47,7 +50,7 @@ def _cell(runs: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """One panel per task: worker 0's loss of the first seed, smoothed, by optimizer; the freeze dashed."""
+    """One panel per task: worker 0's smoothed loss of the first seed; the freeze dashed, a cross where it diverges."""
     tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
     names = list(dict.fromkeys(r["optimizer"] for r in records))
     columns = min(4, len(tasks))
@@ -56,13 +59,16 @@ def plot(records: Sequence[Record], path: Path) -> None:
     for axis in axes.flat[len(tasks) :]:
         axis.set_axis_off()
     handles: dict[str, Any] = {}
+    colours = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
     for axis, task in zip(axes.flat, tasks, strict=False):
         for i, name in enumerate(names):
             run = next((r for r in records if (r["task"], r["optimizer"]) == (task, name)), None)
             if run is None:
                 continue
-            losses = list(_smooth(run["losses"]))
-            handles[name] = axis.plot(losses, color=plt.get_cmap("tab20")(i % 20), linewidth=1.2)[0]
+            losses, colour = list(_smooth(run["losses"], TOO_LARGE * run["losses"][0])), colours(i % colours.N)
+            handles[name] = axis.plot(losses, color=colour, linewidth=1.2)[0]
+            if len(losses) < len(run["losses"]):
+                axis.plot(len(losses) - 1, losses[-1], "x", color=colour, markersize=8)
             axis.axvline(run["freeze_step"], color="black", linestyle="--", linewidth=0.8)
         axis.set(title=task, xlabel="step", ylabel="training loss", yscale="log")
         axis.grid(alpha=0.25)
@@ -72,11 +78,11 @@ def plot(records: Sequence[Record], path: Path) -> None:
     plt.close(figure)
 
 
-def _smooth(losses: Iterable[float | None], keep: float = 0.9) -> Iterable[float]:
-    """A running mean that ends where the loss is no number any more."""
+def _smooth(losses: Iterable[float | None], limit: float, keep: float = 0.9) -> Iterable[float]:
+    """A running mean that ends where the loss passes the limit, or is no number any more."""
     mean, weight = 0.0, 0.0
     for loss in losses:
-        if loss is None:
+        if loss is None or loss > limit:
             return
         mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
         yield mean / weight
