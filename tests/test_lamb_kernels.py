@@ -112,7 +112,7 @@ def test_lamb_ratio_equals_its_twin(sizes, world_size):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [sizes for sizes in SIZES if max(sizes) < 10_000])
 def test_lamb_ratio_equals_its_twin_in_every_way_and_dtype(sizes, world_size, dtype):
     for way in RATIO_WAYS:
         for skip in (0, 1):
