@@ -26,8 +26,10 @@ WORLD_SIZE = 8
 KINDS: dict[str, Callable[..., Any]] = {
     "OneBitAdam": lambda p, **given: OneBitAdam(p, lr=1e-6, freeze_step=1, **given),
     "Lamb": lambda p, **given: Lamb(p, lr=1e-6, **given),
-    "OneBitLamb": lambda p, **given: OneBitLamb(p, lr=1e-6, freeze_step=1, **given),
-    "OneBitLamb, frozen": lambda p, **given: OneBitLamb(p, lr=1e-6, freeze_step=1, layerwise="frozen", **given),
+    "OneBitLamb": lambda p, **given: OneBitLamb(p, lr=1e-6, freeze_step=1, beta3=0.0, **given),
+    "OneBitLamb, frozen": lambda p, **given: OneBitLamb(
+        p, lr=1e-6, freeze_step=1, beta3=0.0, layerwise="frozen", **given
+    ),
 }
 
 

@@ -107,9 +107,10 @@ def _optimizer_peers(shapes: list[tuple[int, ...]], device: torch.device) -> dic
 
     adamw = torch.optim.AdamW(params(), lr=1e-5, fused=True)
     peers: dict[str, Call] = {"AdamW(fused=True).step()": adamw.step}
-    for kind in (OneBitAdam, OneBitLamb):
-        alone = kind(params(), lr=1e-5, freeze_step=1)
-        share = kind(params(), lr=1e-5, freeze_step=1, process_group=Loopback(WORLD_SIZE))
+    # beta3 = 0: one step of warm-up is no average of anything.
+    for kind, options in ((OneBitAdam, {}), (OneBitLamb, {"beta3": 0.0})):
+        alone = kind(params(), lr=1e-5, freeze_step=1, **options)
+        share = kind(params(), lr=1e-5, freeze_step=1, process_group=Loopback(WORLD_SIZE), **options)
         for optimizer in (alone, share):
             optimizer.step()
             optimizer.step()

@@ -23,7 +23,7 @@ def run(numel: int = 1 << 23, tensors: int = 64) -> None:
     adamw = torch.optim.AdamW(_parameters(numel, tensors), fused=True)
     lamb = Lamb(_parameters(numel, tensors))
     adam_bits = OneBitAdam(_parameters(numel, tensors), freeze_step=1)
-    lamb_bits = OneBitLamb(_parameters(numel, tensors), freeze_step=1)
+    lamb_bits = OneBitLamb(_parameters(numel, tensors), freeze_step=1, beta3=0.0)
     for optimizer in (adam_bits, lamb_bits):
         optimizer.step()
     medians = alternate(
