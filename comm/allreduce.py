@@ -205,6 +205,33 @@ class CompressedAllReduce:
         for scale in (self.scale, self.worker.scale, self.server.scale):
             scale *= kept
 
+    def veto(self, refused: Tensor) -> None:
+        """Refuses the last average where ``refused`` bool [1] is set, alike on all ranks: it becomes zero.
+
+        Nothing is lost: servers, which already have all messages, keep the average as residual.
+        """
+        self.flags = self.flags + refused.int() * int(Flag.VETO)
+        for scale in (self.scale, self.server.scale):
+            scale *= 1.0 - refused.float()
+
+    def take_residuals(self, out: Tensor) -> None:
+        """Takes all residuals out, by one all-reduce: they are zero then.
+
+        Args:
+            out: float32 [P], written: the mean of the workers' residuals plus the servers', by flat
+                index, equal on all ranks.
+
+        Raises:
+            CollectiveError: as a call does.
+        """
+        self.settle()
+        torch.mul(self.worker.compensated, 1.0 / self.transport.world_size, out=out)
+        rank, chunk = self.transport.rank, self.layout.chunk_numel
+        out[rank * chunk : (rank + 1) * chunk] += self.server.compensated
+        self.transport.all_reduce(out)
+        self.worker.compensated.zero_()
+        self.server.compensated.zero_()
+
     def resume(self, synchronisations: int, digest: int) -> None:
         """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""
         self.synchronisations = synchronisations

@@ -45,7 +45,7 @@ HEADER_BYTES = 4 * len(Word)
 
 
 class Flag(IntFlag):
-    """Why a step is skipped on every rank. All but ``MISMATCH`` travel in the header."""
+    """Why a step is skipped on every rank. The first two travel in the header."""
 
     NONFINITE = 1
     """A gradient had NaN or Inf elements."""
@@ -53,6 +53,8 @@ class Flag(IntFlag):
     """A rank could not take its step; its own error says why."""
     MISMATCH = 4
     """The checked words differ between ranks."""
+    VETO = 8
+    """The caller would not have the result, which is the same on all ranks."""
 
 
 class Messages:

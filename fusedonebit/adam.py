@@ -47,6 +47,16 @@ class OneBitAdam(OneBitOptimizer):
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
             coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
             of their median (``freezing.least_variance``).
+        variance_floor: What frozen v has at least, as a share of its tensor's mean; None: 0.01 with
+            ``precondition``, else 0.
+        warm_start: ``state_dict()`` of an earlier run, of any world size, or of ``torch.optim.AdamW``: its
+            variance replaces the warm-up. With ``freeze_step=0`` compression starts at once.
+        rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed
+            ones, which renew the variance; 0: never.
+        rewarm_steps: Length of such a stretch, and of the variance's memory in it.
+        guard: What to do where a compressed update is 10 times larger than the last uncompressed one
+            (``guard.DivergenceGuard``). All ranks skip it, and ``"rewarm"``: warm up again;
+            ``"warn"``: only warn. ``"off"``: apply it.
         bias_correction: Adam's; that of v is frozen with it.
         eps_inside_sqrt: In the compression stage use sqrt(v + eps) (Tarasov & Ershov, eq. 2).
         maximize: Ascend instead of descend.
@@ -79,9 +89,14 @@ class OneBitAdam(OneBitOptimizer):
         *,
         freeze_step: int | Literal["auto"],
         lr_warmup_steps: int = 0,
-        scale_norm: Literal["l1", "l2", "contractive"] = "l2",
-        scale_scope: ScaleScope = "global",
-        precondition: bool = False,
+        scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
+        scale_scope: ScaleScope = "block",
+        precondition: bool = True,
+        variance_floor: float | None = None,
+        warm_start: Mapping[str, Any] | None = None,
+        rewarm_every: int = 0,
+        rewarm_steps: int = 50,
+        guard: Literal["rewarm", "warn", "off"] = "rewarm",
         bias_correction: bool = True,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -99,6 +114,11 @@ class OneBitAdam(OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            variance_floor=variance_floor,
+            warm_started=warm_start is not None,
+            rewarm_every=rewarm_every,
+            rewarm_steps=rewarm_steps,
+            guard=guard,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,
@@ -112,6 +132,7 @@ class OneBitAdam(OneBitOptimizer):
             process_group=process_group,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
+            warm_start=warm_start,
         )
 
     @classmethod

@@ -7,7 +7,8 @@ adds the stage in which bits travel instead of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -100,7 +101,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         self._phase: Phase = "uncompressed"
-        self._outcomes = Outcomes(device, self.options.nonfinite, self._describe_mismatch)
+        self._outcomes = Outcomes(device, self.options.nonfinite, self._describe)
         self._broken = ""
         self._publish_state()
 
@@ -211,7 +212,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             )
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
-        self._enter_phase()
+        with self._breaking():
+            self._enter_phase()
         error: Exception | None = None
         try:
             self._take_hyper_parameters()
@@ -234,10 +236,15 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._transport.traffic.start_step()
         coef = self._coefficient_table()
         self._outcomes.attempts += 1
-        try:
+        with self._breaking():
             return self._exchange(grads, coef, abort)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Half an exchange has left its traces: after it failed no further step may build on it."""
+        try:
+            yield
         except CollectiveError as failure:
-            # Half an exchange has left its traces: no further step may build on it.
             self._broken = f"after {self._outcomes.updates - 1} updates, {failure}"
             raise CollectiveError(self._broken) from failure
 
@@ -274,7 +281,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Counts the update, unless it was skipped."""
         self._step += (flags[0] == 0).float()
 
-    def _describe_mismatch(self) -> str:
+    def _describe(self, flag: Flag) -> str:
+        """Details of why a step was skipped."""
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
         return self._say_where("number of steps" if steps else "hyper-parameters (learning rate and the like)")
 
@@ -302,6 +310,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         """Takes up a checkpoint's stage, with all buffers it needs, still empty."""
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        """Called when the buffers are filled."""
 
     # ---------------------------------------------------------------- what users look at
 

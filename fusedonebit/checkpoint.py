@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 KEY = "fusedonebit"
 FORMAT = 1
 _SETTLED = ("precondition", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
-_NOT_NUMERICS = (*_SETTLED, "freeze_step", "lr_warmup_steps", "dead_coordinates", "nonfinite", "block_size")
+_STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
+_NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size")
 _OF_ONE_RANK = ("worker_error", "server_error")
 
 
@@ -264,6 +265,7 @@ def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]]
         for i, index in enumerate(optimizer._list.index_of):
             if index in states:
                 _fill_flat(optimizer, i, states[index], exp_avg=optimizer._exp_avg, exp_avg_sq=optimizer._exp_avg_sq)
+    optimizer._resumed(header)
     optimizer._publish_state()
 
 

@@ -79,6 +79,8 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
         "freeze_step": freeze_step - 1,
         "scale_norm": "l2",
         "scale_scope": "global",
+        "precondition": False,
+        "guard": "off",
         "bias_correction": False,
         "dead_coordinates": "keep",
     }

@@ -114,7 +114,7 @@ class DeadCoordinates:
         self.count = int((live - alive)[alive > 0].sum())
 
 
-def least_variance(
+def quantile_floor(
     layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool
 ) -> Tensor:
     """What v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.

@@ -17,6 +17,11 @@ from .triton_kernels import BLOCK_SIZES, SCALE_NORMS, Coef, ScaleScope
 
 _LR = 0  # column of the uploaded rows
 
+VARIANCE_FLOOR = 0.01
+"""Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
+
+LEAST_REWARM_STEPS = 10
+
 
 @dataclass(frozen=True)
 class Options:
@@ -45,7 +50,18 @@ class OneBitOptions(Options):
     scale_norm: str
     scale_scope: ScaleScope
     precondition: bool
+    variance_floor: float | None
+    warm_started: bool
+    rewarm_every: int
+    rewarm_steps: int
+    guard: str
     dead_coordinates: str
+
+    @property
+    def least_share(self) -> float:
+        """Of its tensor's mean that frozen v has at least."""
+        preconditioned = VARIANCE_FLOOR if self.precondition else 0.0
+        return preconditioned if self.variance_floor is None else self.variance_floor
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -56,10 +72,19 @@ class OneBitOptions(Options):
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
         check_flag("precondition", self.precondition)
-        if self.precondition and self.dead_coordinates == "keep":
+        if self.variance_floor is not None and not _in_unit(self.variance_floor):
+            raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
+        check_count("rewarm_every", self.rewarm_every)
+        check_count("rewarm_steps", self.rewarm_steps)
+        if self.rewarm_steps < LEAST_REWARM_STEPS:
             raise ValueError(
-                'precondition=True needs dead_coordinates="mean", got "keep": where v is 0 there is no unit 1/denom'
+                f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
+                "of so many updates the variance is made anew"
             )
+        check_choice("guard", self.guard, ("rewarm", "warn", "off"))
+        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
+            setting = "precondition=True" if self.precondition else f"variance_floor={self.variance_floor}"
+            raise ValueError(f'{setting} needs dead_coordinates="mean", got "keep": v cannot be 0 and have a floor')
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:

@@ -7,6 +7,7 @@ update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from .averaging import AveragingOptimizer
-from .comm import CompressedAllReduce, Word, describe_mismatch
+from .comm import CompressedAllReduce, Flag, Word, describe_mismatch
 from .errors import warn
-from .freezing import AutoFreeze, DeadCoordinates, denominator, least_variance, warn_text
+from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
+from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
-from .triton_kernels import freeze
+from .triton_kernels import TAIL, Coef, freeze, thaw, update_sums
+from .warm_start import warm_start as take_warm_start
 
 
 class OneBitOptimizer(AveragingOptimizer):
@@ -26,28 +29,47 @@ class OneBitOptimizer(AveragingOptimizer):
 
     options: OneBitOptions
 
+    def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if warm_start is not None:
+            take_warm_start(self, warm_start)
+
     def _build(self) -> None:
         super()._build()
+        options, device = self.options, self.device
         self._phase = "warmup"
         self._reduce = CompressedAllReduce(
             self.layout,
             self._transport,
-            device=self.device,
-            scale_norm=self.options.scale_norm,
-            scale_scope=self.options.scale_scope,
+            device=device,
+            scale_norm=options.scale_norm,
+            scale_scope=options.scale_scope,
             compensated=self._exp_avg,
             live=self._live,
         )
+        self._behind = torch.zeros((), device=device)
         self._variance_step: Tensor | None = None
         self._unit: Tensor | None = None
-        self._freeze_at: int | None = None
+        self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
+        self._frozen_at: int | None = None
+        self._guard = DivergenceGuard(device, options.precondition)
+        self._rewarms = 0
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
         self._auto: AutoFreeze | None = None
-        if self.options.freeze_step == "auto":
+        if options.freeze_step == "auto":
             beta2 = max(float(group["betas"][1]) for group in self.param_groups)
-            self._auto = AutoFreeze(beta2, self.options.lr_warmup_steps, self.device)
-            self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
+            self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
+            self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``AveragingOptimizer``; not after a warm start or a re-warm-up either."""
+        if self._built and (self._rewarms or self.options.warm_started):
+            raise RuntimeError(
+                "add_param_group must be called before the first freeze, and not after a warm start: the new "
+                "parameters would have no variance; construct a new optimizer"
+            )
+        super().add_param_group(param_group)
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leaves tensors out of everything from now on."""
@@ -64,12 +86,20 @@ class OneBitOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------------- the step
 
     def _coefficient_table(self) -> Tensor:
-        return self._coefficients(self._taken, self._step, self._variance_step, self._unit)
+        warming = self._variance_step is None
+        entered = self._step + 1 - self._behind if warming else self._variance_step
+        coef = self._coefficients(self._taken, self._step, entered, self._unit)
+        if warming and self._rewarms:
+            memory = float(self.options.rewarm_steps)
+            coef[:, Coef.BETA2].clamp_(max=1 - 1 / memory)
+            coef[:, Coef.ONE_MINUS_BETA2].clamp_(min=1 / memory)
+        return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
-        self._reduce(
+        reduce = self._reduce
+        reduce(
             grads,
             coef=coef,
             exp_avg_sq=self._exp_avg_sq if self.options.precondition else None,
@@ -77,80 +107,168 @@ class OneBitOptimizer(AveragingOptimizer):
             tag=self._coefficients.tag,
             abort=abort,
         )
+        if self.options.guard != "off":
+            reduce.veto(self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor]))
         self._list.before_update()
-        self._apply(coef, self._reduce.flags)
+        self._apply(coef, reduce.flags)
         self._list.after_update()
-        return self._reduce.flags
+        return reduce.flags
 
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
             self._auto.observe(self._exp_avg_sq_sums, self._step)
 
-    def _describe_mismatch(self) -> str:
+    def _describe(self, flag: Flag) -> str:
+        if flag & Flag.VETO:
+            return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
-            return super()._describe_mismatch()
+            return super()._describe(flag)
         return self._say_where(describe_mismatch(self._reduce.arrived_words))
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
         raise NotImplementedError
 
-    # ---------------------------------------------------------------- the freeze
+    # ---------------------------------------------------------------- freeze and thaw
 
     def _enter_phase(self) -> None:
-        """Freezes the variance if it is time; the same on all ranks."""
+        """Freezes the variance, or thaws it, if it is time; the same on all ranks."""
         if self._phase == "compression":
-            return
-        if self._auto is not None:
-            if self._auto.due():
+            if self._rewarm_is_due():
+                self._thaw()
+        elif self._freeze_due is None:
+            if self._auto is not None and self._auto.due():
                 self._freeze()
-        elif self._outcomes.updates >= int(self.options.freeze_step):
+        elif self._outcomes.updates >= self._freeze_due:
             # Skips may still be under way from the device: wait for them once, then it is exact.
             self._outcomes.catch_up()
-            if self._outcomes.updates >= int(self.options.freeze_step):
+            if self._outcomes.updates >= self._freeze_due:
                 self._freeze()
+
+    def _rewarm_is_due(self) -> bool:
+        vetoed, self._outcomes.veto_news = self._outcomes.veto_news, False
+        if vetoed and self.options.guard == "rewarm":
+            return True
+        compressed = self._outcomes.updates - (self._frozen_at or 0)
+        return 0 < self.options.rewarm_every <= compressed
 
     @torch.no_grad()
     def _freeze(self) -> None:
         """Ends the warm-up. Works in place: nothing of full size is allocated from here on."""
-        if self._outcomes.updates == 0:
+        if self._outcomes.updates == 0 and not self._behind < 0:
             raise RuntimeError(
-                "freeze_step=0 needs a variance to freeze: call load_state_dict() with the state of an earlier run "
-                "before the first step, or set freeze_step >= 1"
+                "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
+                "an earlier run before the first step, or set freeze_step >= 1"
             )
-        layout, block_tensor = self.layout, self._reduce.block_tensor
+        layout, options, block_tensor = self.layout, self.options, self._reduce.block_tensor
         dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel)
-        keep = self.options.dead_coordinates == "keep"
+        keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
-        self._variance_step = self._step.clone()
-        eps_inside_sqrt, precondition = self.options.eps_inside_sqrt, self.options.precondition
+        self._variance_step = self._step - self._behind
         coef = self._coefficient_table()
-        least = least_variance(layout, self._exp_avg_sq, self._live, coef, eps_inside_sqrt) if precondition else None
+        reference = self._last_update_norm(coef)
+        least = None
+        if options.least_share > 0 or options.precondition:
+            least = dead.mean * options.least_share
+        if options.precondition:
+            floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt)
+            least = torch.maximum(least, floor)
         freeze(
             layout.sizes,
             layout.block_size,
             self._exp_avg,
             self._exp_avg_sq,
-            eps_inside_sqrt,
-            precondition,
+            options.eps_inside_sqrt,
+            options.precondition,
             coef,
             block_tensor,
             None if keep else dead.mean,
             least,
         )
         self._phase = "compression"
-        self._freeze_at = self._outcomes.updates
+        self._frozen_at = self._outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors:
             warn(warn_text(dead, self._list.names, keep))
         if not keep and dead.tensors:
             self._exclude(dead.tensors)
+        self._arm_guard(reference)
         self._publish_state()
+
+    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        """Takes note that v has been filled, corrected; ``tables`` are an earlier run's ``_tables``."""
+        self._behind.fill_(-math.inf)
+
+    @torch.no_grad()
+    def _thaw(self) -> None:
+        """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again."""
+        self._outcomes.catch_up()
+        layout, options, reduce = self.layout, self.options, self._reduce
+        coef = self._coefficient_table()
+        self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
+        backlog = self._grad[: layout.numel]
+        reduce.take_residuals(backlog)
+        # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
+        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][reduce.block_tensor, None])
+        self._exp_avg.copy_(reduce.result()).add_(backlog)
+        thaw(
+            layout.sizes,
+            layout.block_size,
+            self._exp_avg,
+            self._exp_avg_sq,
+            options.eps_inside_sqrt,
+            options.precondition,
+            coef,
+            reduce.block_tensor,
+        )
+        reduce.scale.zero_()
+        self._behind.fill_(-math.inf)  # v is corrected
+        self._variance_step = None
+        self._phase = "warmup"
+        self._freeze_due = self._outcomes.updates + options.rewarm_steps
+        self._exp_avg_sq_sums = None
+        self._rewarms += 1
+        self._exclude([])
+        self._after_compression()
+        self._publish_state()
+
+    def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
+        """Of each block, the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
+        layout, live, options = self.layout, self._live, self.options
+        sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=self.device)
+        where = (self._reduce.block_tensor, live.bits, live.row)
+        update_sums(layout.sizes, layout.block_size, x, self._exp_avg_sq, options.eps_inside_sqrt, coef, *where, sums)
+        return sums
+
+    def _last_update_norm(self, coef: Tensor) -> Tensor:
+        """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._reduce.block_tensor]
+        return (self._update_sums(self._exp_avg, coef) * factor).sum().sqrt()
+
+    def _arm_guard(self, reference: Tensor | None) -> None:
+        """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
+        if self.options.guard == "off":
+            return
+        owner, live = self._reduce.block_tensor, self._live.numel.double()
+        coef = self._coefficient_table().double()
+        factor, beta1 = self._layer_factor().double().square()[owner], coef[:, Coef.BETA1][owner]
+        weight = live if self.options.precondition else self._update_sums(None, coef.float())
+        weight = weight / coef[:, Coef.UNIT][owner].square() * factor
+        # Momentum of pure noise has this norm; a training run at rest may have less.
+        noise = (live * factor * (1 - beta1) / (1 + beta1)).sum().sqrt()
+        self._guard.arm(noise if reference is None else torch.maximum(reference, noise), weight)
+
+    def _layer_factor(self) -> Tensor:
+        """What an update is multiplied with besides the learning rate: float32 [tensors]."""
+        return torch.ones(len(self.layout.sizes), device=self.device)
 
     def _before_compression(self) -> None:
         """Takes from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
+
+    def _after_compression(self) -> None:
+        """Gives back to the warm-up what a subclass took from it."""
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -167,12 +285,17 @@ class OneBitOptimizer(AveragingOptimizer):
         return {"precondition": self.options.precondition}
 
     def _header(self) -> dict[str, Any]:
+        entered = self._step - self._behind if self._variance_step is None else self._variance_step
         return {
             "settled": self._settled(),
             "synchronisations": self._reduce.synchronisations,
             "digest": int(self._reduce.served.words[0, Word.DIGEST]),
-            "variance_step": None if self._variance_step is None else int(self._variance_step),
-            "freeze_step": self._freeze_at,
+            "variance_step": float(entered),
+            "freeze_step": self._frozen_at,
+            "freeze_due": self._freeze_due,
+            "rewarms": self._rewarms,
+            "vetoed": self._outcomes.vetoed,
+            "reference": float(self._guard.reference),
             "dead_tensors": list(self.dead_tensors),
             "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
@@ -194,14 +317,25 @@ class OneBitOptimizer(AveragingOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
+        if "variance_step" in header:
+            self._behind = self._step - header["variance_step"]
+        self._rewarms = header.get("rewarms", 0)
+        self._outcomes.vetoed = header.get("vetoed", 0)
+        self._frozen_at = header.get("freeze_step")
+        if self._rewarms:
+            self._freeze_due = header["freeze_due"]
         if header["phase"] != "compression":
             return
         self._phase = "compression"
-        self._freeze_at = header["freeze_step"]
-        self._variance_step = torch.tensor(float(header["variance_step"]), device=self.device)
+        self._variance_step = torch.tensor(header["variance_step"], device=self.device)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         self._reduce.resume(header["synchronisations"], header["digest"])
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        if self._phase == "compression":
+            reference = torch.tensor(header["reference"], dtype=torch.float64, device=self.device)
+            self._arm_guard(reference if reference > 0 else None)
 
     # ---------------------------------------------------------------- what users look at
 
@@ -209,7 +343,10 @@ class OneBitOptimizer(AveragingOptimizer):
         """Where training stands. Waits for the device.
 
         Returns:
-            phase; step (updates done); skipped_steps; freeze_step (None before the freeze); backend;
+            phase; step (updates done); skipped_steps; freeze_step (updates before the last freeze, None
+            before the first); rewarms; vetoed_steps (of those skipped); update_norm (of the last
+            compressed update, divided by the learning rate) and update_norm_limit (the guard's);
+            backend;
             transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
             bytes_total (sent by this rank to others); state_bytes (what the next step needs) and
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
@@ -222,7 +359,11 @@ class OneBitOptimizer(AveragingOptimizer):
         compensated, worker_error = reduce.worker.norms()
         _, server_error = reduce.server.norms()
         return super().stats() | {
-            "freeze_step": self._freeze_at,
+            "freeze_step": self._frozen_at,
+            "rewarms": self._rewarms,
+            "vetoed_steps": self._outcomes.vetoed,
+            "update_norm": float(self._guard.norm),
+            "update_norm_limit": float(self._guard.limit),
             "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in self._scratch()),
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
@@ -232,7 +373,7 @@ class OneBitOptimizer(AveragingOptimizer):
         }
 
     def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state()]
+        return [*super()._held(), *self._reduce.state(), *self._guard.state()]
 
     def worker_error(self, param: Tensor) -> Tensor:
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""

@@ -95,6 +95,17 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
         precondition: Compress m/denom instead of m; see ``OneBitAdam``.
+        variance_floor: What frozen v has at least, as a share of its tensor's mean; None: 0.01 with
+            ``precondition``, else 0.
+        warm_start: ``state_dict()`` of an earlier ``Lamb`` or ``OneBitLamb``, of any world size: its
+            variance, average coefficients and momentum scales replace the warm-up. With ``freeze_step=0``
+            compression starts at once.
+        rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed
+            ones, which renew the variance; 0: never.
+        rewarm_steps: Length of such a stretch, and of the variance's memory in it.
+        guard: What to do where a compressed update is 10 times larger than the last uncompressed one
+            (``guard.DivergenceGuard``). All ranks skip it, and ``"rewarm"``: warm up again;
+            ``"warn"``: only warn. ``"off"``: apply it.
         bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
         eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
         maximize: Ascend instead of descend.
@@ -143,9 +154,14 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         momentum_scaling: bool | None = None,
         variant: Literal["paper", "deepspeed"] = "paper",
         lr_warmup_steps: int = 0,
-        scale_norm: Literal["l1", "l2", "contractive"] = "l2",
-        scale_scope: ScaleScope = "global",
-        precondition: bool = False,
+        scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
+        scale_scope: ScaleScope = "block",
+        precondition: bool = True,
+        variance_floor: float | None = None,
+        warm_start: Mapping[str, Any] | None = None,
+        rewarm_every: int = 0,
+        rewarm_steps: int = 50,
+        guard: Literal["rewarm", "warn", "off"] = "rewarm",
         bias_correction: bool = False,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -168,6 +184,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            variance_floor=variance_floor,
+            warm_started=warm_start is not None,
+            rewarm_every=rewarm_every,
+            rewarm_steps=rewarm_steps,
+            guard=guard,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,
@@ -181,6 +202,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             process_group=process_group,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
+            warm_start=warm_start,
         )
 
     @classmethod
@@ -212,6 +234,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         self._adaptive = self.options.layerwise == "adaptive"
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
+        self._unit_is_known = False
         if self.options.scales_momentum:
             self._unit = torch.ones(len(layout.sizes), device=device)
         if self._adaptive:
@@ -227,9 +250,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 'variant="deepspeed" left all out because they were 1. Set freeze_step above '
                 f"{self._outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
-        self._warn_of_averages()
+        if self._outcomes.updates > 0 and self._rewarms == 0:
+            self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
-        if self.options.scales_momentum:
+        self._layers[Layer.RATIO] = 1.0
+        if self.options.scales_momentum and not self._unit_is_known:
             self._unit = self._momentum_scales()
         self._drop_norms()
         if self._adaptive:
@@ -237,6 +262,21 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             # step, whose m_{t-1} is in full precision for the last time: keep it there.
             self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
             self._fresh.copy_(self._exp_avg)
+            self._started.zero_()
+
+    def _after_compression(self) -> None:
+        self._fresh = torch.empty(0, device=self.device)
+        self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        self._unit_is_known = False
+
+    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        super()._begin_warm(tables)
+        self._layers.copy_(tables["layer"])
+        if self._unit is not None and "unit" in tables:
+            self._unit, self._unit_is_known = tables["unit"], True
+
+    def _layer_factor(self) -> Tensor:
+        return self._layers[Layer.AVERAGE]
 
     def _warn_of_averages(self) -> None:
         """Says where c_avg is not what the layers moved with until now."""

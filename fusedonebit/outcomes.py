@@ -21,16 +21,20 @@ class Outcomes:
     Args:
         device: Where flags lie.
         nonfinite: ``"skip"`` (count and warn) or ``"raise"`` (at once: waits for the device).
-        describe: Called for the details where ranks mismatch.
+        describe: Called with MISMATCH or VETO for the details.
 
     Attributes:
         attempts: Steps begun.
         skipped: Steps known to have been skipped.
+        vetoed: Those of them that the divergence guard refused.
+        veto_news: Whether it has refused one since somebody last set this to False.
     """
 
-    def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[], str]) -> None:
+    def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[Flag], str]) -> None:
         self.attempts = 0
         self.skipped = 0
+        self.vetoed = 0
+        self.veto_news = False
         self._warned_at = 0
         self._nonfinite = nonfinite
         self._describe = describe
@@ -73,8 +77,8 @@ class Outcomes:
         self.skipped += 1
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
-                f"ranks are out of step after {self.updates} updates: {self._describe()}. No parameter was changed; "
-                "every rank must call step() equally often, with equal hyper-parameters, "
+                f"ranks are out of step after {self.updates} updates: {self._describe(Flag.MISMATCH)}. "
+                "No parameter was changed; every rank must call step() equally often, with equal hyper-parameters, "
                 "resuming from the same checkpoint"
             )
         if flags & Flag.ABORT:
@@ -82,13 +86,19 @@ class Outcomes:
                 f"another rank could not take the step after {self.updates} updates (its own error says why); "
                 "no parameter was changed on any rank"
             )
+        if flags & Flag.VETO:
+            self.vetoed += 1
+            self.veto_news = True
+            if self.vetoed & (self.vetoed - 1) == 0:
+                warn(f"every rank skipped the step after {self.updates} updates: {self._describe(Flag.VETO)}")
+            return
         text = (
             f"a gradient on some rank was not finite after {self.updates} updates; "
             f"every rank skipped the step ({self.skipped} so far)"
         )
         if self._nonfinite == "raise":
             raise NonFiniteGradientError(text)
-        # Loss scaling makes skips common: warn of the 1st, 2nd, 4th, 8th ...
+        # Loss scaling makes skips common: warn of the 1st, 2nd, 4th, 8th ..., as above.
         if self.skipped >= 2 * self._warned_at:
             self._warned_at = self.skipped
             warn(text)

@@ -159,10 +159,16 @@ def test_scale_segments_rise_without_gaps(layouts, scope):
 
 
 @every_layout
-def test_a_segment_is_everything_or_one_tensor_or_one_block(layouts):
+def test_a_segment_is_everything_or_one_tensor_or_4096_elements_of_one(layouts):
     for layout in layouts:
         assert layout.scale_segments("global").unique().tolist() == [0]
-        assert layout.scale_segments("block").tolist() == list(range(layout.n_blocks))
+        begins = [
+            first * layout.block_size % 4096 == 0
+            for begin, end in zip(layout.first_block, [*layout.first_block[1:-1], layout.n_blocks], strict=False)
+            for first in range(end - begin)
+        ]
+        expected = [sum(begins[: b + 1]) - 1 for b in range(layout.n_blocks)]
+        assert layout.scale_segments("block").tolist() == expected
         by_layer, owner = layout.scale_segments("layer"), layout.block_tensor()
         assert torch.equal(by_layer[:, None] == by_layer, owner[:, None] == owner)
 

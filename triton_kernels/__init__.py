@@ -32,6 +32,8 @@ exponents = torch.ops.fusedonebit.exponents
 live_variance = torch.ops.fusedonebit.live_variance
 square_sums = torch.ops.fusedonebit.square_sums
 settle = torch.ops.fusedonebit.settle
+thaw = torch.ops.fusedonebit.thaw
+update_sums = torch.ops.fusedonebit.update_sums
 
 
 def pack(x: Tensor) -> Tensor:
@@ -88,6 +90,8 @@ __all__ = [
     "server_reduce",
     "settle",
     "square_sums",
+    "thaw",
     "unpack",
+    "update_sums",
     "using",
 ]

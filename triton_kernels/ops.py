@@ -76,6 +76,13 @@ SCHEMAS: dict[str, str] = {
         f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "
         "Tensor? dead_value, Tensor? least) -> ()"
     ),
+    "thaw": (
+        f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}"
+        ") -> ()"
+    ),
+    "update_sums": (
+        f"({_SIZES}, Tensor? x, Tensor exp_avg_sq, bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor(a!) partials) -> ()"
+    ),
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
     "exponents": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) counts) -> ()",
     "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
@@ -83,7 +90,9 @@ SCHEMAS: dict[str, str] = {
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
 
-KERNELS = frozenset(SCHEMAS) - {"exponents", "freeze", "live_variance", "square_sums", "settle"}
+KERNELS = frozenset(SCHEMAS) - {
+    *("exponents", "freeze", "live_variance", "settle", "square_sums", "thaw", "update_sums"),
+}
 """Ops with a Triton kernel; the others run once, or when somebody asks."""
 
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")

@@ -152,6 +152,38 @@ def freeze(
             c.mul_(column(k, Coef.UNIT))
 
 
+def thaw(
+    sizes: Sequence[int],
+    block_size: int,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    eps_inside_sqrt: bool,
+    precondition: bool,
+    coef: Tensor,
+    block_tensor: Tensor,
+) -> None:
+    """Turns momentum back from the unit in which it was compressed, and corrects v for good; undoes ``freeze``.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        exp_avg: float32 [P]: unit*m is read, m written.
+        exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        precondition: unit = 1/denom per coordinate, instead of the layer's.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+    """
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        k = coef[block_tensor[tile.blocks]]
+        m, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
+        if precondition:
+            m.mul_(denom(v, k, eps_inside_sqrt))
+        else:
+            m.div_(column(k, Coef.UNIT))
+        v.mul_(column(k, Coef.RSQRT_BIAS2)).mul_(column(k, Coef.RSQRT_BIAS2))
+
+
 def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, partials: Tensor) -> None:
     """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written."""
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
@@ -167,6 +199,26 @@ def square_sums(
     for tile in tiles(sizes, 1, block_size, x.device):
         wide = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).double()
         partials[tile.blocks] = (wide * wide).sum(1)
+
+
+def update_sums(
+    sizes: Sequence[int],
+    block_size: int,
+    x: Tensor | None,
+    exp_avg_sq: Tensor,
+    eps_inside_sqrt: bool,
+    coef: Tensor,
+    block_tensor: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    partials: Tensor,
+) -> None:
+    """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1."""
+    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
+        b = tile.blocks
+        d = denom(exp_avg_sq.view(-1, block_size)[b], coef[block_tensor[b]], eps_inside_sqrt)
+        wide = only_live(torch.ones_like(d) if x is None else x.view(-1, block_size)[b], live, live_row, tile).double()
+        partials[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
 
 
 def exponents(sizes: Sequence[int], block_size: int, x: Tensor, live: Tensor, live_row: Tensor, counts: Tensor) -> None:

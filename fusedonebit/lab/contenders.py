@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,29 +14,42 @@ from .. import Lamb, OneBitAdam, OneBitLamb
 from ..averaging import AveragingOptimizer
 from ..comm import CompressedAllReduce, Transport
 from ..freezing import DeadCoordinates
-from ..hyperparameters import Options
+from ..hyperparameters import VARIANCE_FLOOR, Options
 from ..triton_kernels import TAIL, Coef, adam_update, freeze
 
+if TYPE_CHECKING:
+    from .run import Key
+    from .tasks import Task
+
 BETAS = (0.9, 0.99)
-EPS = 1e-8
-LAMB_LR = 7.0
-SGD_LR = 30.0
-"""Learning rates as multiples of Adam's."""
+EPS, LAMB_EPS = 1e-8, 1e-6
 
 
-class AveragedAdam(AveragingOptimizer):
-    """Adam on averaged gradients; after ``freeze_step`` updates its variance stays, but nothing is compressed."""
+@dataclass
+class Setting:
+    """What an optimizer is made of: a model's parameters, the task, and which run and model of it this is."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, freeze_step: int | None, process_group: Transport) -> None:
-        defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "maximize": False}
-        options = Options(bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None)
-        self.freeze_step, self._frozen = freeze_step, False
-        super().__init__(params, defaults, options, process_group=process_group)
+    params: list[Tensor]
+    task: Task
+    freeze_step: int
+    transport: Transport
+    key: Key
+    model: int
+
+
+Make = Callable[[Setting], torch.optim.Optimizer]
+
+
+class FrozenVariance(AveragingOptimizer):
+    """An optimizer whose variance stays after ``freeze_step`` updates, raised as ours; nothing is compressed."""
+
+    freeze_step: int | None = None
+    floor = VARIANCE_FLOOR
 
     def _coefficient_table(self) -> Tensor:
         if self.freeze_step is None or self._outcomes.updates < self.freeze_step:
             return super()._coefficient_table()
-        if not self._frozen:
+        if self._outcomes.updates == self.freeze_step:
             self._freeze()
         frozen_at = torch.full_like(self._step, self.freeze_step)
         coef = self._coefficients(self.param_groups, self._step, frozen_at)
@@ -43,13 +57,20 @@ class AveragedAdam(AveragingOptimizer):
         return coef
 
     def _freeze(self) -> None:
-        """Gives coordinates that had no gradient yet a variance, as ``OneBitAdam`` does."""
         layout, block_tensor = self.layout, self._block_tensor
         dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel)
         as_it_is = torch.ones(len(layout.sizes), len(Coef), device=self.device)
-        state = (self._exp_avg, self._exp_avg_sq, False, False, as_it_is, block_tensor, dead.mean, None)
-        freeze(layout.sizes, layout.block_size, *state)
-        self._frozen = True
+        tables = (as_it_is, block_tensor, dead.mean, dead.mean * self.floor)
+        freeze(layout.sizes, layout.block_size, self._exp_avg, self._exp_avg_sq, False, False, *tables)
+
+
+class AveragedAdam(FrozenVariance):
+    """Adam on averaged gradients."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
+        defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "maximize": False}
+        options = Options(bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None)
+        super().__init__(params, defaults, options, process_group=process_group)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         layout, live = self.layout, self._live
@@ -71,6 +92,10 @@ class NaiveOneBitAdam(AveragedAdam):
         return self._reduce.flags
 
 
+class FreezableLamb(FrozenVariance, Lamb):
+    """LAMB whose variance may stay; its coefficients go on."""
+
+
 class AveragedSGD(torch.optim.SGD):
     """SGD with momentum on averaged gradients."""
 
@@ -89,35 +114,56 @@ class AveragedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-Make = Callable[[Iterable[Tensor], float, int, Transport], torch.optim.Optimizer]
-"""Makes an optimizer from parameters, Adam's learning rate, the freeze step and a transport."""
+def _sgd(of: Setting) -> torch.optim.Optimizer:
+    return AveragedSGD(of.params, of.task.lr * of.task.sgd, of.transport)
 
 
-def _onebit_adam(params: Iterable[Tensor], lr: float, freeze_step: int, transport: Transport, **numerics: Any) -> Any:
-    return OneBitAdam(params, lr, BETAS, EPS, 0.0, freeze_step=freeze_step, process_group=transport, **numerics)
+def _adam(of: Setting, kind: type[AveragedAdam] = AveragedAdam, frozen: bool = False, floor: float = 0.0) -> Any:
+    optimizer = kind(of.params, of.task.lr, of.transport)
+    optimizer.freeze_step, optimizer.floor = (of.freeze_step if frozen else None), floor
+    return optimizer
 
 
-def _onebit_lamb(params: Iterable[Tensor], lr: float, freeze_step: int, transport: Transport, **numerics: Any) -> Any:
-    lr *= LAMB_LR
-    return OneBitLamb(params, lr, BETAS, 1e-6, 0.0, freeze_step=freeze_step, process_group=transport, **numerics)
+def _lamb(of: Setting, frozen: bool = False) -> Any:
+    lr = of.task.lr * of.task.lamb
+    optimizer = FreezableLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, process_group=of.transport)
+    optimizer.freeze_step = of.freeze_step if frozen else None
+    return optimizer
 
+
+def _onebit_adam(of: Setting, **numerics: Any) -> Any:
+    options = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    return OneBitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
+    lr = of.task.lr * of.task.lamb
+    options = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    return OneBitLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, **options)
+
+
+PAPER = {"precondition": False, "scale_scope": "global", "guard": "off"}
+"""One scale for a worker's whole momentum, which is what is compressed, and nobody watches."""
 
 CONTENDERS: dict[str, Make] = {
-    "sgd": lambda params, lr, freeze_step, transport: AveragedSGD(params, lr * SGD_LR, transport),
-    "adam": lambda params, lr, freeze_step, transport: AveragedAdam(params, lr, None, transport),
-    "adam-frozen": AveragedAdam,
-    "naive-onebit-adam": lambda params, lr, freeze_step, transport: NaiveOneBitAdam(params, lr, None, transport),
-    "onebit-adam-deepspeed": partial(_onebit_adam, bias_correction=False, dead_coordinates="keep"),
-    "onebit-adam-l2": _onebit_adam,
-    "onebit-adam-eps-inside": partial(_onebit_adam, eps_inside_sqrt=True),
-    "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1"),
-    "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive"),
-    "onebit-adam-preconditioned-l2": partial(_onebit_adam, precondition=True),
-    "onebit-adam-preconditioned": partial(_onebit_adam, precondition=True, scale_norm="contractive"),
-    "lamb": lambda params, lr, freeze_step, transport: Lamb(
-        params, lr * LAMB_LR, BETAS, 1e-6, 0.0, process_group=transport
-    ),
+    "adam": _adam,
+    "adam-frozen": partial(_adam, frozen=True, floor=VARIANCE_FLOOR),
+    "onebit-adam": _onebit_adam,
+    "lamb": _lamb,
+    "lamb-frozen": partial(_lamb, frozen=True),
     "onebit-lamb": _onebit_lamb,
-    "onebit-lamb-frozen": partial(_onebit_lamb, layerwise="frozen"),
+    "onebit-adam-l2": partial(_onebit_adam, scale_norm="l2", **PAPER),
+    "onebit-adam-eps-inside": partial(_onebit_adam, scale_norm="l2", eps_inside_sqrt=True, **PAPER),
+    "naive-onebit-adam": partial(_adam, kind=NaiveOneBitAdam),
+    "onebit-lamb-paper": partial(_onebit_lamb, scale_norm="l2", **PAPER),
+    "onebit-adam-deepspeed-guarded": partial(
+        _onebit_adam, **PAPER | {"scale_norm": "l2", "guard": "rewarm"}, bias_correction=False, dead_coordinates="keep"
+    ),
+    "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
+    "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
+    "adam-frozen-no-floor": partial(_adam, frozen=True),
+    "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),
+    "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive", **PAPER),
+    "sgd": _sgd,
 }
-"""By name. "adam-frozen" freezes its variance but compresses nothing; "preconditioned" alone is contractive."""
+"""By name; those that the claims are about come first. A plain "onebit-…" has our defaults."""

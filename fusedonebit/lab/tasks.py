@@ -32,7 +32,7 @@ class Trial(Protocol):
 
     models: list[nn.Module]
 
-    def losses(self, draw: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+    def losses(self, draw: torch.Generator, batch_size: int) -> Iterator[tuple[int, Tensor]]:
         """Yields (index into ``models``, loss of a batch drawn with ``draw``), updates happening in between."""
 
     def metric(self) -> float:
@@ -43,14 +43,18 @@ class Trial(Protocol):
 class Task:
     """A task and how it is trained.
 
-    ``make`` builds a trial from the global random state; ``lr`` is Adam's, SGD's and LAMB's are
-    multiples of it; ``higher`` says whether a higher metric is better.
+    ``make`` builds a trial from the global random state; ``batch_size`` is that of all workers
+    together; ``lr`` is Adam's, SGD's and LAMB's are ``sgd`` and ``lamb`` times that; ``higher`` says
+    whether a higher metric is better.
     """
 
     make: Callable[[], Trial]
-    steps: int
-    lr: float
     metric: str
+    steps: int
+    batch_size: int
+    lr: float
+    lamb: float
+    sgd: float = 30.0
     higher: bool = False
 
 
@@ -90,7 +94,7 @@ class Supervised:
         self.x, self.y = (t[:cut] for t in data)
         self.held_x, self.held_y = (t[cut:] for t in data)
 
-    def losses(self, draw: torch.Generator, batch_size: int = 16) -> Iterator[tuple[int, Tensor]]:
+    def losses(self, draw: torch.Generator, batch_size: int) -> Iterator[tuple[int, Tensor]]:
         """See ``Trial``."""
         batch = torch.randint(len(self.x), (batch_size,), generator=draw)
         yield 0, self.loss(self.models[0](self.x[batch]), self.y[batch])
@@ -112,7 +116,7 @@ class Language:
         self.causal, self.corpus = causal, _corpus(source=not causal)
         self.models: list[nn.Module] = [ByteTransformer(TRANSFORMER, SEQ_LEN, causal)]
 
-    def losses(self, draw: torch.Generator, batch_size: int = 8) -> Iterator[tuple[int, Tensor]]:
+    def losses(self, draw: torch.Generator, batch_size: int) -> Iterator[tuple[int, Tensor]]:
         """See ``Trial``."""
         seed = int(torch.randint(1 << 24, (), generator=draw))
         yield 0, self._loss(self.corpus.batch(batch_size, seed, 0, 0), draw)
@@ -146,7 +150,7 @@ class Gan:
         cut = len(images) * 4 // 5
         self.images, self.held_out = images[:cut], images[cut:]
 
-    def losses(self, draw: torch.Generator, batch_size: int = 16) -> Iterator[tuple[int, Tensor]]:
+    def losses(self, draw: torch.Generator, batch_size: int) -> Iterator[tuple[int, Tensor]]:
         """See ``Trial``."""
         real = self.images[torch.randint(len(self.images), (batch_size,), generator=draw)]
         noise = torch.randn(batch_size, NOISE, generator=draw)
@@ -172,13 +176,20 @@ def _squared(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out, target)
 
 
+def _digits_task(model: Callable[[], nn.Module], steps: int, lr: float = 1e-3) -> Task:
+    make = lambda: Supervised(model(), _digits(), F.cross_entropy)  # noqa: E731
+    return Task(make, "accuracy, %", steps, batch_size=64, lr=lr, lamb=7.0, higher=True)
+
+
 TASKS = {
-    "vgg": Task(lambda: Supervised(VggLike(), _digits(), F.cross_entropy), 500, 1e-3, "accuracy, %", higher=True),
-    "resnet": Task(lambda: Supervised(ResNetLike(), _digits(), F.cross_entropy), 300, 1e-3, "accuracy, %", higher=True),
-    "mlp": Task(lambda: Supervised(mlp(64, 64, 10), _digits(), F.cross_entropy), 500, 1e-3, "accuracy, %", higher=True),
-    "gan": Task(Gan, 600, 1e-3, "Frechet distance"),
-    "causal": Task(lambda: Language(causal=True), 800, 3e-3, "nats per byte"),
-    "masked": Task(lambda: Language(causal=False), 800, 3e-3, "nats per hidden byte"),
-    "regression": Task(lambda: Supervised(mlp(10, 32, 1), _diabetes(), _squared), 300, 1e-3, "mean squared error"),
+    "vgg": _digits_task(VggLike, 500, lr=5e-4),
+    "resnet": _digits_task(ResNetLike, 300),
+    "mlp": _digits_task(lambda: mlp(64, 64, 10), 500),
+    "gan": Task(Gan, "Frechet distance", 500, batch_size=64, lr=1e-3, lamb=3.0),
+    "causal": Task(lambda: Language(causal=True), "nats per byte", 600, batch_size=32, lr=3e-3, lamb=3.0),
+    "masked": Task(lambda: Language(causal=False), "nats per hidden byte", 600, batch_size=32, lr=3e-3, lamb=3.0),
+    "regression": Task(
+        lambda: Supervised(mlp(10, 32, 1), _diabetes(), _squared), "mean squared error", 300, 64, lr=1e-3, lamb=7.0
+    ),
 }
 """By name."""
