@@ -47,6 +47,8 @@ class OneBitAdam(OneBitOptimizer):
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
             coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
             of their median (``freezing.least_variance``).
+        ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay
+            zeros, and scales are means over what is not zero. For gradients with many exact zeros.
         bias_correction: Adam's; that of v is frozen with it.
         eps_inside_sqrt: In the compression stage use sqrt(v + eps) (Tarasov & Ershov, eq. 2).
         maximize: Ascend instead of descend.
@@ -82,6 +84,7 @@ class OneBitAdam(OneBitOptimizer):
         scale_norm: Literal["l1", "l2", "contractive"] = "l2",
         scale_scope: ScaleScope = "global",
         precondition: bool = False,
+        ternary: bool = False,
         bias_correction: bool = True,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -99,6 +102,7 @@ class OneBitAdam(OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            ternary=ternary,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,

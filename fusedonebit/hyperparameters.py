@@ -45,6 +45,7 @@ class OneBitOptions(Options):
     scale_norm: str
     scale_scope: ScaleScope
     precondition: bool
+    ternary: bool
     dead_coordinates: str
 
     def check(self) -> None:
@@ -56,6 +57,7 @@ class OneBitOptions(Options):
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
         check_flag("precondition", self.precondition)
+        check_flag("ternary", self.ternary)
         if self.precondition and self.dead_coordinates == "keep":
             raise ValueError(
                 'precondition=True needs dead_coordinates="mean", got "keep": where v is 0 there is no unit 1/denom'

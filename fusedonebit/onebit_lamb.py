@@ -95,6 +95,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
         precondition: Compress m/denom instead of m; see ``OneBitAdam``.
+        ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
         bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
         eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
         maximize: Ascend instead of descend.
@@ -146,6 +147,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         scale_norm: Literal["l1", "l2", "contractive"] = "l2",
         scale_scope: ScaleScope = "global",
         precondition: bool = False,
+        ternary: bool = False,
         bias_correction: bool = False,
         eps_inside_sqrt: bool = False,
         maximize: bool = False,
@@ -168,6 +170,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            ternary=ternary,
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,

@@ -54,7 +54,7 @@ def example(name: str) -> list[tuple]:
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
         "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],
         "exponents": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(1 << 15, dtype=torch.int64))],
-        "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
+        "settle": [(p.compensated, p.worker_scale, False, p.table.bits, p.table.row)],
     }[name]
 
 
@@ -255,7 +255,7 @@ def test_momentum_compress_repeats_its_bits(size):
 @pytest.mark.parametrize("live", [{}, {"masks": MASKS, "excluded": [2]}])
 def test_settling_changes_no_later_bit(live):
     settled, deferred = Problem(MIXED, 3, **live), Problem(MIXED, 3, **live)
-    ops.settle(settled.compensated, settled.worker_scale, settled.table.bits, settled.table.row)
+    ops.settle(settled.compensated, settled.worker_scale, False, settled.table.bits, settled.table.row)
     assert not same_bits(settled.compensated, deferred.compensated)
     for p in (settled, deferred):
         ops.momentum_compress(*p.momentum_arguments())
@@ -268,12 +268,12 @@ def test_settle_leaves_the_residual_and_none_where_nothing_is_live():
     p = Problem(MIXED, 3, masks=MASKS)
     p.compensated[1], p.compensated[2] = 0.0, -0.0
     c, s = p.compensated.numpy().copy(), p.by_element(p.worker_scale).astype(np.float32)
-    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
+    ops.settle(p.compensated, p.worker_scale, False, p.table.bits, p.table.row)
     expected = np.where(p.live, c - s * np.where(c >= 0, np.float32(1), np.float32(-1)), 0)
     assert np.array_equal(p.compensated.numpy(), expected)
     assert not p.worker_scale.any()
     again = p.compensated.clone()
-    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
+    ops.settle(p.compensated, p.worker_scale, False, p.table.bits, p.table.row)
     assert same_bits(again, p.compensated)
 
 
