@@ -10,7 +10,7 @@ from backends import assert_equal_backends, problem
 from fusedonebit.comm import CompressedAllReduce
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 from observe import fingerprint, observe
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
+from optimizers import ADAM_AND_LAMB, construct
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem, wide
 from test_kernels import SIZES, block_of
@@ -37,7 +37,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
-    for options in ({}, {"special": True, "masks": masks(sizes)}):
+    for options in ({"special": True, "masks": masks(sizes)}, {})[: 1 if max(sizes) > 10_000 else 2]:
 
         def arguments(options=options) -> tuple:
             p = make(sizes, world_size, dtype, **options)
@@ -99,8 +99,8 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
-        if max(sizes) > 10_000 and i % 5 != world_size:
-            continue  # the interpreter is slow
+        if i % (5 if max(sizes) > 10_000 else 3) != world_size - 1:
+            continue  # the interpreter is slow: each way at one world size
 
         def arguments(way=way, i=i) -> tuple:
             return make(sizes, world_size, SOME_DTYPES[i % 2], masks=masks(sizes)).lamb_ratio_arguments(*way)
@@ -152,42 +152,43 @@ def test_scales_contract_what_is_mostly_zero(norm):
 # ---------------------------------------------------------------- whole runs
 
 
-SHAPES = ((7,), (33, 10), (0,), (1,), (300,))
+SHAPES = ((7,), (20, 10), (0,), (1,), (150,))
 STILL = 5  # every fifth coordinate has no gradient, ever, on any rank
 
 
 def train(rank: int, world_size: int, name: str, backend: str, options: dict) -> dict:
-    """Trains 8 steps uncompressed and 16 compressed, of which one is skipped; tells how it went."""
+    """Trains 4 steps uncompressed and 10 compressed, of which one is skipped; tells how it went."""
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in SHAPES]
     before = [p.detach().clone() for p in params]
     generator = torch.Generator().manual_seed(rank)
-    prints, phases = [], []
+    prints = []
     with using(backend):
-        optimizer = construct(name, params, 1e-2, freeze_step=8, weight_decay=0.0, **options)
-        for step in range(24):
+        optimizer = construct(name, params, 1e-2, freeze_step=4, weight_decay=0.0, **options)
+        for step in range(14):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator)
                 p.grad.view(-1)[::STILL] *= 0.0
                 p.grad.view(-1)[rank :: 7 + step] = 0.0
-            if step == 15 and rank == world_size - 1:
+            if step == 8 and rank == world_size - 1:
                 params[1].grad[3, 3] = torch.nan
             optimizer.step()
             prints.append(fingerprint(params))
-            phases.append(optimizer.phase)
         stats, state = optimizer.stats(), observe(optimizer)
     assert ("Triton" in stats["backend"]) == (backend == "triton")
     assert (stats["phase"], stats["skipped_steps"]) == ("compression", 1)
-    moved = [(p.detach() != b).view(-1) for p, b in zip(params, before, strict=True)]
-    return {"prints": prints, "state": state, "moved": [m[::STILL].any().item() for m in moved], "all": moved}
+    return {"prints": prints, "state": state, "moved": [p.detach() != b for p, b in zip(params, before, strict=True)]}
 
 
 RUNS = [{}, {"scale_scope": "layer", "scale_norm": "contractive"}, {"precondition": True, "scale_norm": "l1"}]
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@EACH_ONEBIT
-@pytest.mark.parametrize("options", RUNS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*(("onebit-adam", run) for run in RUNS), *(("onebit-lamb", run) for run in RUNS[1:]), ("onebit-lamb-frozen", {})],
+    ids=str,
+)
 def test_training_through_the_kernels_gives_identical_parameters(name, options):
     plain, triton = (train(0, 1, name, backend, {"ternary": True} | options) for backend in ("plain", "triton"))
     assert plain["prints"] == triton["prints"]
@@ -196,11 +197,11 @@ def test_training_through_the_kernels_gives_identical_parameters(name, options):
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@EACH_ONEBIT
+@ADAM_AND_LAMB
 def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins(name):
     runs = [run_ranks(train, 2, name, backend, {"ternary": True}) for backend in ("plain", "triton")]
     assert runs[0][0]["prints"] == runs[0][1]["prints"] == runs[1][0]["prints"] == runs[1][1]["prints"]
-    assert len(set(runs[0][0]["prints"])) == 23  # one step was skipped
+    assert len(set(runs[0][0]["prints"])) == 13  # one step was skipped
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
@@ -208,11 +209,10 @@ def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins
 @ADAM_AND_LAMB
 def test_a_coordinate_that_never_has_a_gradient_stays_still_and_with_one_bit_does_not(name, options):
     ternary, onebit = (run_ranks(train, 2, name, "plain", {"ternary": t} | options)[0] for t in (True, False))
-    assert not any(ternary["moved"])
-    assert any(onebit["moved"])
-    for moved in ternary["all"]:
-        others = torch.arange(len(moved)) % STILL != 0
-        assert moved[others].all()
+    assert not any(moved.view(-1)[::STILL].any() for moved in ternary["moved"])
+    assert any(moved.view(-1)[::STILL].any() for moved in onebit["moved"])
+    for moved in ternary["moved"]:
+        assert moved.view(-1)[torch.arange(moved.numel()) % STILL != 0].all()
 
 
 # ---------------------------------------------------------------- the wire
@@ -240,3 +240,19 @@ def test_a_step_sends_two_bits_per_parameter(name):
     assert two["state_bytes"] - one["state_bytes"] == momenta * two["parameters"] // 8
     assert ", ternary" in says
     assert "ternary" not in said
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_from_before_this_option_has_one_bit():
+    params = [Parameter(torch.ones(300))]
+    optimizer = construct("onebit-adam", params, freeze_step=1)
+    for _ in range(2):
+        params[0].grad = torch.ones(300)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["fusedonebit"]["settled"].pop("ternary") is False
+    construct("onebit-adam", params, freeze_step=1).load_state_dict(saved)
+    with pytest.raises(ValueError, match="written with ternary=False, but here it is True; it can only be changed"):
+        construct("onebit-adam", params, freeze_step=1, ternary=True).load_state_dict(saved)
