@@ -53,7 +53,10 @@ TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split
 TYPES |= {"factor": "fp32", "per_worker": "fp32"}
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
-RATIO = ADAM | {"PRECONDITIONED": False, "DEEPSPEED": False, "BLEND": False}
+COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
+REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
+APPLY = ADAM | {"PRECONDITIONED": False, "TERNARY": False}
+RATIO = APPLY | {"DEEPSPEED": False, "BLEND": False}
 LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 
 
@@ -71,33 +74,38 @@ CASES = {
     "pack": Case("pack", {"BLOCK": BLOCK}),
     "unpack": Case("unpack", {"BLOCK": BLOCK}),
     "flatten": Case("flatten", FP32),
-    "momentum_compress": Case("momentum_compress", ADAM | {"PRECONDITION": False}),
-    "momentum_compress, bf16": Case("momentum_compress", ADAM | {"PRECONDITION": False, "DTYPE": 1}),
-    "momentum_compress, preconditioned": Case("momentum_compress", ADAM | {"PRECONDITION": True}),
-    "server_reduce, W=2": Case("server_reduce", {"BLOCK": BLOCK}, loops=2),
-    "server_reduce, W=8": Case("server_reduce", {"BLOCK": BLOCK}, loops=8),
-    "server_reduce, W=64": Case("server_reduce", {"BLOCK": BLOCK}, loops=64),
-    "apply_momentum": Case("apply_momentum", ADAM | {"PRECONDITIONED": False}),
-    "apply_momentum, bf16": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "DTYPE": 1}),
+    "momentum_compress": Case("momentum_compress", COMPRESS),
+    "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
+    "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
+    "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
+    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=2),
+    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=8),
+    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=64),
+    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=2),
+    "apply_momentum": Case("apply_momentum", APPLY),
+    "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
+    "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
     "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
-    "finish": Case("finish", {"NORM": 1, "LANES": 8192}, num_warps=32),
+    "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
     "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
     "lamb_coefficient": Case("lamb_coefficient", LAYERS),
     "lamb_move": Case("lamb_move", ADAM),
     "lamb_ratio": Case("lamb_ratio", RATIO),
     "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
+    "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
     "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
 }
 VARIANTS = {
-    "finish, layers": Case("finish", {"NORM": 2, "LANES": 2048}, num_warps=8),
-    "momentum_compress, fp16": Case("momentum_compress", ADAM | {"PRECONDITION": False, "DTYPE": 2}),
-    "momentum_compress, mixed": Case("momentum_compress", ADAM | {"PRECONDITION": False, "DTYPE": 3}),
-    "momentum_compress, unaligned": Case("momentum_compress", ADAM | {"PRECONDITION": False, "ALIGNED": False}),
-    "momentum_compress, small blocks": Case("momentum_compress", ADAM | {"PRECONDITION": False, "BLOCK": 128}),
-    "apply_momentum, mixed": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "DTYPE": 3}),
-    "apply_momentum, unaligned": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "ALIGNED": False}),
-    "apply_momentum, preconditioned": Case("apply_momentum", ADAM | {"PRECONDITIONED": True}),
-    "apply_momentum, eps inside": Case("apply_momentum", ADAM | {"PRECONDITIONED": False, "EPS_INSIDE": True}),
+    "finish, layers": Case("finish", {"NORM": 2, "TERNARY": False, "LANES": 2048}, num_warps=8),
+    "finish, layers, ternary": Case("finish", {"NORM": 2, "TERNARY": True, "LANES": 2048}, num_warps=8),
+    "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
+    "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
+    "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),
+    "momentum_compress, small blocks": Case("momentum_compress", COMPRESS | {"BLOCK": 128}),
+    "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
+    "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
+    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
+    "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
     "adam_update, sums": Case("adam_update", FP32 | {"SUMS": True}),
     "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
     "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),

@@ -35,7 +35,7 @@ from .wire import Flag, Messages, Word, agreed_flags, digest, union
 
 
 class CompressedAllReduce:
-    """Averages flat tensors over all ranks at one bit per element, carrying the errors along.
+    """Averages flat tensors over all ranks at one bit per element (or two), carrying the errors along.
 
     Stand-alone use, on any tensors that keep their sizes from call to call::
 
@@ -53,6 +53,7 @@ class CompressedAllReduce:
         scale_scope: "global", "layer" or "block"; servers cut scopes at chunk boundaries.
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
+        ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -74,6 +75,7 @@ class CompressedAllReduce:
         scale_scope: ScaleScope = "global",
         compensated: Tensor | None = None,
         live: LiveTable | None = None,
+        ternary: bool = False,
     ) -> None:
         self.layout = layout
         self.transport: Transport = transport if transport is not None else LocalTransport()
@@ -84,11 +86,11 @@ class CompressedAllReduce:
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = torch.device(device)
-        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated)
+        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary)
         self.set_live(live_table(layout).to(self.device) if live is None else live)
         self.synchronisations = 0
 
-    def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None) -> None:
+    def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None, ternary: bool) -> None:
         layout, device, rank = self.layout, self.device, self.transport.rank
         served = layout.blocks_per_chunk
         slot, slots = layout.scale_slots(scope)
@@ -96,12 +98,13 @@ class CompressedAllReduce:
         self.block_tensor = block_table(layout, device)
         if compensated is None:
             compensated = torch.zeros(layout.numel, device=device)
-        self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm)
-        self.server = ErrorFeedback(torch.zeros(layout.chunk_numel, device=device), slot[self._own], norm)
+        self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm, ternary)
+        served_part = torch.zeros(layout.chunk_numel, device=device)
+        self.server = ErrorFeedback(served_part, slot[self._own], norm, ternary)
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.to_servers = Messages(layout.world_size, slots, layout, device)
-        self.gathered = Messages(layout.world_size, slots, layout, device)
-        self.served = Messages(1, slots, layout, device)
+        self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
+        self.gathered = Messages(layout.world_size, slots, layout, device, ternary)
+        self.served = Messages(1, slots, layout, device, ternary)
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
@@ -258,8 +261,10 @@ class CompressedAllReduce:
 
     def result(self) -> Tensor:
         """The last average, float32 [P], by flat index, zero where nothing is live; allocates."""
-        signs = torch.cat([unpack(row) for row in self.gathered.bits])
-        values = signs.view(len(self.scale), -1) * self.scale[:, None]
+        bits = self.gathered.bits
+        values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(self.scale), -1) * self.scale[:, None]
+        if bits.dim() == 3:
+            values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
         live = unpack(self.live.bits[self.live.row.long()]).view_as(values) > 0
         return torch.where(live, values, 0.0).view(-1)
 

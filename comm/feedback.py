@@ -10,25 +10,27 @@ from .wire import Messages, Word
 
 
 class ErrorFeedback:
-    """The compensated values c, their scales s, and so the residual e = c - s*sign(c).
+    """The compensated values c, their scales s, and so the residual e = c - s*sign(c); sign(0) is 0 where ternary.
 
     Args:
         compensated: float32 [n], c; zeros at the start.
         segment: int64 [blocks], the scale that each block shares; rising without gaps.
         norm: One of ``SCALE_NORMS``' values.
+        ternary: Whether zeros stay zeros.
 
     Attributes:
         scale: float32 [blocks], s.
         segment: int32 [blocks], as given.
-        partials: float64 [3, blocks], for the op that compresses.
+        partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
     """
 
-    def __init__(self, compensated: Tensor, segment: Tensor, norm: int) -> None:
+    def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
         device, blocks = compensated.device, len(segment)
         self.compensated = compensated
         self.scale = torch.zeros(blocks, device=device)
-        self.partials = torch.zeros(3, blocks, dtype=torch.float64, device=device)
+        self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
         self._norm = norm
+        self._ternary = ternary
         self._norms: tuple[float, float] | None = None
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         self.segment = segment.to(device, torch.int32)
@@ -57,15 +59,15 @@ class ErrorFeedback:
     def settle(self) -> None:
         """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
         self._norms = self.norms()
-        settle(self.compensated, self.scale, self._live.bits, self._live.row)
+        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
     def norms(self) -> tuple[float, float]:
         """|c| and |e| of the last step; waits for the device."""
         if self._norms is not None:
             return self._norms
-        absolute, square, _ = self.partials.unbind(0)
-        s = self.scale.double()
-        residual = square - 2 * s * absolute + s * s * self._live.numel
+        absolute, square, _, *nonzero = self.partials.unbind(0)
+        s, numel = self.scale.double(), nonzero[0] if self._ternary else self._live.numel
+        residual = square - 2 * s * absolute + s * s * numel
         return float(square.sum().sqrt()), float(residual.sum().clamp(min=0).sqrt())
 
     def state(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
     bytes  0..31   header, eight int32 words (below)
     then           scales, float32 [slots], zero-padded to a multiple of 16 bytes
     then           bits, one per element, LSB first, 1 = non-negative
+    where ternary  bits, one per element, LSB first, 1 = not zero
 
 Everything is little-endian and 16-byte aligned. The first ``CHECKED`` words must be equal on all
 ranks: whoever is out of step, has another layout, or gathered other bits last time, is found by
@@ -65,35 +66,42 @@ class Messages:
         slots: Scales in each.
         layout: Its chunk length gives the bits of each, its fingerprint the layout word.
         device: Where the buffer lies.
+        ternary: Two planes of bits instead of one.
 
     Attributes:
         buffer: uint8 [count, nbytes].
         words: int32 [count, 8], the headers.
         scales: float32 [count, slots].
-        bits: uint8 [count, chunk_bytes].
+        bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
     """
 
-    def __init__(self, count: int, slots: int, layout: FlatLayout, device: torch.device) -> None:
-        self.nbytes = self.size(slots, layout)
-        scale_bytes = self.nbytes - HEADER_BYTES - layout.chunk_bytes
+    def __init__(self, count: int, slots: int, layout: FlatLayout, device: torch.device, ternary: bool = False) -> None:
+        self.nbytes = self.size(slots, layout, ternary)
+        scale_bytes = self.nbytes - HEADER_BYTES - _bit_bytes(layout, ternary)
         self.buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
         self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
         self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
         self.bits = self.buffer[:, HEADER_BYTES + scale_bytes :]
+        if ternary:
+            self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.VERSION] = VERSION
         self.words[:, Word.LAYOUT] = layout.fingerprint
 
     @staticmethod
-    def size(slots: int, layout: FlatLayout) -> int:
+    def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:
         """Bytes of one message."""
         scale_bytes = -(-4 * slots // ALIGNMENT) * ALIGNMENT
-        return HEADER_BYTES + scale_bytes + layout.chunk_bytes
+        return HEADER_BYTES + scale_bytes + _bit_bytes(layout, ternary)
 
     @property
     def payload(self) -> Tensor:
         """Scales and bits, uint8 [count, nbytes - 32]."""
         return self.buffer[:, HEADER_BYTES:]
+
+
+def _bit_bytes(layout: FlatLayout, ternary: bool) -> int:
+    return layout.chunk_bytes * (2 if ternary else 1)
 
 
 def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class OneBitAdam(OneBitOptimizer):
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
             coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
-            of their median (``freezing.least_variance``).
+            of their median (``freezing.quantile_floor``).
+        ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay
+            zeros, and scales are means over what is not zero. For gradients with many exact zeros.
         variance_floor: What frozen v has at least, as a share of its tensor's mean; None: 0.01 with
             ``precondition``, else 0.
         warm_start: ``state_dict()`` of an earlier run, of any world size, or of ``torch.optim.AdamW``: its
@@ -92,6 +94,7 @@ class OneBitAdam(OneBitOptimizer):
         scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
         scale_scope: ScaleScope = "block",
         precondition: bool = True,
+        ternary: bool = False,
         variance_floor: float | None = None,
         warm_start: Mapping[str, Any] | None = None,
         rewarm_every: int = 0,
@@ -114,6 +117,7 @@ class OneBitAdam(OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            ternary=ternary,
             variance_floor=variance_floor,
             warm_started=warm_start is not None,
             rewarm_every=rewarm_every,

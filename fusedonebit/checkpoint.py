@@ -6,6 +6,7 @@ equal on all ranks. In the compression stage each rank saves its own file; per p
     step               float32 []
     exp_avg_sq         float32, the parameter's shape: the frozen variance
     exp_avg_bits       uint8 [ceil(n / 8)]: signs of the momentum, in memory order
+    exp_avg_nonzero    uint8 [ceil(n / 8)]: where it is not zero; only with ``ternary=True``
     exp_avg_scale      float32 [blocks]: its magnitudes
     worker_error       float32, the parameter's shape: this rank's residual
     server_error       float32 [k]: residual of the k elements of it that this rank serves, from
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 KEY = "fusedonebit"
 FORMAT = 1
-_SETTLED = ("precondition", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
+_SETTLED = ("precondition", "ternary", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
 _STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
 _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size")
 _OF_ONE_RANK = ("worker_error", "server_error")
@@ -50,9 +51,9 @@ def save(optimizer: AveragingOptimizer, packed: dict[str, Any]) -> dict[str, Any
     if optimizer.phase == "compression":
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
-        momenta = {name: (bits.reshape(-1), scale) for name, (bits, scale) in onebit._momenta().items()}
+        lines = {name: plane.reshape(-1) for name, plane in _planes(onebit).items()}
         for i, index in enumerate(optimizer._list.index_of):
-            packed["state"][index] |= _compressed_state(onebit, i, momenta)
+            packed["state"][index] |= _compressed_state(onebit, i, lines)
     for i, index in enumerate(optimizer._list.index_of):
         packed["state"][index] |= {name: table[..., i].clone() for name, table in optimizer._tables().items()}
     for state in packed["state"].values():
@@ -62,15 +63,27 @@ def save(optimizer: AveragingOptimizer, packed: dict[str, Any]) -> dict[str, Any
     return packed
 
 
-def _compressed_state(optimizer: OneBitOptimizer, i: int, momenta: Mapping[str, Any]) -> dict[str, Any]:
+def _planes(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
+    """The planes of its momenta's bits, uint8 [W, P / 8W] each, by the names under which they are saved."""
+    planes: dict[str, Tensor] = {}
+    for name, (bits, _) in optimizer._momenta().items():
+        if bits.dim() == 3:
+            planes |= {f"{name}_bits": bits[:, 0], f"{name}_nonzero": bits[:, 1]}
+        else:
+            planes[f"{name}_bits"] = bits
+    return planes
+
+
+def _compressed_state(optimizer: OneBitOptimizer, i: int, lines: Mapping[str, Tensor]) -> dict[str, Any]:
     layout, reduce = optimizer.layout, optimizer._reduce
     offset, size = layout.offset(i), layout.sizes[i]
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
     own = optimizer._transport.rank * layout.chunk_numel
     state: dict[str, Any] = {}
-    for name, (bits, scale) in momenta.items():
-        state[f"{name}_bits"] = bits[offset // 8 : offset // 8 + -(-size // 8)].clone()
+    for name, line in lines.items():
+        state[name] = line[offset // 8 : offset // 8 + -(-size // 8)].clone()
+    for name, (_, scale) in optimizer._momenta().items():
         state[f"{name}_scale"] = scale[first:end].clone()
     for name, flat in optimizer._buffers().items():
         state[name] = optimizer._list.shaped(flat, i, offset)
@@ -182,8 +195,8 @@ def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*onebit._buffers(), "worker_error"), shape)
-    for name in onebit._momenta():
-        shapes |= {f"{name}_bits": (-(-layout.sizes[i] // 8),), f"{name}_scale": (end - first,)}
+    shapes |= dict.fromkeys(_planes(onebit), (-(-layout.sizes[i] // 8),))
+    shapes |= {f"{name}_scale": (end - first,) for name in onebit._momenta()}
     return {**shapes, **tables, "server_error": (stop - start,)}
 
 
@@ -277,19 +290,20 @@ def _fill_flat(optimizer: AveragingOptimizer, i: int, state: Mapping[str, Any], 
 def _fill_compressed(optimizer: OneBitOptimizer, states: Mapping[int, Mapping[str, Any]]) -> None:
     layout, reduce, device = optimizer.layout, optimizer._reduce, optimizer.device
     buffers = optimizer._buffers() | {"worker_error": reduce.worker.compensated}
-    momenta = optimizer._momenta()
-    line = {name: torch.zeros(layout.numel // 8, dtype=torch.uint8, device=device) for name in momenta}
+    momenta, planes = optimizer._momenta(), _planes(optimizer)
+    lines = {name: torch.zeros(layout.numel // 8, dtype=torch.uint8, device=device) for name in planes}
     for i, index in enumerate(optimizer._list.index_of):
         state, offset = states[index], layout.offset(i)
         _fill_flat(optimizer, i, state, **buffers)
         first, end = layout.first_block[i : i + 2]
         for name, (_, scale) in momenta.items():
             scale[first:end] = state[f"{name}_scale"].to(device)
-            packed = state[f"{name}_bits"].to(device)
-            line[name][offset // 8 : offset // 8 + len(packed)] = packed
+        for name, line in lines.items():
+            packed = state[name].to(device)
+            line[offset // 8 : offset // 8 + len(packed)] = packed
         start, stop = _served(optimizer, i)
         own = optimizer._transport.rank * layout.chunk_numel
         served = reduce.server.compensated[offset + start - own : offset + stop - own]
         served.copy_(state["server_error"])
-    for name, (bits, _) in momenta.items():
-        bits.copy_(line[name].view(bits.shape))
+    for name, plane in planes.items():
+        plane.copy_(lines[name].view(plane.shape))

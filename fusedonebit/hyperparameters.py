@@ -50,6 +50,7 @@ class OneBitOptions(Options):
     scale_norm: str
     scale_scope: ScaleScope
     precondition: bool
+    ternary: bool
     variance_floor: float | None
     warm_started: bool
     rewarm_every: int
@@ -72,6 +73,7 @@ class OneBitOptions(Options):
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
         check_flag("precondition", self.precondition)
+        check_flag("ternary", self.ternary)
         if self.variance_floor is not None and not _in_unit(self.variance_floor):
             raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
         check_count("rewarm_every", self.rewarm_every)

@@ -46,6 +46,7 @@ class OneBitOptimizer(AveragingOptimizer):
             scale_scope=options.scale_scope,
             compensated=self._exp_avg,
             live=self._live,
+            ternary=self.options.ternary,
         )
         self._behind = torch.zeros((), device=device)
         self._variance_step: Tensor | None = None
@@ -277,12 +278,12 @@ class OneBitOptimizer(AveragingOptimizer):
         return {"exp_avg_sq": self._exp_avg_sq}
 
     def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The momenta it keeps as bits uint8 [W, P / 8W] and scales float32 [B]."""
+        """The momenta it keeps as bits uint8 [W, P / 8W] ([W, 2, P / 8W] where ternary) and scales float32 [B]."""
         return {"exp_avg": (self._reduce.gathered.bits, self._reduce.scale)}
 
     def _settled(self) -> dict[str, Any]:
         """Options that say in which unit, or with what, the compression stage goes on."""
-        return {"precondition": self.options.precondition}
+        return {"precondition": self.options.precondition, "ternary": self.options.ternary}
 
     def _header(self) -> dict[str, Any]:
         entered = self._step - self._behind if self._variance_step is None else self._variance_step
@@ -303,9 +304,8 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
-            settled = self._settled()
-            for name, was in header["settled"].items():
-                now = settled[name]
+            for name, now in self._settled().items():
+                was = header["settled"].get(name, False)  # what is missing did not exist when it was written
                 if was != now:
                     raise ValueError(
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
@@ -398,7 +398,6 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _described(self) -> list[str]:
         options = self.options
-        return [
-            f"freeze_step: {options.freeze_step!r}",
-            f"scale: {options.scale_norm}, {options.scale_scope}{', preconditioned' if options.precondition else ''}",
-        ]
+        scale = f"scale: {options.scale_norm}, {options.scale_scope}"
+        scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
+        return [f"freeze_step: {options.freeze_step!r}", scale]

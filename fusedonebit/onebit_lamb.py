@@ -95,6 +95,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
         precondition: Compress m/denom instead of m; see ``OneBitAdam``.
+        ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
         variance_floor: What frozen v has at least, as a share of its tensor's mean; None: 0.01 with
             ``precondition``, else 0.
         warm_start: ``state_dict()`` of an earlier ``Lamb`` or ``OneBitLamb``, of any world size: its
@@ -157,6 +158,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
         scale_scope: ScaleScope = "block",
         precondition: bool = True,
+        ternary: bool = False,
         variance_floor: float | None = None,
         warm_start: Mapping[str, Any] | None = None,
         rewarm_every: int = 0,
@@ -184,6 +186,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             scale_norm=scale_norm,
             scale_scope=scale_scope,
             precondition=precondition,
+            ternary=ternary,
             variance_floor=variance_floor,
             warm_started=warm_start is not None,
             rewarm_every=rewarm_every,

@@ -53,7 +53,9 @@ class Problem:
         dtype: torch.dtype = torch.float32,
         masks: dict[int, Tensor] | None = None,
         excluded: Sequence[int] = (),
+        ternary: bool = False,
     ) -> None:
+        self.ternary = ternary
         self.layout = FlatLayout(tuple(sizes), world_size, block_size)
         self._random = torch.Generator().manual_seed(seed)
         self.table: LiveTable = live_table(self.layout, masks, excluded)
@@ -69,7 +71,10 @@ class Problem:
         self.exp_avg_scale = self.normal(blocks).abs()
         self.exp_avg_sq = self.normal(self.layout.numel).square() * 1e-2
         self.bits = self.bytes(world_size)
-        self.partials = torch.full((3, blocks), torch.nan, dtype=torch.float64)
+        self.partials = torch.full((4 if ternary else 3, blocks), torch.nan, dtype=torch.float64)
+        if ternary:  # half of all that is compressed are zeros of either sign; the bits have zeros of their own
+            for x in (self.compensated, *self.grads):
+                x[torch.rand(x.shape, generator=self._random) < 0.5] *= 0.0
 
     @property
     def live(self) -> Array:
@@ -79,7 +84,7 @@ class Problem:
         return torch.randn(*shape, generator=self._random)
 
     def bytes(self, rows: int) -> Tensor:
-        shape = (rows, self.layout.chunk_bytes)
+        shape = (rows, *[2] * self.ternary, self.layout.chunk_bytes)
         return torch.randint(256, shape, generator=self._random, dtype=torch.uint8)
 
     def _coefficients(self, tensors: int) -> Tensor:
@@ -223,16 +228,21 @@ def wide(tensor: Tensor) -> Array:
 
 
 def unpacked(bits: Tensor) -> Array:
-    """+1 and -1 of packed bits."""
-    return np.unpackbits(bits.numpy().reshape(-1), bitorder="little") * 2.0 - 1.0
+    """+1 and -1 of packed bits, and 0 where there is a second plane that says so."""
+    planes = bits.numpy()[:, None] if bits.dim() == 2 else bits.numpy()
+    signs, *nonzero = (np.unpackbits(planes[:, k], bitorder="little") for k in range(planes.shape[1]))
+    return (signs * 2.0 - 1.0) * (nonzero[0] if nonzero else 1.0)
 
 
-def packed(values: Array) -> Array:
-    return np.packbits(values >= 0, bitorder="little")
+def packed(values: Array, like: Tensor) -> Array:
+    """What compression writes into ``like``: [W, bytes] or [W, 2, bytes]."""
+    chunks = values.reshape(len(like), -1)
+    planes = [chunks >= 0, chunks != 0] if like.dim() == 3 else [chunks >= 0]
+    return np.packbits(np.stack(planes, 1), axis=-1, bitorder="little").reshape(like.shape)
 
 
-def sign(x: Array) -> Array:
-    return np.where(x >= 0, 1.0, -1.0)
+def sign(x: Array, ternary: bool = False) -> Array:
+    return np.sign(x) if ternary else np.where(x >= 0, 1.0, -1.0)
 
 
 def denom(p: Problem, v: Array, eps_inside_sqrt: bool) -> Array:
@@ -243,7 +253,7 @@ def denom(p: Problem, v: Array, eps_inside_sqrt: bool) -> Array:
 def momentum_compress(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> tuple[Array, Array, Array]:
     """The new c, the elements whose gradient was dropped, and a bound on c's rounding errors."""
     old, scale = wide(p.compensated), p.by_element(p.worker_scale)
-    residual = old - scale * sign(old)
+    residual = old - scale * sign(old, p.ternary)
     momentum = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits)
     unit = p.column(Coef.UNIT) if exp_avg_sq is None else 1 / denom(p, wide(exp_avg_sq), eps_inside_sqrt)
     kept = p.column(Coef.BETA1) * momentum + residual
@@ -255,8 +265,10 @@ def momentum_compress(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bo
     return np.where(p.live, kept + fresh, 0.0), dropped, bound
 
 
-def scale_of(c: Array, norm: str) -> float:
-    """The scale of live elements ``c``."""
+def scale_of(c: Array, norm: str, ternary: bool = False) -> float:
+    """The scale of live elements ``c``; where ternary, that of those which are not zero."""
+    if ternary:
+        c = c[c != 0]
     if c.size == 0:
         return 0.0
     l1, l2 = np.abs(c).mean(), np.sqrt((c * c).mean())

@@ -40,6 +40,7 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"scale_scope": "row"}, "scale_scope must be one of 'global', 'layer', 'block', got 'row'"),
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
         ({"precondition": 1}, "precondition must be True or False, got 1"),
+        ({"ternary": 1}, "ternary must be True or False, got 1"),
         (
             {"precondition": True, "dead_coordinates": "keep"},
             'precondition=True needs dead_coordinates="mean", got "keep"',

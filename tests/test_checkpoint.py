@@ -142,6 +142,8 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
         ("onebit-lamb", {"momentum_scaling": False}),
         ("onebit-adam", {"precondition": True}),
         ("onebit-lamb", {"precondition": True, "eps_inside_sqrt": True}),
+        ("onebit-adam", {"ternary": True}),
+        ("onebit-lamb", {"ternary": True, "scale_norm": "contractive"}),
     ],
     ids=str,
 )
@@ -201,9 +203,10 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     return through_a_file(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("ternary", [False, True])
 @EACH_ONEBIT
-def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name):
-    saved = run_ranks(saved_state, 2, name, torch.bfloat16)
+def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name, ternary):
+    saved = run_ranks(saved_state, 2, name, torch.bfloat16, {"ternary": ternary})
     for i, p in enumerate(make()):
         served = sorted((s["state"][i]["server_error_start"], len(s["state"][i]["server_error"])) for s in saved)
         assert sum(length for _, length in served) == p.numel()
@@ -215,6 +218,8 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding
             "exp_avg_last_bits": bits,
             "exp_avg_last_scale": scale,
         }
+        momenta = ["exp_avg", "exp_avg_last"] if name == "onebit-lamb" else ["exp_avg"]
+        planes = {f"{momentum}_nonzero": bits for momentum in momenta} if ternary else {}
         per_tensor = {"layer": (torch.float32, 3), "unit": (torch.float32, 1)}
         for state in (s["state"][i] for s in saved):
             assert {k: (v.dtype, v.numel()) for k, v in state.items() if k not in ("server_error_start",)} == {
@@ -224,7 +229,7 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding
                 "exp_avg_bits": bits,
                 "exp_avg_scale": scale,
                 "server_error": (torch.float32, state["server_error"].numel()),
-            } | (adaptive if name == "onebit-lamb" else {}) | (per_tensor if "lamb" in name else {})
+            } | planes | (adaptive if name == "onebit-lamb" else {}) | (per_tensor if "lamb" in name else {})
             assert state["worker_error"].shape == state["exp_avg_sq"].shape == p.shape
 
 

@@ -196,13 +196,14 @@ def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing
 
 
 @ADAM_AND_LAMB
-@pytest.mark.parametrize("precondition", [False, True])
-def test_a_compressed_checkpoint_in_another_unit_raises_on_every_rank_and_changes_nothing(name, precondition):
-    was, now = {"precondition": not precondition}, {"precondition": precondition}
+@pytest.mark.parametrize("option", ["precondition", "ternary"])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_compressed_checkpoint_of_another_setting_raises_on_every_rank_and_changes_nothing(name, value, option):
+    was, now = {option: not value}, {option: value}
     files = run_ranks(saved_state, 2, name, torch.float32, was)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, now, group_timeout=10):
         assert kind == "ValueError"
-        assert f"written with precondition={not precondition}, but here it is {precondition}" in message
+        assert f"written with {option}={not value}, but here it is {value}" in message
         assert unchanged
 
 

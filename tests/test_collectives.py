@@ -97,22 +97,31 @@ def assert_ranks_are_equal(runs: Sequence[Run]) -> None:
 # ---------------------------------------------------------------- the average
 
 
-def averages(rank: int, world_size: int, scope: str, norm: str) -> Run:
-    return Run(rank, make(world_size, scale_scope=scope, scale_norm=norm))
+def with_zeros(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    for tensor in tensors:
+        tensor[::5] *= 0.0  # on all ranks, of either sign
+        tensor[rank :: 7 + step] = 0.0
+    return {}
 
 
+def averages(rank: int, world_size: int, scope: str, norm: str, ternary: bool) -> Run:
+    reduce = make(world_size, scale_scope=scope, scale_norm=norm, ternary=ternary)
+    return Run(rank, reduce, with_zeros if ternary else None)
+
+
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_what_was_compressed_away_is_never_lost_and_ranks_stay_equal(world_size, scope, norm):
-    runs = on_ranks(averages, world_size, scope, norm)
+def test_what_was_compressed_away_is_never_lost_and_ranks_stay_equal(world_size, scope, norm, ternary):
+    runs = on_ranks(averages, world_size, scope, norm, ternary)
     assert_nothing_was_lost(runs)
     assert_ranks_are_equal(runs)
     assert runs[0].flags == [NO_FLAG] * STEPS
-    np.testing.assert_allclose(runs[0].results[0], algorithm_1(runs, scope, norm), rtol=1e-6)
+    np.testing.assert_allclose(runs[0].results[0], algorithm_1(runs, scope, norm, ternary), rtol=1e-6)
 
 
-def algorithm_1(runs: Sequence[Run], scope: str, norm: str) -> np.ndarray:
+def algorithm_1(runs: Sequence[Run], scope: str, norm: str, ternary: bool) -> np.ndarray:
     """The first result, from the inputs: both compressions, with nothing carried over yet."""
     world_size = len(runs)
     layout = FlatLayout(SIZES, world_size, 128)
@@ -121,17 +130,17 @@ def algorithm_1(runs: Sequence[Run], scope: str, norm: str) -> np.ndarray:
         live[span.flat : span.flat + span.stop - span.start] = True
     segment = np.repeat(layout.scale_segments(scope).numpy(), 128)
     chunk = np.arange(layout.numel) // layout.chunk_numel
-    sent = [compressed(run.inputs[0], segment, live, norm) for run in runs]
+    sent = [compressed(run.inputs[0], segment, live, norm, ternary) for run in runs]
     average = np.where(live, np.mean(sent, 0, dtype=np.float64), 0.0)
-    served = compressed(average.astype(np.float32), segment * world_size + chunk, live, norm)
+    served = compressed(average.astype(np.float32), segment * world_size + chunk, live, norm, ternary)
     return np.where(live, served, np.float32(0))
 
 
-def compressed(x: np.ndarray, segment: np.ndarray, live: np.ndarray, norm: str) -> np.ndarray:
+def compressed(x: np.ndarray, segment: np.ndarray, live: np.ndarray, norm: str, ternary: bool) -> np.ndarray:
     scale = np.zeros(x.size, np.float32)
     for s in np.unique(segment):
-        scale[segment == s] = scale_of(x[live & (segment == s)].astype(np.float64), norm)
-    return (scale * sign(x)).astype(np.float32)
+        scale[segment == s] = scale_of(x[live & (segment == s)].astype(np.float64), norm, ternary)
+    return (scale * sign(x, ternary)).astype(np.float32)
 
 
 def masked(rank: int, world_size: int) -> Run:

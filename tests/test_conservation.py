@@ -37,6 +37,8 @@ def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> 
     counted = []
     for i, p in enumerate(params):
         g = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 1) + 0.1
+        if step < WARMUP + 2:
+            g.view(-1)[1::11] = 0.0  # zeros for ternary compression, until these coordinates wake up
         keep = torch.ones(p.shape, dtype=torch.bool)
         if event in ("nan", "inf", "many nan"):
             keep.view(-1)[: 1 if event != "many nan" else None : 3] = i != 0
@@ -128,6 +130,7 @@ OPTIONS = {
     "scale_norm": st.sampled_from(["l1", "l2", "contractive"]),
     "scale_scope": st.sampled_from(["global", "layer", "block"]),
     "block_size": st.sampled_from([None, 1024, 128]),
+    "ternary": st.booleans(),
 }
 SKIPS_FIRST = [("nan", "fine"), ("fine", "fine"), ("inf", "many nan"), ("fine", "fine")]
 SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "large")]
@@ -138,6 +141,7 @@ SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "
 @example(schedule=SKIPS_FIRST, beta1=0.9, options={})
 @example(schedule=SKIPS_LATER, beta1=0.9, options={})
 @example(schedule=SKIPS_FIRST, beta1=0.9, options={"precondition": True})
+@example(schedule=SKIPS_LATER, beta1=0.9, options={"ternary": True})
 def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
 
@@ -155,6 +159,7 @@ def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
 @example(name="onebit-lamb-frozen", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={})
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit={"momentum_scaling": False})
 @example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={"precondition": True})
+@example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={"ternary": True}, unit={})
 def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_applied_last(
     name, schedule, beta1, options, unit
 ):

@@ -154,13 +154,15 @@ def test_any_layout_and_mask_equals_the_twins(layout, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < 0.7 for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]
+    ternary = random.random() < 0.5
     for name, arguments in (
         ("momentum_compress", lambda p: p.momentum_arguments()),
         ("server_reduce", lambda p: p.server_arguments("block", world_size - 1)),
         ("apply_momentum", lambda p: p.apply_arguments(p.exp_avg_sq)),
     ):
         assert_equal_backends(
-            name, lambda a=arguments: a(Problem(sizes, world_size, block, masks=masks, excluded=excluded))
+            name,
+            lambda a=arguments: a(Problem(sizes, world_size, block, masks=masks, excluded=excluded, ternary=ternary)),
         )
 
     def warmup() -> tuple:

@@ -289,11 +289,12 @@ def check_lamb_ratio_arguments(p: Problem, arguments: tuple) -> None:
 
 
 @either_variant
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("started", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_size
-def test_lamb_ratio_is_its_formula(sizes, block, world_size, started, deepspeed):
-    check_lamb_ratio(Problem(sizes, world_size, block), started, deepspeed=deepspeed)
+def test_lamb_ratio_is_its_formula(sizes, block, world_size, started, ternary, deepspeed):
+    check_lamb_ratio(Problem(sizes, world_size, block, ternary=ternary), started, deepspeed=deepspeed)
 
 
 @eps_inside

@@ -36,25 +36,27 @@ def example(name: str) -> list[tuple]:
     p = Problem((5, 0, 200), world_size=2)
     sizes = (p.layout.sizes, p.layout.block_size)
     p.partials.fill_(1.0)
+    t = Problem((5, 0, 200), world_size=2, ternary=True)
+    t.partials.fill_(1.0)
     return {
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
         "flatten": [(p.grads, *sizes, 0.5, torch.empty(p.layout.numel + TAIL))],
-        "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True)],
-        "finish": [p.finish_arguments("layer", "contractive")],
-        "server_reduce": [p.server_arguments(), p.server_arguments(skip=1)],
-        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq)],
+        "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
+        "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1")],
+        "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],
+        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq), t.apply_arguments()],
         "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
         "freeze": [p.freeze_arguments(), p.freeze_arguments(True, True, torch.ones(3), torch.ones(3))],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
         "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, skip=1)],
-        "lamb_ratio": [p.lamb_ratio_arguments(0), p.lamb_ratio_arguments(1, True, True, True, True)],
+        "lamb_ratio": [q.lamb_ratio_arguments(*way) for q in (p, t) for way in ((0,), (1, True, True, True, True))],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
         "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],
         "exponents": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(1 << 15, dtype=torch.int64))],
-        "settle": [(p.compensated, p.worker_scale, p.table.bits, p.table.row)],
+        "settle": [(p.compensated, p.worker_scale, ternary, *p.table[:2]) for ternary in (False, True)],
     }[name]
 
 
@@ -169,25 +171,30 @@ def check_momentum_compress(p: Problem, exp_avg_sq: Tensor | None = None, eps_in
     c = wide(p.compensated)
     assert (np.abs(c - expected) <= bound).all()
     assert not c[~p.live].any()
-    assert np.array_equal(p.bits.numpy().reshape(-1), packed(c))
+    assert np.array_equal(p.bits.numpy(), packed(c, p.bits))
     rows = c.reshape(p.layout.n_blocks, -1)
     np.testing.assert_allclose(p.partials[0], np.abs(rows).sum(1), rtol=1e-13)
     np.testing.assert_allclose(p.partials[1], (rows * rows).sum(1), rtol=1e-13)
     assert np.array_equal(p.partials[2], dropped.reshape(rows.shape).sum(1))
+    if p.ternary:
+        assert np.array_equal(p.partials[3], (rows != 0).sum(1))
+        assert (c[p.live] == 0).sum() > p.live.sum() / 20 - 5, "zeros must be there to be seen"
 
 
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("size", SIZES)
-def test_momentum_compress_is_its_formula(size, world_size, dtype):
-    check_momentum_compress(Problem((size,), world_size, 1024, dtype=dtype))
+def test_momentum_compress_is_its_formula(size, world_size, dtype, ternary):
+    check_momentum_compress(Problem((size,), world_size, 1024, dtype=dtype, ternary=ternary))
 
 
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("variance", ["unit", "eps outside", "eps inside"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("live", [{}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]}])
-def test_momentum_compress_takes_each_tensors_row_and_live_elements(live, world_size, variance):
-    p = Problem(MIXED, world_size, **live)
+def test_momentum_compress_takes_each_tensors_row_and_live_elements(live, world_size, variance, ternary):
+    p = Problem(MIXED, world_size, **live, ternary=ternary)
     check_momentum_compress(p, None if variance == "unit" else p.exp_avg_sq, variance == "eps inside")
 
 
@@ -252,10 +259,11 @@ def test_momentum_compress_repeats_its_bits(size):
 # ---------------------------------------------------------------- settle
 
 
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("live", [{}, {"masks": MASKS, "excluded": [2]}])
-def test_settling_changes_no_later_bit(live):
-    settled, deferred = Problem(MIXED, 3, **live), Problem(MIXED, 3, **live)
-    ops.settle(settled.compensated, settled.worker_scale, settled.table.bits, settled.table.row)
+def test_settling_changes_no_later_bit(live, ternary):
+    settled, deferred = (Problem(MIXED, 3, **live, ternary=ternary) for _ in range(2))
+    ops.settle(settled.compensated, settled.worker_scale, ternary, *settled.table[:2])
     assert not same_bits(settled.compensated, deferred.compensated)
     for p in (settled, deferred):
         ops.momentum_compress(*p.momentum_arguments())
@@ -264,16 +272,17 @@ def test_settling_changes_no_later_bit(live):
     assert same_bits(settled.bits, deferred.bits)
 
 
-def test_settle_leaves_the_residual_and_none_where_nothing_is_live():
+@pytest.mark.parametrize("ternary", [False, True])
+def test_settle_leaves_the_residual_and_none_where_nothing_is_live(ternary):
     p = Problem(MIXED, 3, masks=MASKS)
     p.compensated[1], p.compensated[2] = 0.0, -0.0
     c, s = p.compensated.numpy().copy(), p.by_element(p.worker_scale).astype(np.float32)
-    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
-    expected = np.where(p.live, c - s * np.where(c >= 0, np.float32(1), np.float32(-1)), 0)
+    ops.settle(p.compensated, p.worker_scale, ternary, *p.table[:2])
+    expected = np.where(p.live, c - s * reference.sign(c, ternary).astype(np.float32), 0)
     assert np.array_equal(p.compensated.numpy(), expected)
     assert not p.worker_scale.any()
     again = p.compensated.clone()
-    ops.settle(p.compensated, p.worker_scale, p.table.bits, p.table.row)
+    ops.settle(p.compensated, p.worker_scale, ternary, *p.table[:2])
     assert same_bits(again, p.compensated)
 
 

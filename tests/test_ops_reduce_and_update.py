@@ -40,14 +40,15 @@ def rounding(expected: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("norm", SCALE_NORMS)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_scale_is_the_norm_of_its_scopes_live_elements(world_size, scope, norm):
-    p = Problem(MIXED, world_size, masks=MASKS, excluded=[2])
+@pytest.mark.parametrize("ternary", [False, True])
+def test_a_scale_is_the_norm_of_its_scopes_live_elements(world_size, scope, norm, ternary):
+    p = Problem(MIXED, world_size, masks=MASKS, excluded=[2], ternary=ternary)
     ops.momentum_compress(*p.momentum_arguments())
     arguments = p.finish_arguments(scope, norm)
     ops.finish(*arguments)
     segment, scale, message_scales = arguments[1], arguments[5], arguments[6]
     c, owner = wide(p.compensated), p.by_element(segment)
-    expected = [scale_of(c[(owner == s) & p.live], norm) for s in segment.tolist()]
+    expected = [scale_of(c[(owner == s) & p.live], norm, ternary) for s in segment.tolist()]
     np.testing.assert_allclose(wide(scale), expected, rtol=EPS32 * 1.001)
     slot, _ = p.layout.scale_slots(scope)
     message = torch.arange(len(segment)) // p.layout.blocks_per_chunk
@@ -76,24 +77,28 @@ def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)
     scales = np.repeat(arrived_scales[:, slot].double().numpy(), block, axis=1)
     average = (scales * signs).mean(0) if not skip else np.zeros_like(old)
-    expected = np.where(live, average + old - s * sign(old), 0.0)
+    expected = np.where(live, average + old - s * sign(old, p.ternary), 0.0)
     ops.server_reduce(*arguments)
     c = wide(compensated)
     assert (np.abs(c - expected) <= 8 * EPS32 * (np.abs(scales).sum(0) + np.abs(old) + s)).all()
     assert not c[~live].any()
-    assert np.array_equal(bits.numpy().reshape(-1), packed(c))
+    assert np.array_equal(bits.numpy(), packed(c, bits))
     rows = c.reshape(-1, block)
     np.testing.assert_allclose(partials[0], np.abs(rows).sum(1), rtol=1e-13)
     np.testing.assert_allclose(partials[1], (rows * rows).sum(1), rtol=1e-13)
     assert not partials[2].any()
+    if p.ternary:
+        assert np.array_equal(partials[3], (rows != 0).sum(1))
 
 
+@pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("skip", [0, 1, 6])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_server_averages_its_chunk_and_adds_its_residual(world_size, scope, skip):
+def test_a_server_averages_its_chunk_and_adds_its_residual(world_size, scope, skip, ternary):
     for rank in range(world_size):
-        check_server_reduce(Problem(MIXED, world_size, masks=MASKS, excluded=[2]), scope, rank, skip)
+        p = Problem(MIXED, world_size, masks=MASKS, excluded=[2], ternary=ternary)
+        check_server_reduce(p, scope, rank, skip)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -129,8 +134,9 @@ def check_moved(p: Problem, before: Problem, expected: np.ndarray, terms: np.nda
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_size
 def test_apply_momentum_is_its_formula_rounded_once(sizes, block, world_size, dtype):
-    for variance, inside in (("frozen", False), ("frozen", True), (None, False)):
-        p, before = (Problem(sizes, world_size, block, dtype=dtype) for _ in range(2))
+    ways = (("frozen", False, False), ("frozen", True, False), (None, False, False), ("frozen", False, True))
+    for variance, inside, ternary in ways:
+        p, before = (Problem(sizes, world_size, block, dtype=dtype, ternary=ternary) for _ in range(2))
         exp_avg_sq = p.exp_avg_sq if variance else None
         expected = reference.apply_momentum(p, exp_avg_sq, inside)
         ops.apply_momentum(*p.apply_arguments(exp_avg_sq, inside))

@@ -48,6 +48,16 @@ def test_a_message_is_header_scales_and_bits_at_the_documented_offsets(slots, sc
     assert not messages.bits[[0, 2]].any()
 
 
+def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
+    messages = Messages(3, 5, LAYOUT, CPU, ternary=True)
+    assert messages.bits.shape == (3, 2, 32)
+    messages.bits[1] = torch.arange(64).view(2, 32)
+    raw = messages.buffer[1].numpy().tobytes()
+    assert len(raw) == messages.nbytes == Messages.size(5, LAYOUT, ternary=True) == 32 + 32 + 2 * 32
+    assert raw[64:] == bytes(range(64))
+    assert not messages.bits[[0, 2]].any()
+
+
 def test_the_words_lie_in_the_documented_order():
     assert [word.name for word in Word] == ["MAGIC", "VERSION", "STEP", "LAYOUT", "DIGEST", "TAG", "SENDER", "FLAGS"]
     assert list(Word) == list(range(8))

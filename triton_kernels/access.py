@@ -72,6 +72,33 @@ def bytes_of(positive):
 
 
 @triton.jit
+def load_bits(pointer, plane, TERNARY: tl.constexpr):
+    """The bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
+    signs = tl.load(pointer)
+    nonzero = signs
+    if TERNARY:
+        nonzero = tl.load(pointer + plane)
+    return signs, nonzero
+
+
+@triton.jit
+def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
+    """What bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
+    x = tl.where(bits_of(signs) != 0, scale, -scale)
+    if TERNARY:
+        x = tl.where(bits_of(nonzero) != 0, x, 0.0)
+    return x
+
+
+@triton.jit
+def store_bits(pointer, plane, c, TERNARY: tl.constexpr):
+    """Writes a block of c where ``load_bits`` reads."""
+    tl.store(pointer, bytes_of(c >= 0))
+    if TERNARY:
+        tl.store(pointer + plane, bytes_of(c != 0))
+
+
+@triton.jit
 def live_elements(live, row, BLOCK: tl.constexpr):
     """Which elements of a block count, bool [BLOCK / 8, 8]."""
     bits = tl.load(live + row.to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8))
@@ -167,18 +194,29 @@ def denom(v, k, EPS_INSIDE: tl.constexpr):
 
 
 @triton.jit
-def residual(c, s):
-    """The deferred error e = c - s*sign(c)."""
-    return c - tl.where(c >= 0, s, -s)
+def residual(c, s, TERNARY: tl.constexpr):
+    """The deferred error e = c - s*sign(c); sign(0) is 0 where TERNARY, else 1."""
+    signed = tl.where(c >= 0, s, -s)
+    if TERNARY:
+        signed = tl.where(c != 0, signed, 0.0)
+    return c - signed
 
 
 @triton.jit
-def store_partials(partials, stride, b, c, dropped):
-    """Sums of |c| and c^2 over a block, in float64, where squares are exact; and dropped elements."""
+def count(mask):
+    """How many are set, float64, from [n, 8]."""
+    return tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0).to(tl.float64)
+
+
+@triton.jit
+def store_partials(partials, stride, b, c, dropped, TERNARY: tl.constexpr):
+    """Sums of |c| and c^2 over a block, in float64, where squares are exact; dropped and non-zero elements."""
     wide = c.to(tl.float64)
     tl.store(partials + b, tl.sum(tl.sum(tl.abs(wide), axis=1), axis=0))
     tl.store(partials + stride + b, tl.sum(tl.sum(wide * wide, axis=1), axis=0))
-    tl.store(partials + 2 * stride + b, tl.sum(tl.sum(dropped.to(tl.int32), axis=1), axis=0).to(tl.float64))
+    tl.store(partials + 2 * stride + b, count(dropped))
+    if TERNARY:
+        tl.store(partials + 3 * stride + b, count(c != 0))
 
 
 @triton.jit

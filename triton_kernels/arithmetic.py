@@ -16,7 +16,7 @@ from .coefficients import Coef
 from .live import FULL_ROW
 from .tiles import Tile, gather, scatter
 
-ABS, SQUARE, DROPPED = 0, 1, 2  # rows of the partial sums
+ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
 
 
 def signs(bits: Tensor, rows: int) -> Tensor:
@@ -31,9 +31,23 @@ def _sign_table(device: torch.device) -> Tensor:
     return ((byte >> torch.arange(8, device=device)) & 1).float().mul_(2).sub_(1)
 
 
-def residual(c: Tensor, scale: Tensor) -> Tensor:
-    """c - s*sign(c) for c float32 [blocks, block_size]; adding 0.0 makes the sign of -0.0 a plus."""
-    return c - torch.copysign(scale[:, None], c + 0.0)
+def scaled(bits: Tensor, scale: Tensor) -> Tensor:
+    """What bits stand for, float32 [blocks, block_size]: scale and -scale, and 0 for zeros where ternary.
+
+    Args:
+        bits: uint8 [bytes], or [2, bytes] where ternary; see ``twins``.
+        scale: float32 [blocks].
+    """
+    ternary = bits.dim() == 2
+    values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale[:, None])
+    return torch.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
+
+
+def residual(c: Tensor, scale: Tensor, ternary: bool) -> Tensor:
+    """c - s*sign(c) for c float32 [blocks, block_size]; sign(0) is 0 where ternary, else 1."""
+    # Adding 0.0 makes the sign of -0.0 a plus.
+    signed = torch.copysign(scale[:, None], c + 0.0)
+    return c - (torch.where(c == 0, 0.0, signed) if ternary else signed)
 
 
 def column(k: Tensor, which: Coef) -> Tensor:
@@ -86,9 +100,14 @@ def move(
 
 
 def write_partials(c: Tensor, partials: Tensor) -> bool:
-    """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is."""
+    """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is.
+
+    Where ``partials`` has a fourth row, it is the number of elements that are not zero.
+    """
     wide = c.double()
     partials[SQUARE] = (wide * wide).sum(1)
     partials[ABS] = wide.abs_().sum(1)
     partials[DROPPED] = 0.0
+    if len(partials) > NONZERO:
+        partials[NONZERO] = (c != 0).sum(1).double()
     return bool(torch.isfinite(partials[SQUARE]).all())

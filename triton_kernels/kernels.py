@@ -1,7 +1,8 @@
 """The Triton kernels of compression and exchange. Each computes what its twin of the same name specifies.
 
 One program works on one block of the flat index space. Which tensor a block belongs to, where it
-begins there and which of its elements count is in tables.
+begins there and which of its elements count is in tables. Where TERNARY, bits are two planes of P / 8W
+bytes, one behind the other: uint8 [W, 2, P / 8W].
 
 Nothing here may be autotuned: all of it updates in place, and trial runs would update too.
 """
@@ -21,8 +22,11 @@ from .access import (
     denom,
     elements,
     live_elements,
+    load_bits,
     load_user,
     residual,
+    scaled,
+    store_bits,
     store_partials,
     sum_of,
     tensor_of,
@@ -121,18 +125,20 @@ def momentum_compress(
     live_row,  # int32 [B]
     bits,  # uint8 [W, stride], written
     bits_stride,  # bytes between its rows
-    partials,  # float64 [3, B], written
+    plane,  # bytes between the planes of bits
+    partials,  # float64 [3, B], or [4, B] where TERNARY, written
     partials_stride,  # elements between its rows
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,
     PRECONDITION: tl.constexpr,
+    TERNARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """c = beta1*m + (1 - beta1)*g*unit + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
 
-    Grid: B. Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits; 4 more with PRECONDITION.
+    Grid: B. Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 more with PRECONDITION.
     """
     b = tl.program_id(0).to(tl.int64)
     i = elements(BLOCK)
@@ -144,9 +150,9 @@ def momentum_compress(
     s = tl.load(worker_scale + b)
     scale = tl.load(exp_avg_scale + b)
     c = tl.load(compensated + b * BLOCK + i)
-    sign = bits_of(tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte))
-    m = tl.where(sign != 0, scale, -scale)
-    kept = m * tl.load(k + BETA1) + residual(c, s)
+    signs, nonzero = load_bits(exp_avg_bits + chunk * exp_avg_stride + offset + byte, plane, TERNARY)
+    m = scaled(signs, nonzero, scale, TERNARY)
+    kept = m * tl.load(k + BETA1) + residual(c, s, TERNARY)
     if row == 0:
         g = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
     else:
@@ -162,13 +168,13 @@ def momentum_compress(
     finite = tl.abs(c) <= LARGEST
     c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK + i, c)
-    tl.store(bits + chunk * bits_stride + offset + byte, bytes_of(c >= 0))
-    store_partials(partials, partials_stride, b, c, ~finite)
+    store_bits(bits + chunk * bits_stride + offset + byte, plane, c, TERNARY)
+    store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
 
 
 @triton.jit
 def finish(
-    partials,  # float64 [3, B], rows ``partials_stride`` apart
+    partials,  # float64 [3, B], or [4, B] where TERNARY, rows ``partials_stride`` apart
     partials_stride,
     blocks,  # B
     segment,  # int32 [B], the scale that each block shares
@@ -183,6 +189,7 @@ def finish(
     messages,  # their number
     blocks_per_chunk,  # B / messages
     NORM: tl.constexpr,
+    TERNARY: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Scales from partial sums, in a fixed order. Grid: segments + 1; the last writes the flags."""
@@ -195,7 +202,10 @@ def finish(
     else:
         begin = tl.load(segment_start + j)
         end = tl.load(segment_start + j + 1)
-        n = tl.maximum(tl.load(count + j), 1.0)
+        if TERNARY:
+            n = tl.maximum(sum_of(partials + 3 * partials_stride, begin, end, LANES), 1.0)
+        else:
+            n = tl.maximum(tl.load(count + j), 1.0)
         l1 = sum_of(partials, begin, end, LANES) / n
         l2 = tl.sqrt(sum_of(partials + partials_stride, begin, end, LANES) / n)
         if NORM == 0:
@@ -215,6 +225,7 @@ def finish(
 def server_reduce(
     arrived_bits,  # uint8 [W, stride]
     arrived_stride,  # bytes between its rows
+    plane,  # bytes between the planes of bits
     arrived_scales,  # float32 [W, slots]
     scales_stride,  # elements between its rows
     slot,  # int32 [B / W], each block's slot
@@ -223,16 +234,18 @@ def server_reduce(
     server_scale,  # its s of the last step, float32 [B / W]
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B / W]
-    bits,  # uint8 [P / 8W], written
-    partials,  # float64 [3, B / W], written
+    bits,  # uint8 [P / 8W], or two planes of that, written
+    partials,  # float64 [3, B / W], or [4, B / W] where TERNARY, written
     partials_stride,  # elements between its rows
     world_size,  # W
     per_worker,  # float, 1 / W
+    TERNARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """c = sum over ranks of s_w/W*sign_w + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
 
-    Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c, 1/8 out. Sums in rank order.
+    Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c, 1/8 out; bits twice where TERNARY. Sums in
+    rank order.
     """
     b = tl.program_id(0).to(tl.int64)
     i = elements(BLOCK)
@@ -240,7 +253,7 @@ def server_reduce(
     row = tl.load(live_row + b)
     at = tl.load(slot + b)
     c = tl.load(compensated + b * BLOCK + i)
-    c = residual(c, tl.load(server_scale + b))
+    c = residual(c, tl.load(server_scale + b), TERNARY)
     if tl.load(skip) == 0:
         total = tl.zeros(i.shape, tl.float32)
         # Pointers that move on: w * stride would need 64 bits.
@@ -248,12 +261,13 @@ def server_reduce(
         scales = arrived_scales + at
         for _ in range(world_size):
             scale = tl.load(scales) * per_worker
-            total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
+            signs, nonzero = load_bits(arrived, plane, TERNARY)
+            total += scaled(signs, nonzero, scale, TERNARY)
             arrived += arrived_stride
             scales += scales_stride
         c = c + total
     if row != 0:
         c = tl.where(live_elements(live, row, BLOCK), c, 0.0)
     tl.store(compensated + b * BLOCK + i, c)
-    tl.store(bits + b * (BLOCK // 8) + byte, bytes_of(c >= 0))
-    store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32))
+    store_bits(bits + b * (BLOCK // 8) + byte, plane, c, TERNARY)
+    store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)

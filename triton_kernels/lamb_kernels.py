@@ -30,11 +30,12 @@ from .access import (
     UNBIAS1,
     UNIT,
     WEIGHT_DECAY,
-    bits_of,
     denom,
     elements,
     live_elements,
+    load_bits,
     load_user,
+    scaled,
     store_norm,
     sum_of,
     tensor_of,
@@ -164,8 +165,9 @@ def lamb_ratio(
     tensors,  # their number
     exp_avg_bits,  # signs of m_t, uint8 [W, stride]
     exp_avg_stride,  # bytes between its rows
+    plane,  # bytes between the planes of bits: P / 8W
     exp_avg_scale,  # float32 [B]
-    last_bits,  # signs of m_{t-1}, uint8 [P / 8], read and written
+    last_bits,  # signs of m_{t-1}, uint8 [P / 8] without gaps, or planes as above, read and written
     last_scale,  # float32 [B], read and written
     exp_avg_sq,  # the frozen variance, float32 [P]
     fresh,  # float32 [P], read and written
@@ -186,11 +188,13 @@ def lamb_ratio(
     PRECONDITIONED: tl.constexpr,
     DEEPSPEED: tl.constexpr,
     BLEND: tl.constexpr,
+    TERNARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gradient from two momenta, fresh variance, largest frozen/fresh.
 
-    Grid: B. Bytes per element: 4 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits; x with BLEND.
+    Grid: B. Bytes per element: 4 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where TERNARY);
+    x with BLEND.
     """
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
@@ -203,14 +207,17 @@ def lamb_ratio(
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         unit = tl.load(k + UNIT)
         scale = tl.load(exp_avg_scale + b)
-        packed = tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte)
+        signs, nonzero = load_bits(exp_avg_bits + chunk * exp_avg_stride + offset + byte, plane, TERNARY)
         held = tl.load(fresh + b * BLOCK + i)
         frozen = tl.load(exp_avg_sq + b * BLOCK + i)
         before = tl.div_rn(tl.load(last_scale + b), unit)
-        was = bits_of(tl.load(last_bits + b * (BLOCK // 8) + byte))
+        last_at = last_bits + b * (BLOCK // 8) + byte
+        if TERNARY:
+            last_at += chunk * plane  # the chunks before have a second plane each
+        last_signs, last_nonzero = load_bits(last_at, plane, TERNARY)
         now = tl.div_rn(scale, unit)
-        m = tl.where(bits_of(packed) != 0, now, -now)
-        last = tl.where(was != 0, before, -before)
+        m = scaled(signs, nonzero, now, TERNARY)
+        last = scaled(last_signs, last_nonzero, before, TERNARY)
         if PRECONDITIONED:
             m = m * denom(frozen, k, EPS_INSIDE)
             last = last * denom(frozen, k, EPS_INSIDE)
@@ -230,7 +237,9 @@ def lamb_ratio(
             ratio = tl.where(live_elements(live, row, BLOCK), ratio, 0.0)
         tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
         tl.store(fresh + b * BLOCK + i, v)
-        tl.store(last_bits + b * (BLOCK // 8) + byte, packed)
+        tl.store(last_at, signs)
+        if TERNARY:
+            tl.store(last_at + plane, nonzero)
         tl.store(last_scale + b, scale)
         if BLEND:
             x = _load_live(base, kinds, start, i, live, row, DTYPE, ALIGNED, BLOCK)

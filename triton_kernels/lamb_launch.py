@@ -143,6 +143,7 @@ def lamb_ratio(
         len(params),
         exp_avg_bits,
         exp_avg_bits.stride(0),
+        exp_avg_bits.stride(-2),
         exp_avg_scale,
         last_bits,
         last_scale,
@@ -165,6 +166,7 @@ def lamb_ratio(
         PRECONDITIONED=preconditioned,
         DEEPSPEED=deepspeed,
         BLEND=norms is not None,
+        TERNARY=exp_avg_bits.dim() == 3,
         BLOCK=block_size,
     )
 

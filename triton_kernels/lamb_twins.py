@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, signs
+from .arithmetic import column, denom, move, only_live, scaled
 from .coefficients import Coef, Layer
 from .tiles import gather, tiles
 from .update_twins import moments
@@ -157,9 +157,9 @@ def lamb_ratio(
         params: Parameters of any float dtype, dense; read only for ``norms``.
         sizes: Elements of each.
         block_size: Elements per block.
-        exp_avg_bits: Signs of m_t, uint8 [W, P / 8W].
+        exp_avg_bits: Signs of m_t, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         exp_avg_scale: |m_t| times unit, float32 [B].
-        last_bits: Signs of m_{t-1}, uint8 [W, P / 8W], read and written.
+        last_bits: Signs of m_{t-1}, of the same shape, contiguous, read and written.
         last_scale: |m_{t-1}| times unit, float32 [B], read and written.
         exp_avg_sq: v_{T_w}, the frozen variance, float32 [P].
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
@@ -181,9 +181,9 @@ def lamb_ratio(
         b = tile.blocks
         k = coef[block_tensor[b]]
         frozen, held = exp_avg_sq.view(-1, block_size)[b], fresh.view(-1, block_size)[b]
-        packed, unit = exp_avg_bits[tile.chunk, tile.bytes], k[:, Coef.UNIT]
-        m = signs(packed, len(k)).mul_((exp_avg_scale[b] / unit)[:, None])
-        last = signs(last_bits[tile.chunk, tile.bytes], len(k)).mul_((last_scale[b] / unit)[:, None])
+        packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg_bits, last_bits))
+        m = scaled(packed, exp_avg_scale[b] / k[:, Coef.UNIT])
+        last = scaled(last_packed, last_scale[b] / k[:, Coef.UNIT])
         if preconditioned:
             m, last = (x.mul_(denom(frozen, k, eps_inside_sqrt)) for x in (m, last))
         if not started:
@@ -196,7 +196,7 @@ def lamb_ratio(
         ratio = torch.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
         largest[b] = only_live(ratio, live, live_row, tile).amax(1)
         held.copy_(v)
-        last_bits[tile.chunk, tile.bytes] = packed
+        last_packed.copy_(packed)
         last_scale[b] = exp_avg_scale[b]
         if norms is not None:
             adam = (m * column(k, Coef.UNBIAS1)).div_(denom(frozen, k, eps_inside_sqrt))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .arithmetic import NONZERO
 from .layout import FlatLayout, flat_layout
 from .live import live_table
 from .twins import TAIL
@@ -192,6 +193,7 @@ def momentum_compress(
         live_row,
         bits,
         bits.stride(0),
+        bits.stride(-2),
         partials,
         partials.stride(0),
         blocks // len(bits),
@@ -199,6 +201,7 @@ def momentum_compress(
         ALIGNED=pointers.aligned,
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITION=exp_avg_sq is not None,
+        TERNARY=bits.dim() == 3,
         BLOCK=block_size,
     )
 
@@ -235,6 +238,7 @@ def finish(
         blocks // messages,
         num_warps=warps,
         NORM=norm,
+        TERNARY=len(partials) > NONZERO,
         LANES=lanes,
     )
 
@@ -259,6 +263,7 @@ def server_reduce(
         blocks,
         arrived_bits,
         arrived_bits.stride(0),
+        arrived_bits.stride(-2),
         arrived_scales,
         arrived_scales.stride(0),
         slot,
@@ -272,5 +277,6 @@ def server_reduce(
         partials.stride(0),
         world_size,
         1.0 / world_size,
+        TERNARY=arrived_bits.dim() == 3,
         BLOCK=block_size,
     )

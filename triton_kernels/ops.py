@@ -86,7 +86,7 @@ SCHEMAS: dict[str, str] = {
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
     "exponents": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) counts) -> ()",
     "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
-    "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, {_LIVE}) -> ()",
+    "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
 

@@ -5,18 +5,35 @@ the compensated momentum (momentum + residual), ``s`` its scale, ``e = c - s*sig
 ``m`` the momentum. Kernels follow the same order of operations, without contraction, so that their
 bits are the same.
 
+Bits are one plane of signs, uint8 [W, P / 8W]; or, where ternary, two planes, uint8 [W, 2, P / 8W]:
+signs, and which elements are not zero (Tarasov & Ershov, section 4). Then sign(0) = 0, so that zeros
+have no residual and no momentum, weigh in no scale, and are counted in a fourth row of partial sums.
+Which of the two it is, ops see from the dimensions of their bits and from the rows of their sums.
+
 Partial sums are taken in float64 of float32 terms: squares are exact there, sums round far below
 the float32 result, and so the order of summation does not show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .arithmetic import ABS, DROPPED, SQUARE, column, denom, only_live, residual, signs, write_partials
+from .arithmetic import (
+    ABS,
+    DROPPED,
+    NONZERO,
+    SQUARE,
+    column,
+    denom,
+    only_live,
+    residual,
+    scaled,
+    signs,
+    write_partials,
+)
 from .coefficients import Coef
 from .tiles import gather, tiles
 
@@ -36,8 +53,18 @@ def pack(x: Tensor, bits: Tensor) -> None:
         x: A float dtype [n], n a multiple of 8, contiguous.
         bits: uint8 [n / 8], written.
     """
-    ones = torch.ge(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
+    _pack_where(torch.ge, x, bits)
+
+
+def _pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
+    ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
     bits.copy_(ones.view(torch.int64).mul_(_SPREAD).bitwise_right_shift_(56))
+
+
+def _compress(c: Tensor, bits: Tensor) -> None:
+    """Packs c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
+    for compare, plane in zip((torch.ge, torch.ne), bits.view(-1, bits.shape[-1]), strict=False):
+        _pack_where(compare, c.view(-1), plane)
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
@@ -95,23 +122,25 @@ def momentum_compress(
         block_size: Elements per block.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last step, float32 [B].
-        exp_avg_bits: Signs of m, uint8 [W, P / 8W].
+        exp_avg_bits: Signs of m, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         exp_avg_scale: |m|, float32 [B].
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
         exp_avg_sq: None, or float32 [P]: then unit = 1/denom per coordinate, else the layer's.
         eps_inside_sqrt: Which denom; see ``apply_momentum``.
         live, live_row: Elements that count; others get c = 0.
-        bits: uint8 [W, P / 8W], written.
-        partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements.
+        bits: As ``exp_avg_bits``, written.
+        partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements; or
+            [4, B] where ternary: number of elements that are not zero.
     """
+    ternary = bits.dim() == 3
     flat = compensated.view(-1, block_size)
     for tile in tiles(sizes, len(bits), block_size, compensated.device):
         b = tile.blocks
         k = coef[block_tensor[b]]
         c = flat[b]
-        error = residual(c, worker_scale[b])
-        m = signs(exp_avg_bits[tile.chunk, tile.bytes], len(c)).mul_(exp_avg_scale[b, None])
+        error = residual(c, worker_scale[b], ternary)
+        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b])
         kept = m.mul_(column(k, Coef.BETA1)).add_(error)
         g = gather(grads, tile, block_size).mul_(column(k, Coef.ONE_MINUS_BETA1))
         if exp_avg_sq is None:
@@ -125,7 +154,7 @@ def momentum_compress(
             write_partials(new, partials[:, b])
             partials[DROPPED, b] = (~finite).sum(1).double()
         c.copy_(new)
-        pack(new.view(-1), bits[tile.chunk, tile.bytes])
+        _compress(new, bits[tile.chunk, ..., tile.bytes])
 
 
 def finish(
@@ -142,8 +171,10 @@ def finish(
 
         l1: mean |c|      l2: sqrt(mean c^2)      contractive: min(l2, 1.9 * l1)
 
+    Means over the live elements; where ternary, over those that are not zero.
+
     Args:
-        partials: float64 [3, B].
+        partials: float64 [3, B], or [4, B] where ternary.
         segment: int32 [B], the scale that each block shares; rising.
         segment_start: int64 [segments + 1], first block of each.
         count: float64 [segments], live elements of each.
@@ -153,6 +184,8 @@ def finish(
             B / messages blocks, in order; slots that it does not need stay as they are.
         message_flags: int32 [messages], written: 1 where any element was dropped, else 0.
     """
+    if len(partials) > NONZERO:
+        count = torch.segment_reduce(partials[NONZERO], "sum", offsets=segment_start)
     n = count.clamp(min=1.0)
     sums = [torch.segment_reduce(partials[row], "sum", offsets=segment_start) for row in (ABS, SQUARE)]
     l1, l2 = sums[ABS] / n, (sums[SQUARE] / n).sqrt()
@@ -185,7 +218,7 @@ def server_reduce(
     The sum runs in rank order. Where ``skip`` is set nothing is averaged and E stays as it is.
 
     Args:
-        arrived_bits: uint8 [W, P / 8W].
+        arrived_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         arrived_scales: float32 [W, slots].
         slot: int32 [B / W], each block's slot.
         skip: int32 [1].
@@ -193,36 +226,37 @@ def server_reduce(
         compensated: The server's c, float32 [P / W], read and written.
         server_scale: Its s of the last step, float32 [B / W].
         live, live_row: Elements of this chunk that count.
-        bits: uint8 [1, P / 8W], written.
-        partials: float64 [3, B / W], written as by ``momentum_compress``.
+        bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
+        partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
     """
     world_size, flat = len(arrived_bits), compensated.view(-1, block_size)
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         b = tile.blocks
         c = flat[b]
-        new = residual(c, server_scale[b])
+        new = residual(c, server_scale[b], arrived_bits.dim() == 3)
         if not skip:
-            scales = arrived_scales[:, slot[b], None] * (1.0 / world_size)
+            scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             total = torch.zeros_like(c)
             for w in range(world_size):
-                total += signs(arrived_bits[w, tile.bytes], len(c)).mul_(scales[w])
+                total += scaled(arrived_bits[w, ..., tile.bytes], scales[w])
             new += total
         new = only_live(new, live, live_row, tile)
         c.copy_(new)
-        pack(new.view(-1), bits[0, tile.bytes])
+        _compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
 
 
-def settle(compensated: Tensor, scale: Tensor, live: Tensor, live_row: Tensor) -> None:
+def settle(compensated: Tensor, scale: Tensor, ternary: bool, live: Tensor, live_row: Tensor) -> None:
     """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step.
 
     Args:
         compensated: float32 [n].
         scale: float32 [blocks of n].
+        ternary: Whether sign(0) is 0.
         live, live_row: Elements that count; others have no residual.
     """
     block_size = compensated.numel() // scale.numel()
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         c = compensated.view(-1, block_size)[tile.blocks]
-        c.copy_(only_live(residual(c, scale[tile.blocks]), live, live_row, tile))
+        c.copy_(only_live(residual(c, scale[tile.blocks], ternary), live, live_row, tile))
     scale.zero_()

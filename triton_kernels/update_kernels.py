@@ -13,11 +13,12 @@ from .access import (
     ONE_MINUS_BETA2,
     STEP_SIZE,
     UNIT,
-    bits_of,
     denom,
     elements,
     live_elements,
+    load_bits,
     load_user,
+    scaled,
     store_user,
     tensor_of,
 )
@@ -43,6 +44,7 @@ def apply_momentum(
     tensors,  # their number
     exp_avg_bits,  # uint8 [W, stride]
     exp_avg_stride,  # bytes between its rows
+    plane,  # bytes between its planes where TERNARY
     exp_avg_scale,  # float32 [B]
     exp_avg_sq,  # float32 [P] unless PRECONDITIONED
     coef,  # float32 [tensors, COLUMNS]
@@ -56,11 +58,12 @@ def apply_momentum(
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,
     PRECONDITIONED: tl.constexpr,
+    TERNARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """x = (1 - lr*wd)*x - step_size * m/denom, m = scale*sign(bits)/unit.
 
-    Grid: B. Bytes per element: x twice, 4 for v, 1/8 for bits.
+    Grid: B. Bytes per element: x twice, 4 for v, 1/8 for bits (twice where TERNARY).
     """
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
@@ -71,8 +74,8 @@ def apply_momentum(
         offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         scale = tl.div_rn(tl.load(exp_avg_scale + b), tl.load(k + UNIT))
-        sign = bits_of(tl.load(exp_avg_bits + chunk * exp_avg_stride + offset + byte))
-        update = tl.where(sign != 0, scale, -scale)
+        signs, nonzero = load_bits(exp_avg_bits + chunk * exp_avg_stride + offset + byte, plane, TERNARY)
+        update = scaled(signs, nonzero, scale, TERNARY)
         if not PRECONDITIONED:
             v = tl.load(exp_avg_sq + b * BLOCK + i)
             update = tl.div_rn(update, denom(v, k, EPS_INSIDE))

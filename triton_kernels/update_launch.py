@@ -34,6 +34,7 @@ def apply_momentum(
         len(params),
         exp_avg_bits,
         exp_avg_bits.stride(0),
+        exp_avg_bits.stride(-2),
         exp_avg_scale,
         exp_avg_scale if exp_avg_sq is None else exp_avg_sq,
         coef,
@@ -47,6 +48,7 @@ def apply_momentum(
         ALIGNED=pointers.aligned,
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITIONED=exp_avg_sq is None,
+        TERNARY=exp_avg_bits.dim() == 3,
         BLOCK=block_size,
     )
 

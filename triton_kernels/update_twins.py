@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, signs
+from .arithmetic import column, denom, move, only_live, scaled
 from .coefficients import Coef
 from .tiles import Tile, tiles
 
@@ -35,7 +35,7 @@ def apply_momentum(
         params: Parameters of any float dtype, dense, written; computed in float32, rounded once.
         sizes: Elements of each.
         block_size: Elements per block.
-        exp_avg_bits: uint8 [W, P / 8W].
+        exp_avg_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         exp_avg_scale: float32 [B].
         exp_avg_sq: Frozen variance, float32 [P], or None where the unit already is 1/denom.
         eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
@@ -49,8 +49,7 @@ def apply_momentum(
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        m = signs(exp_avg_bits[tile.chunk, tile.bytes], len(k))
-        update = m.mul_((exp_avg_scale[b] / k[:, Coef.UNIT])[:, None])
+        update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b] / k[:, Coef.UNIT])
         if exp_avg_sq is not None:
             update.div_(denom(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt))
         move(params, tile, block_size, update, k, live, live_row)

@@ -1,7 +1,7 @@
 """Functions of two variables on which compression shows its faults, minimised with the library's own ops.
 
-    ``bowl``    x^2 + y^2 with coordinates of different magnitude (Fixing 1-bit Adam, figures 1 and 6)
-    ``narrow``  a valley along which the signs of all gradients are blind (Karimireddy et al., 2019)
+``bowl``    x^2 + y^2 with coordinates of different magnitude (Fixing 1-bit Adam, figures 1 and 6)
+``narrow``  a valley along which the signs of all gradients are blind (Karimireddy et al., 2019)
 """
 
 from __future__ import annotations

@@ -119,6 +119,22 @@ def test_apply_momentum_equals_its_twin(check, sizes, world_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_ternary_kernels_equal_their_twins(check, sizes, world_size, dtype):
+    for special in (False, True):
+        masks = {0: torch.arange(sizes[0]) % 3 > 0} if special else None
+        p = problem(sizes, world_size, 128, dtype, special, masks=masks, ternary=True)
+        check("momentum_compress", sizes, p.momentum_arguments)
+        check("server_reduce", sizes, lambda p=p: p.server_arguments("layer", world_size - 1))
+        check("apply_momentum", sizes, lambda p=p: p.apply_arguments(p.exp_avg_sq))
+        check("lamb_ratio", sizes, lambda p=p, blend=special: p.lamb_ratio_arguments(1, False, False, blend, blend))
+        with using("plain"):
+            triton_kernels.momentum_compress(*p.momentum_arguments())
+        check("finish", sizes, lambda p=p: p.finish_arguments("layer", "contractive"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_adam_update_equals_its_twin(check, sizes, dtype):
     for skip in (0, 1):

@@ -21,9 +21,11 @@ LARGE_SHAPES = (*SHAPES, (1000, 1025), (300_001,))
 FREEZE = 10
 KINDS: dict[str, dict[str, Any]] = {
     "adam": {},
+    "adam, ternary": {"ternary": True},
     "lamb": {"make": OneBitLamb},
     "lamb, frozen": {"make": OneBitLamb, "layerwise": "frozen"},
     "lamb, deepspeed": {"make": OneBitLamb, "variant": "deepspeed"},
+    "lamb, ternary": {"make": OneBitLamb, "ternary": True},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
