@@ -45,7 +45,7 @@ _POINTERS = {
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
         "server_scale grad exp_avg x fresh last_scale largest layers"
     ),
-    "*fp64": "partials count exp_avg_sq_sums norms",
+    "*fp64": "partials agreement count exp_avg_sq_sums norms",
     "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
     "*i32": "block_tensor segment slot live_row tail_row skip started message_flags",
 }

@@ -102,6 +102,7 @@ class CompressedAllReduce:
         served_part = torch.zeros(layout.chunk_numel, device=device)
         self.server = ErrorFeedback(served_part, slot[self._own], norm, ternary)
         self.scale = torch.zeros(layout.n_blocks, device=device)
+        self.agreement = torch.zeros(2, served, dtype=torch.float64, device=device)
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
         self.gathered = Messages(layout.world_size, slots, layout, device, ternary)
         self.served = Messages(1, slots, layout, device, ternary)
@@ -175,6 +176,7 @@ class CompressedAllReduce:
         words[:, Word.STEP] = self.synchronisations & 0x7FFFFFFF
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
         words[:, Word.TAG] = tag
+        self.to_servers.signal[:] = self.worker.error_norm()
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
 
@@ -191,10 +193,14 @@ class CompressedAllReduce:
             self.live.row[self._own],
             self.served.bits,
             self.server.partials,
+            self.agreement,
         )
         self.server.finish(self.served)
         # A header damaged on its way here is seen here only: pass on what was seen.
         self.served.words[:, Word.FLAGS] = self.flags
+        squares, most = self.agreement
+        # A chunk of padding has none to tell.
+        self.served.signal[:] = squares.sum() / (most * self.live.numel[self._own]).sum()
 
     def _receive(self) -> None:
         self.flags = union(self.gathered.words[:, Word.FLAGS])
@@ -232,8 +238,20 @@ class CompressedAllReduce:
         rank, chunk = self.transport.rank, self.layout.chunk_numel
         out[rank * chunk : (rank + 1) * chunk] += self.server.compensated
         self.transport.all_reduce(out)
-        self.worker.compensated.zero_()
-        self.server.compensated.zero_()
+        for side in (self.worker, self.server):
+            side.forget()
+
+    def signals(self) -> tuple[float, float]:
+        """How the last step went, equal on all ranks, for no extra collective; waits for the device.
+
+        Returns:
+            The workers' residuals (root of the mean square of their norms) over the norm of the result;
+            and how far the workers' signs agree: 1 where all are equal, 1/W where they are coin flips.
+        """
+        errors = self.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+        result = (self.scale.double().square() * self.live.numel).sum().sqrt()
+        agreement = self.gathered.signal.double().nanmean()
+        return float(errors.square().mean().sqrt() / result), float(agreement)
 
     def resume(self, synchronisations: int, digest: int) -> None:
         """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""
@@ -243,12 +261,13 @@ class CompressedAllReduce:
     @property
     def wire_bytes(self) -> int:
         """Bytes of what only serves within a step: messages on their way, and partial sums."""
-        scratch = (self.to_servers.buffer, self.served.buffer, self.worker.partials, self.server.partials)
+        sums = (self.worker.partials, self.server.partials, self.agreement)
+        scratch = (self.to_servers.buffer, self.served.buffer, *sums)
         return sum(tensor.nbytes for tensor in scratch)
 
     def state(self) -> list[Tensor]:
         """All that the next step needs, tables included; ``gathered`` too, it is the momentum."""
-        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
+        held = [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.agreement]
         return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
 
     def settle(self) -> None:

@@ -61,14 +61,23 @@ class ErrorFeedback:
         self._norms = self.norms()
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
+    def forget(self) -> None:
+        """Drops the residual, settled before, which somebody else has taken."""
+        self.compensated.zero_()
+        self._norms = 0.0, 0.0
+
     def norms(self) -> tuple[float, float]:
         """|c| and |e| of the last step; waits for the device."""
         if self._norms is not None:
             return self._norms
+        _, square, *_ = self.partials.unbind(0)
+        return float(square.sum().sqrt()), float(self.error_norm())
+
+    def error_norm(self) -> Tensor:
+        """|e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
         absolute, square, _, *nonzero = self.partials.unbind(0)
         s, numel = self.scale.double(), nonzero[0] if self._ternary else self._live.numel
-        residual = square - 2 * s * absolute + s * s * numel
-        return float(square.sum().sqrt()), float(residual.sum().clamp(min=0).sqrt())
+        return (square - s * (2 * absolute - s * numel)).sum().clamp(min=0).sqrt()
 
     def state(self) -> list[Tensor]:
         """All tensors but the partial sums, which only serve within a step."""

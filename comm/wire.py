@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout
 
-MAGIC = 0x42314F46  # "FO1B"
-VERSION = 1
+MAGIC = 0x02314F46  # "FO1", and the format's version
 ALIGNMENT = 16
 
 
@@ -28,20 +27,21 @@ class Word(IntEnum):
     """The header's words."""
 
     MAGIC = 0
-    VERSION = 1
-    STEP = 2
+    STEP = 1
     """How often this rank has synchronised."""
-    LAYOUT = 3
+    LAYOUT = 2
     """``FlatLayout.fingerprint``."""
-    DIGEST = 4
+    DIGEST = 3
     """``digest`` of the last gathered messages' bits and scales."""
-    TAG = 5
+    TAG = 4
     """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
-    SENDER = 6
-    FLAGS = 7
+    SENDER = 5
+    FLAGS = 6
+    SIGNAL = 7
+    """Bits of a float32. A worker tells the norm of its residual, a server how far signs agree."""
 
 
-CHECKED = 6
+CHECKED = 5
 HEADER_BYTES = 4 * len(Word)
 
 
@@ -71,6 +71,7 @@ class Messages:
     Attributes:
         buffer: uint8 [count, nbytes].
         words: int32 [count, 8], the headers.
+        signal: float32 [count], their last words.
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
     """
@@ -81,11 +82,11 @@ class Messages:
         self.buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
         self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
         self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
+        self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
         self.bits = self.buffer[:, HEADER_BYTES + scale_bytes :]
         if ternary:
             self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
-        self.words[:, Word.VERSION] = VERSION
         self.words[:, Word.LAYOUT] = layout.fingerprint
 
     @staticmethod
@@ -128,7 +129,6 @@ def describe_mismatch(arrived: Tensor) -> str:
     """Names the first checked word in which a rank differs from rank 0; reads from the device."""
     meaning = {
         Word.MAGIC: "message format",
-        Word.VERSION: "message format version",
         Word.STEP: "number of synchronisations",
         Word.LAYOUT: "parameter layout",
         Word.DIGEST: "digest of the last synchronisation",

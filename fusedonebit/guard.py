@@ -36,7 +36,7 @@ class DivergenceGuard:
     def arm(self, reference: Tensor, weight: Tensor) -> None:
         """Takes what the freeze knows: |u| of the last uncompressed update, and w, [B] each block's."""
         self.reference = reference.double()
-        self._weight = weight.float()
+        self._weight = weight.double()  # 1/denom^2 may be beyond float32
 
     @property
     def limit(self) -> Tensor:

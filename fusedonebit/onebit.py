@@ -20,7 +20,7 @@ from .errors import warn
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
-from .triton_kernels import TAIL, Coef, freeze, thaw, update_sums
+from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
 
 
@@ -206,6 +206,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _thaw(self) -> None:
         """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again."""
         self._outcomes.catch_up()
+        self._outcomes.veto_news = False  # of a veto that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self._reduce
         coef = self._coefficient_table()
         self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
@@ -230,6 +231,9 @@ class OneBitOptimizer(AveragingOptimizer):
         self._phase = "warmup"
         self._freeze_due = self._outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
+        # What took no part has no variance: the freeze gave it one, and the next freeze counts v > 0.
+        live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
+        self._exp_avg_sq.mul_(live)
         self._rewarms += 1
         self._exclude([])
         self._after_compression()
@@ -296,6 +300,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "freeze_due": self._freeze_due,
             "rewarms": self._rewarms,
             "vetoed": self._outcomes.vetoed,
+            "veto_news": self._outcomes.veto_news,
             "reference": float(self._guard.reference),
             "dead_tensors": list(self.dead_tensors),
             "dead_coordinates": self.dead_coordinates,
@@ -321,6 +326,7 @@ class OneBitOptimizer(AveragingOptimizer):
             self._behind = self._step - header["variance_step"]
         self._rewarms = header.get("rewarms", 0)
         self._outcomes.vetoed = header.get("vetoed", 0)
+        self._outcomes.veto_news = header.get("veto_news", False)
         self._frozen_at = header.get("freeze_step")
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
@@ -334,7 +340,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
-            reference = torch.tensor(header["reference"], dtype=torch.float64, device=self.device)
+            reference = torch.tensor(header.get("reference", 0.0), dtype=torch.float64, device=self.device)
             self._arm_guard(reference if reference > 0 else None)
 
     # ---------------------------------------------------------------- what users look at
@@ -352,18 +358,22 @@ class OneBitOptimizer(AveragingOptimizer):
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
-            which things are compressed; dead_tensors (names); dead_coordinates (with v == 0 at the
+            which things are compressed; residual_over_momentum and sign_agreement (of the last
+            compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names); dead_coordinates (with v == 0 at the
             freeze, in other tensors).
         """
         reduce = self._reduce
         compensated, worker_error = reduce.worker.norms()
         _, server_error = reduce.server.norms()
+        over_momentum, agreement = reduce.signals() if self._phase == "compression" else (0.0, 0.0)
         return super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
             "vetoed_steps": self._outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
+            "residual_over_momentum": over_momentum,
+            "sign_agreement": agreement,
             "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in self._scratch()),
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,

@@ -268,6 +268,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             self._started.zero_()
 
     def _after_compression(self) -> None:
+        self._layers[Layer.RATIO] = 1.0
         self._fresh = torch.empty(0, device=self.device)
         self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
         self._unit_is_known = False
@@ -292,7 +293,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             )
         updates = self._outcomes.updates
         reached = min(1 - float(g["beta3"]) ** (updates - g.get("added_at", 0)) for g in self.param_groups)
-        if reached < SETTLED:
+        if reached < SETTLED and not self._behind < 0:  # a warm start does not begin with 0
             warn(
                 f"after so few updates ({updates}) the average coefficient has reached {reached:.0%} of the "
                 "coefficients (it starts at 0, as in the paper), and so has the learning rate from now on; "
@@ -376,10 +377,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _header(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
-        return super()._header() | ({"started": bool(self._started)} if self._adaptive else {})
+        started = {"started": bool(self._started)} if self._adaptive else {}
+        return super()._header() | {"unit_is_known": self._unit_is_known} | started
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         super()._resume(header)
+        self._unit_is_known = header.get("unit_is_known", False)
         if self._phase == "compression":
             self._drop_norms()
             if self._adaptive:

@@ -33,7 +33,7 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
         if not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
         tables = _tables(optimizer, state_dict)
-    except (KeyError, TypeError, ValueError) as caught:
+    except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught if not isinstance(caught, KeyError) else ValueError(f"warm_start lacks the key {caught}")
     facts = [
         (f"{what} of {name} in warm_start", str(checksum(tensor)))

@@ -40,8 +40,8 @@ def test_a_message_is_header_scales_and_bits_at_the_documented_offsets(slots, sc
     raw = messages.buffer[1].numpy().tobytes()
     assert len(raw) == messages.nbytes == 32 + scale_bytes + 32
     assert len(raw) % 16 == 0
-    assert raw[:4] == b"FO1B"
-    assert struct.unpack("<8i", raw[:32]) == (0x42314F46, 1, 0, LAYOUT.fingerprint, 0, 0, -2, 0)
+    assert raw[:4] == b"FO1\x02"
+    assert struct.unpack("<8i", raw[:32]) == (0x02314F46, 0, LAYOUT.fingerprint, 0, 0, -2, 0, 0)
     scales = struct.unpack(f"<{scale_bytes // 4}f", raw[32 : 32 + scale_bytes])
     assert scales == tuple(i + 0.5 if i < slots else 0.0 for i in range(scale_bytes // 4))
     assert raw[32 + scale_bytes :] == bytes(range(32))
@@ -59,7 +59,7 @@ def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
 
 
 def test_the_words_lie_in_the_documented_order():
-    assert [word.name for word in Word] == ["MAGIC", "VERSION", "STEP", "LAYOUT", "DIGEST", "TAG", "SENDER", "FLAGS"]
+    assert [word.name for word in Word] == ["MAGIC", "STEP", "LAYOUT", "DIGEST", "TAG", "SENDER", "FLAGS", "SIGNAL"]
     assert list(Word) == list(range(8))
     assert [int(flag) for flag in (Flag.NONFINITE, Flag.ABORT, Flag.MISMATCH)] == [1, 2, 4]
 
@@ -69,9 +69,11 @@ def test_a_sent_message_says_step_digest_tag_and_sender():
     for step in (1, 2):
         before = int(digest(reduce.gathered)) if step > 1 else 0
         reduce([torch.randn(200, generator=torch.Generator().manual_seed(step))], tag=2**31 - 1)
-        assert reduce.arrived_words.tolist() == [
-            [0x42314F46, 1, step, reduce.layout.fingerprint, before, 2**31 - 1, 0, 0]
-        ]
+        words, signal = reduce.arrived_words.split([7, 1], dim=1)
+        assert words.tolist() == [[0x02314F46, step, reduce.layout.fingerprint, before, 2**31 - 1, 0, 0]]
+        residual = float(signal.contiguous().view(torch.float32))
+        reduce.settle()
+        assert residual == pytest.approx(float(reduce.worker.compensated.norm()), rel=1e-6)
     assert before != 0
 
 
@@ -111,7 +113,6 @@ def test_flags_of_all_ranks_are_united(flags, agreed):
 
 CHECKED = {
     Word.MAGIC: "message format",
-    Word.VERSION: "message format version",
     Word.STEP: "number of synchronisations",
     Word.LAYOUT: "parameter layout",
     Word.DIGEST: "digest of the last synchronisation",

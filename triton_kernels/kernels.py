@@ -27,6 +27,7 @@ from .access import (
     residual,
     scaled,
     store_bits,
+    store_norm,
     store_partials,
     sum_of,
     tensor_of,
@@ -237,6 +238,8 @@ def server_reduce(
     bits,  # uint8 [P / 8W], or two planes of that, written
     partials,  # float64 [3, B / W], or [4, B / W] where TERNARY, written
     partials_stride,  # elements between its rows
+    agreement,  # float64 [2, B / W], written
+    agreement_stride,  # elements between its rows
     world_size,  # W
     per_worker,  # float, 1 / W
     TERNARY: tl.constexpr,
@@ -254,8 +257,9 @@ def server_reduce(
     at = tl.load(slot + b)
     c = tl.load(compensated + b * BLOCK + i)
     c = residual(c, tl.load(server_scale + b), TERNARY)
+    total = tl.zeros(i.shape, tl.float32)
+    most = 0.0
     if tl.load(skip) == 0:
-        total = tl.zeros(i.shape, tl.float32)
         # Pointers that move on: w * stride would need 64 bits.
         arrived = arrived_bits + b * (BLOCK // 8) + byte
         scales = arrived_scales + at
@@ -263,11 +267,17 @@ def server_reduce(
             scale = tl.load(scales) * per_worker
             signs, nonzero = load_bits(arrived, plane, TERNARY)
             total += scaled(signs, nonzero, scale, TERNARY)
+            most += scale
             arrived += arrived_stride
             scales += scales_stride
         c = c + total
     if row != 0:
-        c = tl.where(live_elements(live, row, BLOCK), c, 0.0)
+        counted = live_elements(live, row, BLOCK)
+        c = tl.where(counted, c, 0.0)
+        total = tl.where(counted, total, 0.0)
     tl.store(compensated + b * BLOCK + i, c)
     store_bits(bits + b * (BLOCK // 8) + byte, plane, c, TERNARY)
     store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
+    store_norm(agreement, b, total)
+    widest = tl.cast(most, tl.float64)
+    tl.store(agreement + agreement_stride + b, widest * widest)

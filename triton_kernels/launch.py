@@ -255,6 +255,7 @@ def server_reduce(
     live_row: Tensor,
     bits: Tensor,
     partials: Tensor,
+    agreement: Tensor,
 ) -> None:
     """See ``kernels.server_reduce``."""
     blocks, world_size = len(live_row), len(arrived_bits)
@@ -275,6 +276,8 @@ def server_reduce(
         bits,
         partials,
         partials.stride(0),
+        agreement,
+        agreement.stride(0),
         world_size,
         1.0 / world_size,
         TERNARY=arrived_bits.dim() == 3,

@@ -41,7 +41,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "server_reduce": (
         "(Tensor arrived_bits, Tensor arrived_scales, Tensor slot, Tensor skip, int block_size, "
-        f"Tensor(a!) compensated, Tensor server_scale, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials) -> ()"
+        f"Tensor(a!) compensated, Tensor server_scale, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials, "
+        "Tensor(d!) agreement) -> ()"
     ),
     "apply_momentum": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, "

@@ -210,6 +210,7 @@ def server_reduce(
     live_row: Tensor,
     bits: Tensor,
     partials: Tensor,
+    agreement: Tensor,
 ) -> None:
     """Averages the workers' chunks and compresses the average (1-bit Adam, Algorithm 1, server).
 
@@ -228,22 +229,27 @@ def server_reduce(
         live, live_row: Elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
         partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
+        agreement: float64 [2, B / W], written: the sum of the average's squares, before E is added, and
+            the square that each would have if all workers' signs agreed.
     """
     world_size, flat = len(arrived_bits), compensated.view(-1, block_size)
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         b = tile.blocks
         c = flat[b]
         new = residual(c, server_scale[b], arrived_bits.dim() == 3)
+        total, most = torch.zeros_like(c), torch.zeros_like(server_scale[b])
         if not skip:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
-            total = torch.zeros_like(c)
             for w in range(world_size):
                 total += scaled(arrived_bits[w, ..., tile.bytes], scales[w])
+                most += scales[w]
             new += total
         new = only_live(new, live, live_row, tile)
         c.copy_(new)
         _compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
+        agreement[0, b] = only_live(total, live, live_row, tile).double().square().sum(1)
+        agreement[1, b] = most.double().square()
 
 
 def settle(compensated: Tensor, scale: Tensor, ternary: bool, live: Tensor, live_row: Tensor) -> None:
