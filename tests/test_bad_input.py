@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, UNGUARDED, construct
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam, OneBitLamb, construction
@@ -41,10 +41,17 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
         ({"precondition": 1}, "precondition must be True or False, got 1"),
         ({"ternary": 1}, "ternary must be True or False, got 1"),
+        ({"dead_coordinates": "keep"}, 'precondition=True needs dead_coordinates="mean", got "keep"'),
         (
-            {"precondition": True, "dead_coordinates": "keep"},
-            'precondition=True needs dead_coordinates="mean", got "keep"',
+            {"precondition": False, "variance_floor": 0.1, "dead_coordinates": "keep"},
+            'variance_floor=0.1 needs dead_coordinates="mean", got "keep"',
         ),
+        ({"variance_floor": 1.0}, r"variance_floor must be a number in \[0, 1\), or None, got 1.0"),
+        ({"variance_floor": "low"}, r"variance_floor must be a number in \[0, 1\), or None, got 'low'"),
+        ({"rewarm_every": -1}, "rewarm_every must be an int >= 0, got -1"),
+        ({"rewarm_steps": 2.5}, "rewarm_steps must be an int >= 0, got 2.5"),
+        ({"rewarm_steps": 9}, "rewarm_steps must be at least 10, got 9"),
+        ({"guard": True}, "guard must be one of 'rewarm', 'warn', 'off', got True"),
         ({"nonfinite": "ignore"}, "nonfinite must be one of 'skip', 'raise', got 'ignore'"),
         ({"bias_correction": None}, "bias_correction must be True or False, got None"),
         ({"eps_inside_sqrt": "yes"}, "eps_inside_sqrt must be True or False, got 'yes'"),
@@ -185,7 +192,7 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
 def test_what_changed_since_construction_is_named_and_nothing_moves(name, spoil, message, freeze_step):
     model = torch.nn.Linear(3, 4)
     model.bias.requires_grad_(False)
-    optimizer = construct(name, model.named_parameters(), freeze_step=freeze_step)
+    optimizer = construct(name, model.named_parameters(), freeze_step=freeze_step, **UNGUARDED)
     for _ in range(3):
         model.weight.grad = torch.randn(4, 3)
         optimizer.step()

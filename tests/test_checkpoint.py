@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, observe, parameters
-from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, construct
+from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, PAPER, construct
 from ranks import run_ranks
 from torch.nn import Parameter
 
@@ -74,7 +74,16 @@ def resume(
     same_state = all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
     same_counts = all(
         straight.stats().get(key) == resumed.stats().get(key)
-        for key in ("phase", "step", "skipped_steps", "freeze_step", "dead_tensors", "dead_coordinates")
+        for key in (
+            "phase",
+            "step",
+            "skipped_steps",
+            "freeze_step",
+            "rewarms",
+            "vetoed_steps",
+            "dead_tensors",
+            "dead_coordinates",
+        )
     )
     return again == prints[cut:], same_state and same_counts, phase
 
@@ -105,7 +114,7 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
 @pytest.mark.parametrize("cut", [8, 9])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in ONEBIT), *((name, {"precondition": True}) for name in ("onebit-adam", "onebit-lamb"))],
+    [*((name, {}) for name in ONEBIT), *((name, PAPER) for name in ("onebit-adam", "onebit-lamb"))],
 )
 def test_resuming_right_after_skipped_first_steps_of_the_compression(name, options, cut):
     """Nothing but skips so far: what 1-bit LAMB rebuilds the first gradient from is still the warm-up's."""
@@ -138,12 +147,12 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("onebit-lamb", {"variant": "deepspeed"}),
-        ("onebit-lamb", {"momentum_scaling": False}),
-        ("onebit-adam", {"precondition": True}),
-        ("onebit-lamb", {"precondition": True, "eps_inside_sqrt": True}),
+        ("onebit-lamb", PAPER | {"variant": "deepspeed"}),
+        ("onebit-lamb", PAPER | {"momentum_scaling": False}),
+        ("onebit-adam", PAPER),
+        ("onebit-lamb", {"eps_inside_sqrt": True}),
         ("onebit-adam", {"ternary": True}),
-        ("onebit-lamb", {"ternary": True, "scale_norm": "contractive"}),
+        ("onebit-lamb", PAPER | {"ternary": True, "scale_norm": "contractive"}),
     ],
     ids=str,
 )
@@ -203,10 +212,11 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     return through_a_file(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("ternary", [False, True])
+@pytest.mark.parametrize("options", [{}, {"ternary": True}, {"precondition": False, "ternary": True}], ids=str)
 @EACH_ONEBIT
-def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name, ternary):
-    saved = run_ranks(saved_state, 2, name, torch.bfloat16, {"ternary": ternary})
+def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name, options):
+    ternary, preconditioned = options.get("ternary", False), options.get("precondition", True)
+    saved = run_ranks(saved_state, 2, name, torch.bfloat16, options)
     for i, p in enumerate(make()):
         served = sorted((s["state"][i]["server_error_start"], len(s["state"][i]["server_error"])) for s in saved)
         assert sum(length for _, length in served) == p.numel()
@@ -220,7 +230,7 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding
         }
         momenta = ["exp_avg", "exp_avg_last"] if name == "onebit-lamb" else ["exp_avg"]
         planes = {f"{momentum}_nonzero": bits for momentum in momenta} if ternary else {}
-        per_tensor = {"layer": (torch.float32, 3), "unit": (torch.float32, 1)}
+        per_tensor = {"layer": (torch.float32, 3)} | ({} if preconditioned else {"unit": (torch.float32, 1)})
         for state in (s["state"][i] for s in saved):
             assert {k: (v.dtype, v.numel()) for k, v in state.items() if k not in ("server_error_start",)} == {
                 "step": (torch.float32, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 import reference_adam
 import torch
 from fusedonebit.comm import Messages
-from fusedonebit.triton_kernels import FlatLayout, choose_block_size
+from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 from observe import fingerprint, flat, observe, parameters, served
-from optimizers import EACH_ONEBIT, construct
+from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import WORLD_SIZES, run_ranks
 from torch import Tensor
 from torch.nn import Parameter
@@ -53,14 +54,18 @@ def fingerprints(rank: int, world_size: int, name: str, options: dict) -> list[s
     return prints
 
 
-LAYER = {"scale_norm": "l1", "scale_scope": "layer"}
+LAYER = PAPER | {"scale_norm": "l1", "scale_scope": "layer"}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("onebit-adam", {}), ("onebit-adam", LAYER), ("onebit-lamb", {}), ("onebit-lamb-frozen", LAYER)],
-    ids=["adam, global", "adam, layer", "lamb, global", "frozen lamb, layer"],
+    [
+        *((name, {}) for name in ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")),
+        ("onebit-adam", LAYER),
+        ("onebit-lamb", PAPER),
+    ],
+    ids=["adam", "lamb", "frozen lamb", "adam, layer", "lamb, global"],
 )
 def test_parameters_stay_bit_identical_across_ranks(world_size, name, options):
     prints = run_ranks(fingerprints, world_size, name, options)
@@ -86,15 +91,24 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(rank: int, world_size: int, name: str, tensors: int) -> list[tuple[int, int, int, int]]:
-    optimizer = construct(name, make(*[(3 + i % 50,) for i in range(tensors)]), freeze_step=2)
+def message_bytes(layout: FlatLayout, scale_scope: ScaleScope) -> int:
+    """The length of a message, from the layout."""
+    _, slots = layout.scale_slots(scale_scope)
+    return Messages.size(slots, layout)
+
+
+def count_collectives(
+    rank: int, world_size: int, name: str, tensors: int, options: dict
+) -> list[tuple[int, int, int, int]]:
+    shapes = [(3 + i % 50,) for i in range(tensors)]
+    optimizer = construct(name, make(*shapes), freeze_step=2, **UNGUARDED | options)
     train(optimizer, rank, 2)
     counts = []
     for step in range(3):
         with CollectiveCounter() as counter:
             train(optimizer, rank, 1, start=2 + step)
         stats = optimizer.stats()
-        message = Messages.size(1, optimizer.layout)
+        message = message_bytes(optimizer.layout, optimizer.options.scale_scope)
         counts.append((len(counter.names), stats["collectives_step"], stats["bytes_step"], message))
     assert optimizer.phase == "compression"
     return counts
@@ -102,34 +116,38 @@ def count_collectives(rank: int, world_size: int, name: str, tensors: int) -> li
 
 @EACH_ONEBIT
 @pytest.mark.parametrize("tensors", [3, 300])
-def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tensors):
-    for counts in run_ranks(count_collectives, 2, name, tensors):
+@pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
+def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tensors, options):
+    for counts in run_ranks(count_collectives, 2, name, tensors, options):
         for called, counted, sent, message in counts:
             print(f"{name}, {tensors} tensors: collectives in a step: {called} (limit 2), {sent} bytes to the other")
             assert called == counted == 2
             assert sent == 2 * message
 
 
-def wire_bytes(counts: tuple[int, ...], world_size: int) -> int:
+DEFAULT_SCOPE = inspect.signature(OneBitAdam).parameters["scale_scope"].default
+
+
+def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:
     """All messages of both collectives, the rank's own included."""
     layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
-    return 2 * world_size * Messages.size(1, layout)
+    return 2 * world_size * message_bytes(layout, scale_scope)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64])
-def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size):
+@pytest.mark.parametrize("scale_scope", [DEFAULT_SCOPE, "global"])
+def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size, scale_scope):
     counts = sizes(bert_large())
     assert len(counts) == 302
     real = sum(counts)
     assert 335e6 < real < 337e6
-    ratio = wire_bytes(counts, world_size) / (2 * real / 8)
-    print(f"BERT-Large, {real:,} elements, W={world_size}: bytes / (2 n/8): {ratio:.5f} (limit 1.01)")
+    ratio = wire_bytes(counts, world_size, scale_scope) / (2 * real / 8)
+    print(f"BERT-Large, {real:,} elements, W={world_size}, {scale_scope}: bytes / (2 n/8): {ratio:.5f} (limit 1.01)")
     assert 1.0 <= ratio <= 1.01
     for name, shapes in MODELS.items():
         others = sizes(shapes())
-        print(
-            f"{name}: bytes / (2 n/8) at W={world_size}: {wire_bytes(others, world_size) / (2 * sum(others) / 8):.4f}"
-        )
+        ratio = wire_bytes(others, world_size, scale_scope) / (2 * sum(others) / 8)
+        print(f"{name}: bytes / (2 n/8) at W={world_size}: {ratio:.4f}")
 
 
 # ---------------------------------------------------------------- what is kept
@@ -139,9 +157,9 @@ STATE_BYTES = {"onebit-adam": 8.2, "onebit-lamb": 12.3, "onebit-lamb-frozen": 8.
 """Limits per parameter, besides the 4 / W of the servers' residuals."""
 
 
-def kept_bytes(rank: int, world_size: int, name: str) -> tuple[float, float, int, int]:
+def kept_bytes(rank: int, world_size: int, name: str, options: dict) -> tuple[float, float, int, int]:
     """Bytes per parameter by ``stats``, and the largest allocations before and after the freeze."""
-    optimizer = construct(name, make(*MILLIONS), freeze_step=2)
+    optimizer = construct(name, make(*MILLIONS), freeze_step=2, **UNGUARDED | options)
     n = sum(math.prod(shape) for shape in MILLIONS)
     grads = [gradient(rank, 0, p, i) for i, p in enumerate(parameters(optimizer))]
     for p, g in zip(parameters(optimizer), grads, strict=True):
@@ -163,8 +181,9 @@ def largest_allocation(call) -> int:
 
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_full_size(name, world_size):
-    for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size, name):
+@pytest.mark.parametrize("options", [{"guard": "rewarm"}, PAPER], ids=["defaults", "paper"])
+def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_full_size(name, world_size, options):
+    for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size, name, options):
         limit, n = STATE_BYTES[name] + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
         print(f"{name}, W={world_size}: state bytes per parameter: {state:.3f} (limit {limit})")
         print(f"{name}, W={world_size}: wire bytes per parameter: {wire:.3f} (limit 0.3)")
@@ -212,7 +231,8 @@ def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
 
 def test_one_process_without_a_group_compresses_on_both_sides_as_algorithm_1_says():
     (p,) = make((70, 30))
-    optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), freeze_step=5, scale_norm="l1", weight_decay=0.1)
+    options = PAPER | {"scale_norm": "l1"}
+    optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), freeze_step=5, weight_decay=0.1, **options)
     train(optimizer, 0, 5)
     worst = 0.0
     for step in range(5, 25):

@@ -108,7 +108,12 @@ def build(case: str, rank: int, name: str) -> OneBitOptimizer:
             "momentum_scaling": (True, False),
             "variant": ("paper", "deepspeed"),
             "eps_inside_sqrt": (False, True),
+            "precondition": (True, False),
+            "guard": ("rewarm", "off"),
+            "variance_floor": (None, 0.1),
         }[case][rank]
+        if case == "momentum_scaling":
+            options["precondition"] = False
     return construct(name, params, **options)
 
 
@@ -134,6 +139,9 @@ def build_differently(rank: int, world_size: int, case: str, name: str = "onebit
         ("betas", "betas of group 0 is (0.9, 0.99) on rank 0 but (0.9, 0.999) on rank 1"),
         ("freeze_step", "freeze_step is 5 on rank 0 but 6 on rank 1"),
         ("scale_norm", "scale_norm is 'l1' on rank 0 but 'l2' on rank 1"),
+        ("precondition", "precondition is True on rank 0 but False on rank 1"),
+        ("guard", "guard is 'rewarm' on rank 0 but 'off' on rank 1"),
+        ("variance_floor", "variance_floor is None on rank 0 but 0.1 on rank 1"),
         ("block_size", "block_size is 128 on rank 0 but 256 on rank 1"),
         ("nonfinite", "nonfinite is 'skip' on rank 0 but 'raise' on rank 1"),
     ],

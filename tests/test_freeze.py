@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, construct
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
 from ranks import WORLD_SIZES, run_ranks
 from torch.nn import Parameter
 
@@ -129,14 +129,12 @@ def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(
 # ---------------------------------------------------------------- dead coordinates and tensors
 
 
-def train_with_dead(
-    rank: int, world_size: int, name: str, dead_coordinates: str
-) -> tuple[dict, dict, list[str], list, str]:
+def train_with_dead(rank: int, world_size: int, name: str, options: dict) -> tuple[dict, dict, list[str], list, str]:
     """An embedding of which only the first rows are seen before the freeze, and a tensor that never is."""
     torch.manual_seed(0)
     embedding, unused, used = Parameter(torch.randn(20, 8)), Parameter(torch.randn(37)), Parameter(torch.randn(6))
     params = [embedding, unused, used]
-    optimizer = construct(name, params, lr=1e-2, freeze_step=5, dead_coordinates=dead_coordinates, weight_decay=0.1)
+    optimizer = construct(name, params, lr=1e-2, freeze_step=5, weight_decay=0.1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "after so few updates")  # of LAMB's average
@@ -167,8 +165,9 @@ def train_with_dead(
 
 
 @EACH_ONEBIT
-def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name):
-    results = run_ranks(train_with_dead, 2, name, "mean")
+@pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
+def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options):
+    results = run_ranks(train_with_dead, 2, name, options)
     assert len({after["bits"] for after, _, _ in results}) == 1
     for after, stats, _ in results:
         seen = after["warmup_variance"][:15]
@@ -182,8 +181,9 @@ def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name):
 
 
 @EACH_ONEBIT
-def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name):
-    for after, stats, texts in run_ranks(train_with_dead, 2, name, "mean"):
+@pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
+def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name, options):
+    for after, stats, texts in run_ranks(train_with_dead, 2, name, options):
         assert after["unused"], "no decay, no update"
         assert not after["unused_error"].any()
         assert not after["unused_momentum"].any()
@@ -194,7 +194,7 @@ def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name):
 
 @ADAM_AND_LAMB
 def test_dead_coordinates_keep_leaves_the_variance_as_it_is(name):
-    for after, stats, texts in run_ranks(train_with_dead, 2, name, "keep"):
+    for after, stats, texts in run_ranks(train_with_dead, 2, name, PAPER | {"dead_coordinates": "keep"}):
         assert torch.equal(after["variance"], after["warmup_variance"])
         assert not after["variance"][15:].any()
         assert after["moved"][15:].min() > 1e3 * after["moved"][:15].max(), "m / eps explodes, as DeepSpeed's does"
@@ -206,7 +206,7 @@ def test_dead_coordinates_keep_leaves_the_variance_as_it_is(name):
 
 def scales_with_and_without(rank: int, world_size: int, name: str, with_dead: bool) -> float:
     p, dead = make((900,), (900,))
-    optimizer = construct(name, [p, dead] if with_dead else [p], freeze_step=3, scale_norm="l2")
+    optimizer = construct(name, [p, dead] if with_dead else [p], freeze_step=3, **PAPER)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
         for step in range(5):

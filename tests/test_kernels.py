@@ -12,6 +12,7 @@ from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import PAPER
 from ranks import run_ranks
 from reference_ops import Problem
 from torch import Tensor
@@ -177,34 +178,36 @@ def test_any_layout_and_mask_equals_the_twins(layout, random):
 
 
 def train(
-    rank: int, world_size: int, backend: str, scope: str, nan_at: int, precondition: bool = False
+    rank: int, world_size: int, backend: str, options: dict[str, object], nan_at: int, small: bool = False
 ) -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = ((7,), (10, 20), (0,), (1,)) if precondition else ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
+    shapes = ((7,), (10, 20), (0,), (1,)) if small else ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     generator = torch.Generator().manual_seed(rank)
     with using(backend):
-        optimizer = OneBitAdam(params, 1e-2, freeze_step=10, scale_scope=scope, precondition=precondition)
+        optimizer = OneBitAdam(params, 1e-2, freeze_step=10, **options)
         for step in range(30):
             for i, p in enumerate(params):
                 p.grad = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 2)
             if step == nan_at and rank == world_size - 1:
                 params[1].grad[3, 3] = torch.nan
             optimizer.step()
-        assert ("Triton" in optimizer.stats()["backend"]) == (backend == "triton")
+        stats = optimizer.stats()
+        assert ("Triton" in stats["backend"]) == (backend == "triton")
+        assert (stats["phase"], stats["skipped_steps"]) == ("compression", 1)
     return [p.detach() for p in params]
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize(("scope", "precondition"), [("global", False), ("layer", False), ("layer", True)])
-def test_30_steps_through_the_kernels_give_identical_parameters(scope, precondition):
-    plain, triton = (train(0, 1, backend, scope, 20, precondition) for backend in ("plain", "triton"))
+@pytest.mark.parametrize("options", [PAPER, PAPER | {"scale_scope": "layer"}, {}], ids=["global", "layer", "defaults"])
+def test_30_steps_through_the_kernels_give_identical_parameters(options):
+    plain, triton = (train(0, 1, backend, options, 20, small=not options) for backend in ("plain", "triton"))
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
-    (plain, _), (triton, other) = (run_ranks(train, 2, backend, "global", 20) for backend in ("plain", "triton"))
+    (plain, _), (triton, other) = (run_ranks(train, 2, backend, PAPER, 20) for backend in ("plain", "triton"))
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(triton, other, strict=True))
 
@@ -225,10 +228,12 @@ def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, NotRun(name))
 
 
-@pytest.mark.parametrize("tensors", [3, 302, 3000])
-def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tensors(tensors, monkeypatch):
+@pytest.mark.parametrize(
+    ("tensors", "options"), [(3, {}), (302, {}), (3000, {}), (302, PAPER)], ids=["3", "302", "3000", "302, paper"]
+)
+def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tensors(tensors, options, monkeypatch):
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
-    optimizer = OneBitAdam(params, freeze_step=1)
+    optimizer = OneBitAdam(params, freeze_step=1, **options)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()

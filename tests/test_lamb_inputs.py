@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint
-from optimizers import construct
+from optimizers import PAPER, UNGUARDED, construct
 from ranks import run_ranks
 from torch.nn import Parameter
 
@@ -125,7 +125,8 @@ def test_all_of_a_deepspeed_config_is_carried_over():
         options = optimizer.options
         assert (options.freeze_step, options.variant, options.layerwise) == (49, "deepspeed", "adaptive")
         assert (options.scales_momentum, options.scale_norm, options.bias_correction) == (True, "l2", False)
-        assert options.dead_coordinates == "keep"
+        assert (options.precondition, options.scale_scope, options.least_share) == (False, "global", 0.0)
+        assert (options.dead_coordinates, options.guard, options.rewarm_every) == ("keep", "off", 0)
 
 
 def test_what_a_deepspeed_config_leaves_out_is_deepspeeds_own():
@@ -161,7 +162,7 @@ def moves_beside_a_quiet_layer(quiet: int) -> tuple[float, float, int]:
     torch.manual_seed(0)
     steady, other = Parameter(torch.randn(640)), Parameter(torch.randn(640))
     freeze_step = 25 + quiet
-    optimizer = OneBitLamb([steady, other], lr=1e-3, freeze_step=freeze_step)
+    optimizer = OneBitLamb([steady, other], lr=1e-3, freeze_step=freeze_step, **PAPER)
     draw = torch.Generator().manual_seed(1)
     for step in range(freeze_step + 60):
         if step == freeze_step:
@@ -231,7 +232,7 @@ BAD_CHANGES = [
 def change_on_rank_1(rank: int, world_size: int, key: str, value: object) -> list[str]:
     torch.manual_seed(0)
     p = Parameter(torch.randn(100))
-    optimizer, seen = OneBitLamb([p], lr=1e-3, freeze_step=2), []
+    optimizer, seen = OneBitLamb([p], lr=1e-3, freeze_step=2, **UNGUARDED), []
     for step in range(5):
         p.grad = torch.randn(100)
         good = optimizer.param_groups[0][key]

@@ -11,6 +11,7 @@ from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, using
 from fusedonebit.triton_kernels.launch import launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import PAPER
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem
 from test_kernels import SIZES, block_of, do_not_run_kernels
@@ -230,10 +231,10 @@ def test_any_layout_and_mask_equals_the_twins(layout, way, random):
 
 KINDS: dict[str, tuple[type, dict[str, object]]] = {
     "uncompressed": (Lamb, {}),
-    "adaptive": (OneBitLamb, {"freeze_step": 10}),
-    "frozen": (OneBitLamb, {"freeze_step": 10, "layerwise": "frozen", "scale_scope": "layer"}),
-    "deepspeed": (OneBitLamb, {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
-    "preconditioned": (OneBitLamb, {"freeze_step": 10, "precondition": True}),
+    "adaptive": (OneBitLamb, PAPER | {"freeze_step": 10}),
+    "frozen": (OneBitLamb, PAPER | {"freeze_step": 10, "layerwise": "frozen", "scale_scope": "layer"}),
+    "deepspeed": (OneBitLamb, PAPER | {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
+    "preconditioned": (OneBitLamb, {"freeze_step": 10}),
 }
 
 

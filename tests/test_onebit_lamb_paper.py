@@ -14,6 +14,7 @@ import pytest
 import reference_lamb
 import torch
 from observe import flat, observe, parameters, served, whole_server_error
+from optimizers import PAPER
 from ranks import run_ranks
 from teacher_forced import Deviation, worst
 
@@ -51,14 +52,14 @@ OPTIONS = {
     "r_max": 3.0,
     "r_threshold": 0.1,
     "eps_inside_sqrt": True,
-}
+} | PAPER
 # r starts at 1. Only where that lies outside the bounds does the order of lines 18 and 19 make a
 # difference: line 18 keeps r near 1, then line 19 sets the bound.
 BOUNDS = {"l1": {"r_min": 1.5, "r_max": 4.0}, "l2": {}}
 
 
 def settings(options: dict) -> reference_lamb.Settings:
-    options = {k: v for k, v in options.items() if k not in ("scale_norm", "layerwise", "eps_inside_sqrt")}
+    options = {k: v for k, v in options.items() if k not in {"layerwise", "eps_inside_sqrt", *PAPER}}
     beta1, beta2 = options.pop("betas")
     return reference_lamb.Settings(beta1=beta1, beta2=beta2, **options)
 
@@ -246,7 +247,7 @@ def test_every_step_is_equation_2_then_algorithm_1(norm):
 
 
 def test_frozen_coefficients_are_the_basic_one_bit_of_section_3_4():
-    options = OPTIONS | {"scale_norm": "l2", "layerwise": "frozen"}
+    options = OPTIONS | {"layerwise": "frozen"}
     runs = run_ranks(record_steps, 2, 7, 10, options)
     check_compressed_steps("frozen", runs, 10, options)
     for state in runs[0]["states"][1:]:
@@ -265,8 +266,8 @@ def train_with_silent_layer(rank: int, world_size: int, kind: str) -> dict:
     magnitudes = [1.0, 1e-3, 10.0, 1e4]
     params = [torch.nn.Parameter(torch.randn(60 + 7 * i)) for i in range(4)]
     trained = [p for i, p in enumerate(params) if (i, kind) != (SILENT, "absent")]
-    dead = "keep" if kind == "keep" else "mean"
-    optimizer = OneBitLamb(trained, lr=1e-2, betas=(0.5, 0.9), freeze_step=2, dead_coordinates=dead)
+    options = PAPER | {"dead_coordinates": "keep" if kind == "keep" else "mean"}
+    optimizer = OneBitLamb(trained, lr=1e-2, betas=(0.5, 0.9), freeze_step=2, **options)
     finite, m, x = True, [], []
     for step in range(12):
         for i, p in enumerate(params):

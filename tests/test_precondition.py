@@ -8,7 +8,7 @@ import reference_ops as reference
 import torch
 from fusedonebit.triton_kernels import Coef
 from observe import fingerprint, observe
-from optimizers import ADAM_AND_LAMB, construct
+from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
 from ranks import run_ranks
 from reference_ops import Problem, wide
 from torch import Tensor
@@ -91,10 +91,10 @@ def test_nothing_to_take_a_median_of_raises_nothing(inside):
     assert not least_of(p, inside).any()
 
 
-def train(rank: int, world_size: int, name: str, precondition: bool) -> tuple[str, list[dict], np.ndarray]:
+def train(rank: int, world_size: int, name: str, options: dict) -> tuple[str, list[dict], np.ndarray]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 40), (7,), (900,), (3, 5, 7))]
-    optimizer = construct(name, params, lr=1e-2, freeze_step=8, precondition=precondition, scale_norm="contractive")
+    optimizer = construct(name, params, lr=1e-2, freeze_step=8, **UNGUARDED, **options)
     generator, states = torch.Generator().manual_seed(rank), []
     for step in range(30):
         for i, p in enumerate(params):
@@ -109,8 +109,9 @@ def train(rank: int, world_size: int, name: str, precondition: bool) -> tuple[st
 
 
 @ADAM_AND_LAMB
-def test_ranks_stay_bit_identical_and_freeze_the_same_variance(name):
-    (first, states, phase), (second, others, _) = run_ranks(train, 2, name, True)
+@pytest.mark.parametrize("floor", [None, 0.0])
+def test_ranks_stay_bit_identical_and_freeze_the_same_variance(name, floor):
+    (first, states, phase), (second, others, _) = run_ranks(train, 2, name, {"variance_floor": floor})
     assert phase == "compression"
     assert first == second
     for one, other in zip(states, others, strict=True):
@@ -119,4 +120,4 @@ def test_ranks_stay_bit_identical_and_freeze_the_same_variance(name):
     warmup, frozen_, last = (state["v"] for state in states)
     assert (frozen_ > warmup).mean() > 0.05
     assert np.array_equal(frozen_, last)
-    assert run_ranks(train, 2, name, False)[0][0] != first
+    assert run_ranks(train, 2, name, {"precondition": False})[0][0] != first

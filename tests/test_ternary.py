@@ -10,7 +10,7 @@ from backends import assert_equal_backends, problem
 from fusedonebit.comm import CompressedAllReduce
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 from observe import fingerprint, observe
-from optimizers import ADAM_AND_LAMB, construct
+from optimizers import ADAM_AND_LAMB, PAPER, UNGUARDED, construct
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem, wide
 from test_kernels import SIZES, block_of
@@ -164,7 +164,7 @@ def train(rank: int, world_size: int, name: str, backend: str, options: dict) ->
     generator = torch.Generator().manual_seed(rank)
     prints = []
     with using(backend):
-        optimizer = construct(name, params, 1e-2, freeze_step=4, weight_decay=0.0, **options)
+        optimizer = construct(name, params, 1e-2, freeze_step=4, weight_decay=0.0, **UNGUARDED | options)
         for step in range(14):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator)
@@ -180,7 +180,11 @@ def train(rank: int, world_size: int, name: str, backend: str, options: dict) ->
     return {"prints": prints, "state": state, "moved": [p.detach() != b for p, b in zip(params, before, strict=True)]}
 
 
-RUNS = [{}, {"scale_scope": "layer", "scale_norm": "contractive"}, {"precondition": True, "scale_norm": "l1"}]
+RUNS = [
+    {},
+    PAPER | {"scale_scope": "layer", "scale_norm": "contractive"},
+    {"scale_scope": "global", "scale_norm": "l1"},
+]
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
@@ -218,9 +222,9 @@ def test_a_coordinate_that_never_has_a_gradient_stays_still_and_with_one_bit_doe
 # ---------------------------------------------------------------- the wire
 
 
-def bytes_of_a_step(rank: int, world_size: int, name: str, ternary: bool) -> tuple[dict, str]:
+def bytes_of_a_step(rank: int, world_size: int, name: str, ternary: bool, options: dict) -> tuple[dict, str]:
     param = Parameter(torch.ones(1024, 200))
-    optimizer = construct(name, [param], freeze_step=1, ternary=ternary)
+    optimizer = construct(name, [param], freeze_step=1, ternary=ternary, **UNGUARDED | options)
     for step in range(2):
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.step()
@@ -229,12 +233,15 @@ def bytes_of_a_step(rank: int, world_size: int, name: str, ternary: bool) -> tup
 
 
 @ADAM_AND_LAMB
-def test_a_step_sends_two_bits_per_parameter(name):
-    (one, said), (two, says) = (run_ranks(bytes_of_a_step, 2, name, ternary)[0] for ternary in (False, True))
+@pytest.mark.parametrize("options", [{}, {"scale_scope": "global"}], ids=["defaults", "global"])
+def test_a_step_sends_two_bits_per_parameter(name, options):
+    (one, said), (two, says) = (run_ranks(bytes_of_a_step, 2, name, ternary, options)[0] for ternary in (False, True))
     ratio = two["bytes_step"] / one["bytes_step"]
     bits = 8 * two["bytes_step"] / two["parameters"]
-    print(f"{name}: {ratio:.4f} times the bytes of one bit (1.99 to 2.01), {bits:.4f} bits sent per parameter")
-    assert 1.99 < ratio < 2.01
+    print(f"{name}, {options}: {ratio:.4f} times the bytes of one bit, {bits:.4f} bits sent per parameter")
+    assert two["bytes_step"] - one["bytes_step"] == two["parameters"] // 8, "only the bits travel twice"
+    if options:
+        assert 1.99 < ratio < 2.01
     assert two["wire_bytes"] > one["wire_bytes"]
     momenta = 2 if name == "onebit-lamb" else 1
     assert two["state_bytes"] - one["state_bytes"] == momenta * two["parameters"] // 8
