@@ -84,6 +84,7 @@ CASES = {
     "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=2),
     "apply_momentum": Case("apply_momentum", APPLY),
     "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
+    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
     "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
     "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
     "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
@@ -92,6 +93,7 @@ CASES = {
     "lamb_move": Case("lamb_move", ADAM),
     "lamb_ratio": Case("lamb_ratio", RATIO),
     "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
+    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
     "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
     "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
 }
@@ -104,7 +106,6 @@ VARIANTS = {
     "momentum_compress, small blocks": Case("momentum_compress", COMPRESS | {"BLOCK": 128}),
     "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
     "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
-    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
     "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
     "adam_update, sums": Case("adam_update", FP32 | {"SUMS": True}),
     "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
@@ -112,19 +113,25 @@ VARIANTS = {
     "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
     "lamb_move, mixed": Case("lamb_move", ADAM | {"DTYPE": 3, "EPS_INSIDE": True}),
     "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
-    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
     "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
-ADAM_STEP = ("momentum_compress", "finish", "apply_momentum")
+ADAM_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
+PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
 STEPS = {
     "1-bit Adam": (ADAM_STEP, 24.9),
-    "1-bit LAMB": ((*ADAM_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
+    "1-bit LAMB": ((*ADAM_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
     "1-bit LAMB, frozen": (ADAM_STEP, 24.9),
+    "1-bit Adam, plain": (PLAIN_STEP, 24.9),
+    "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
 }
-"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W."""
+"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W.
+
+By default what is compressed is preconditioned; "plain": ``precondition=False``.
+"""
 
 
 @dataclass

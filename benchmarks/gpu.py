@@ -40,16 +40,19 @@ KERNELS = [
     ("unpack", "unpack", torch.float32, "unpack"),
     ("flatten", "flatten", torch.float32, "flatten"),
     ("momentum_compress", "momentum_compress", torch.float32, "momentum_compress"),
+    ("momentum_compress, preconditioned", "momentum_compress", torch.float32, "momentum_compress, preconditioned"),
     ("momentum_compress, bf16", "momentum_compress", torch.bfloat16, "momentum_compress, bf16"),
     ("finish", "finish", torch.float32, "finish"),
     ("server_reduce, W=8", "server_reduce", torch.float32, "server_reduce, W=8"),
     ("apply_momentum", "apply_momentum", torch.float32, "apply_momentum"),
+    ("apply_momentum, preconditioned", "apply_momentum", torch.float32, "apply_momentum, preconditioned"),
     ("apply_momentum, bf16", "apply_momentum", torch.bfloat16, "apply_momentum, bf16"),
     ("adam_update", "adam_update", torch.float32, "adam_update"),
     ("lamb_update", "lamb_update", torch.float32, "lamb_update"),
     ("lamb_coefficient", "lamb_coefficient", torch.float32, "lamb_coefficient"),
     ("lamb_move", "lamb_move", torch.float32, "lamb_move"),
     ("lamb_ratio", "lamb_ratio", torch.float32, "lamb_ratio"),
+    ("lamb_ratio, preconditioned", "lamb_ratio", torch.float32, "lamb_ratio, preconditioned"),
     ("lamb_rescale", "lamb_rescale", torch.float32, "lamb_rescale"),
 ]
 
@@ -84,7 +87,7 @@ def kernel_rows(numel: int, device: torch.device, rounds: int) -> list[dict[str,
     rows = []
     for name, op, dtype, case in KERNELS:
         server = op == "server_reduce"
-        work = Workload((numel,), device, WORLD_SIZE if server else 1, dtype)
+        work = Workload((numel,), device, WORLD_SIZE if server else 1, dtype, preconditioned="preconditioned" in case)
         elements = work.layout.chunk_numel if server else work.layout.numel
         per_element = audited[case]["bytes_per_element"]
         moved = per_element * elements
@@ -107,8 +110,9 @@ def _optimizer_peers(shapes: list[tuple[int, ...]], device: torch.device) -> dic
 
     adamw = torch.optim.AdamW(params(), lr=1e-5, fused=True)
     peers: dict[str, Call] = {"AdamW(fused=True).step()": adamw.step}
-    # beta3 = 0: one step of warm-up is no average of anything.
-    for kind, options in ((OneBitAdam, {}), (OneBitLamb, {"beta3": 0.0})):
+    # One step of warm-up: beta3 = 0, which is no average of anything, and without bias correction
+    # the updates would grow tenfold, past what the guard lets through.
+    for kind, options in ((OneBitAdam, {}), (OneBitLamb, {"beta3": 0.0, "bias_correction": True})):
         alone = kind(params(), lr=1e-5, freeze_step=1, **options)
         share = kind(params(), lr=1e-5, freeze_step=1, process_group=Loopback(WORLD_SIZE), **options)
         for optimizer in (alone, share):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 
+PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio")
+"""Ops that move other bytes where what is compressed is preconditioned, as it is by default."""
 CALLS = (
     "pack",
     "unpack",
@@ -36,12 +38,20 @@ class Workload:
         device: Where all lies.
         world_size: Chunks; this rank serves the first.
         dtype: Of gradients and parameters.
+        preconditioned: What is compressed, as the optimizers' ``precondition``. Scales are theirs by default too.
     """
 
     def __init__(
-        self, sizes: Sequence[int], device: torch.device, world_size: int = 1, dtype: torch.dtype = torch.float32
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        world_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        preconditioned: bool = True,
     ) -> None:
         self.layout = FlatLayout(tuple(sizes), world_size)
+        self.preconditioned = preconditioned
+        self._slot, self._slots = self.layout.scale_slots("block")
         self.device, self.dtype, self.world_size = device, dtype, world_size
         self.table = live_table(self.layout).to(device)
         self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
@@ -131,28 +141,31 @@ class Workload:
 
     def momentum_compress(self) -> partial[None]:
         layout, blocks = self.layout, self.layout.n_blocks
+        v = torch.rand(layout.numel, device=self.device) + 0.5 if self.preconditioned else None
         # |0.9 * momentum + 0.1 * g| stays below the scale on average, so that c does not run away.
         arguments = (
             *(self.grads, layout.sizes, layout.block_size, torch.zeros(layout.numel, device=self.device)),
             *(self._scale(0.3, blocks), self._bytes(self.world_size), self._scale(0.1, blocks), self.coef),
-            *(self.block_tensor, None, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
+            *(self.block_tensor, v, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
             self.partials,
         )
         return partial(ops.momentum_compress, *arguments)
 
     def finish(self) -> partial[None]:
-        return self._finish(self.partials, self.world_size)
+        return self._finish(self.partials, self.layout.scale_segments("block"), self.world_size)
 
     def finish_server(self) -> partial[None]:
-        return self._finish(self.partials[:, : self.layout.blocks_per_chunk].contiguous(), 1)
+        served = self.layout.blocks_per_chunk
+        return self._finish(self.partials[:, :served].contiguous(), self._slot[:served], 1)
 
-    def _finish(self, partials: Tensor, messages: int) -> partial[None]:
-        blocks = partials.shape[1]
+    def _finish(self, partials: Tensor, segment: Tensor, messages: int) -> partial[None]:
+        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         arguments = (
-            *(partials, torch.zeros(blocks, dtype=torch.int32, device=self.device)),
-            torch.tensor([0, blocks], device=self.device),
-            torch.tensor([blocks * 1024.0], dtype=torch.float64, device=self.device),
-            *(SCALE_NORMS["l2"], self._scale(0.0, blocks), torch.zeros(messages, 1, device=self.device)),
+            *(partials, segment.to(self.device, torch.int32)),
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device),
+            (lengths * self.layout.block_size).to(self.device, torch.float64),
+            *(SCALE_NORMS["contractive"], self._scale(0.0, len(segment))),
+            torch.zeros(messages, self._slots, device=self.device),
             torch.zeros(messages, dtype=torch.int32, device=self.device),
         )
         return partial(ops.finish, *arguments)
@@ -160,19 +173,23 @@ class Workload:
     def server_reduce(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
         arguments = (
-            *(self._bytes(self.world_size), torch.full((self.world_size, 1), 0.1, device=self.device)),
-            *(torch.zeros(served, dtype=torch.int32, device=self.device), self.skip, self.layout.block_size),
+            *(self._bytes(self.world_size), self._arrived_scales()),
+            *(self._slot[:served].to(self.device, torch.int32), self.skip, self.layout.block_size),
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             *(self.table.bits, self.table.row[:served], self._bytes(1)),
             *(torch.zeros(rows, served, dtype=torch.float64, device=self.device) for rows in (3, 2)),
         )
         return partial(ops.server_reduce, *arguments)
 
+    def _arrived_scales(self) -> Tensor:
+        return torch.full((self.world_size, self._slots), 0.1, device=self.device)
+
     def apply_momentum(self) -> partial[None]:
         layout = self.layout
+        v = None if self.preconditioned else torch.rand(layout.numel, device=self.device) + 0.5
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
-            *(self._scale(0.1, layout.n_blocks), torch.rand(layout.numel, device=self.device) + 0.5, False, self.coef),
+            *(self._scale(0.1, layout.n_blocks), v, False, self.coef),
             *(self.block_tensor, self.table.bits, self.table.row, self.skip),
         )
         return partial(ops.apply_momentum, *arguments)
@@ -218,7 +235,7 @@ class Workload:
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size), self._scale(0.1, blocks)),
             *(self._bytes(self.world_size), self._scale(0.1, blocks), frozen, fresh, self.started, False),
-            *(False, False, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip),
+            *(self.preconditioned, False, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip),
             *(self.largest, None),
         )
         return partial(ops.lamb_ratio, *arguments)

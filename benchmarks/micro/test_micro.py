@@ -20,7 +20,7 @@ from fusedonebit.triton_kernels import tiles, using
 from fusedonebit.triton_kernels.ops import twin
 
 from benchmarks.device_timing import Call, copy_of, time_by_turns
-from benchmarks.workload import CALLS, Workload
+from benchmarks.workload import CALLS, PRECONDITIONED, Workload
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -29,6 +29,7 @@ PEERS = [*(["triton"] if CUDA else []), "twin, eager", "twin, compiled", "copy"]
 AUDITED = json.loads((Path(__file__).parents[1] / "limits.json").read_text())["sm_90"]
 WORKING_SET = {"triton": 40, "twin, eager": 60, "twin, compiled": 140, "copy": 40}  # bytes per element, generous
 ONE_TILE = 1 << 40
+CASES = [*CALLS, *(f"{op}, preconditioned" for op in PRECONDITIONED)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +40,8 @@ def _memory() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def bytes_per_element(op: str) -> float:
-    return AUDITED["server_reduce, W=2" if op == "server_reduce" else op]["bytes_per_element"]
+def bytes_per_element(case: str) -> float:
+    return AUDITED["server_reduce, W=2" if case == "server_reduce" else case]["bytes_per_element"]
 
 
 def synchronised(call: Call) -> Call:
@@ -65,18 +66,20 @@ def compiled(op: str, arguments: tuple) -> Call:
 
 @pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("numel", NUMEL)
-@pytest.mark.parametrize("op", CALLS)
-def test_op(benchmark, monkeypatch, op: str, numel: int, peer: str):
+@pytest.mark.parametrize("case", CASES)
+def test_op(benchmark, monkeypatch, case: str, numel: int, peer: str):
     if CUDA and WORKING_SET[peer] * numel > torch.cuda.mem_get_info()[0]:
         pytest.skip(f"needs about {WORKING_SET[peer] * numel >> 30} GiB of free device memory")
-    benchmark.group = f"{op}, {numel:,} elements"
-    moved = bytes_per_element(op) * numel
+    benchmark.group = f"{case}, {numel:,} elements"
+    moved = bytes_per_element(case) * numel
+    op, _, preconditioned = case.partition(", ")
     if peer == "copy":
         call = copy_of(moved, DEVICE)
     else:
         # The server serves half of the line: `numel` elements, from each of two workers.
         server = op == "server_reduce"
-        call = Workload((2 * numel,) if server else (numel,), DEVICE, 2 if server else 1).call(op)
+        sizes, world_size = ((2 * numel,), 2) if server else ((numel,), 1)
+        call = Workload(sizes, DEVICE, world_size, preconditioned=bool(preconditioned)).call(op)
     if peer == "twin, compiled":
         monkeypatch.setitem(tiles.TILE_NUMEL, DEVICE.type, ONE_TILE)
     with using("triton" if peer == "triton" else "plain"):
