@@ -118,19 +118,19 @@ VARIANTS = {
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
-ADAM_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
+PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
 PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
 STEPS = {
-    "1-bit Adam": (ADAM_STEP, 24.9),
-    "1-bit LAMB": ((*ADAM_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
-    "1-bit LAMB, frozen": (ADAM_STEP, 24.9),
+    "1-bit Adam, preconditioned": (PRECONDITIONED_STEP, 24.9),
+    "1-bit LAMB, preconditioned": ((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, preconditioned": (PRECONDITIONED_STEP, 24.9),
     "1-bit Adam, plain": (PLAIN_STEP, 24.9),
     "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
     "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
 }
 """Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W.
 
-By default what is compressed is preconditioned; "plain": ``precondition=False``.
+"preconditioned": ``precondition=True``; "plain": without.
 """
 
 

@@ -123,7 +123,7 @@ def _optimizer_peers(shapes: list[tuple[int, ...]], device: torch.device) -> dic
         name = kind.__name__
         peers[f"{name}.step(), W=1"] = alone.step
         peers[f"{name}.step(), one rank of W={WORLD_SIZE}, messages copied on the device"] = share.step
-        work = Workload(sizes(shapes), device, WORLD_SIZE)
+        work = Workload(sizes(shapes), device, WORLD_SIZE, preconditioned=alone.options.precondition)
         peers[f"kernels of one rank of W={WORLD_SIZE}, {name}"] = work.step(lamb=kind is OneBitLamb)
     lamb = Lamb(params(), lr=1e-5)
     lamb.step()

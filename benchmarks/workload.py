@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedonebit import triton_kernels as ops
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio")
-"""Ops that move other bytes where what is compressed is preconditioned, as it is by default."""
+"""Ops that do something else where what is compressed is preconditioned."""
 CALLS = (
     "pack",
     "unpack",
@@ -38,7 +38,7 @@ class Workload:
         device: Where all lies.
         world_size: Chunks; this rank serves the first.
         dtype: Of gradients and parameters.
-        preconditioned: What is compressed, as the optimizers' ``precondition``. Scales are theirs by default too.
+        preconditioned: The optimizers' ``precondition``. Scales are those of their default, one per 4096 elements.
     """
 
     def __init__(

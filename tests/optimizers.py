@@ -17,7 +17,8 @@ ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
 }
 LAMBS = ("onebit-lamb", "onebit-lamb-frozen")
 
-PAPER: dict[str, Any] = {"precondition": False, "scale_norm": "l2", "scale_scope": "global", "guard": "off"}
+PAPER: dict[str, Any] = {"precondition": False, "scale_norm": "l2", "scale_scope": "global"}
+PAPER |= {"variance_floor": 0.0, "guard": "off"}
 """The papers' algorithms: one scale for all of the momentum, which is what is compressed, and nobody watches."""
 
 # After a warm-up of two or three steps v is a handful of squares: the first compressed updates may well be

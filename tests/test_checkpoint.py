@@ -114,7 +114,11 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
 @pytest.mark.parametrize("cut", [8, 9])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in ONEBIT), *((name, PAPER) for name in ("onebit-adam", "onebit-lamb"))],
+    [
+        *((name, {}) for name in ONEBIT),
+        *((name, PAPER) for name in ("onebit-adam", "onebit-lamb")),
+        ("onebit-lamb", {"precondition": True}),
+    ],
 )
 def test_resuming_right_after_skipped_first_steps_of_the_compression(name, options, cut):
     """Nothing but skips so far: what 1-bit LAMB rebuilds the first gradient from is still the warm-up's."""
@@ -150,7 +154,7 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
         ("onebit-lamb", PAPER | {"variant": "deepspeed"}),
         ("onebit-lamb", PAPER | {"momentum_scaling": False}),
         ("onebit-adam", PAPER),
-        ("onebit-lamb", {"eps_inside_sqrt": True}),
+        ("onebit-lamb", {"precondition": True, "eps_inside_sqrt": True}),
         ("onebit-adam", {"ternary": True}),
         ("onebit-lamb", PAPER | {"ternary": True, "scale_norm": "contractive"}),
     ],
@@ -212,11 +216,15 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     return through_a_file(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"ternary": True}, {"precondition": False, "ternary": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *({"precondition": p, "ternary": t} for p, t in ((True, True), (False, True), (True, False)))],
+    ids=str,
+)
 @EACH_ONEBIT
 def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name, options):
-    ternary, preconditioned = options.get("ternary", False), options.get("precondition", True)
     saved = run_ranks(saved_state, 2, name, torch.bfloat16, options)
+    ternary, preconditioned = (saved[0]["fusedonebit"]["settled"][key] for key in ("ternary", "precondition"))
     for i, p in enumerate(make()):
         served = sorted((s["state"][i]["server_error_start"], len(s["state"][i]["server_error"])) for s in saved)
         assert sum(length for _, length in served) == p.numel()

@@ -159,7 +159,7 @@ def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit=PLAIN)
 @example(name="onebit-lamb-frozen", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit=PLAIN)
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit=PLAIN | {"momentum_scaling": False})
-@example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={})
+@example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={"precondition": True})
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={"ternary": True}, unit=PLAIN)
 def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_applied_last(
     name, schedule, beta1, options, unit

@@ -234,7 +234,8 @@ KINDS: dict[str, tuple[type, dict[str, object]]] = {
     "adaptive": (OneBitLamb, PAPER | {"freeze_step": 10}),
     "frozen": (OneBitLamb, PAPER | {"freeze_step": 10, "layerwise": "frozen", "scale_scope": "layer"}),
     "deepspeed": (OneBitLamb, PAPER | {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
-    "preconditioned": (OneBitLamb, {"freeze_step": 10}),
+    "defaults": (OneBitLamb, {"freeze_step": 10}),
+    "preconditioned": (OneBitLamb, {"freeze_step": 10, "precondition": True}),
 }
 
 
@@ -282,6 +283,7 @@ LAUNCHES = {
     "uncompressed": {"flatten": 1, "lamb_update": 1, "lamb_coefficient": 1, "lamb_move": 1},
     "adaptive": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "deepspeed": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
+    "defaults": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "preconditioned": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "frozen": COMPRESSED,
 }

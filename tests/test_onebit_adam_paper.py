@@ -68,7 +68,7 @@ def record_steps(rank: int, world_size: int, norm: str, precondition: bool, step
     """Trains; returns all states, before the first compressed step and after each."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
-    options = PAPER | {"scale_norm": norm, "precondition": precondition}
+    options = PAPER | {"scale_norm": norm, "precondition": precondition, "variance_floor": 0.01 * precondition}
     optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, **HYPER, **options)
     states, gradients = [], []
     for step in range(FREEZE_STEP + steps):
