@@ -51,7 +51,7 @@ def guarded(name: str = "onebit-adam", guard: str = "rewarm", **options) -> OneB
 
 def norms(rank: int, transport, name: str, options: dict) -> list[tuple[float, float]]:
     """What the guard says and what the parameters moved by, divided by the learning rate."""
-    p, q, r = make((700,), (40, 30), (11,))
+    p, q, r = make((5000,), (40, 30), (11,))  # a scale of a block is that of 4096 elements at most
     mask = {q: torch.rand(q.shape, generator=torch.Generator().manual_seed(5)) > 0.4}
     groups = [{"params": [p, q]}, {"params": [r], "betas": (0.8, 0.99), "eps": 1e-3}]
     optimizer = construct(
