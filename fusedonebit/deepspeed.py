@@ -80,6 +80,7 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
         "scale_norm": "l2",
         "scale_scope": "global",
         "precondition": False,
+        "variance_floor": 0.0,
         "guard": "off",
         "bias_correction": False,
         "dead_coordinates": "keep",

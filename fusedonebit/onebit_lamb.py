@@ -13,7 +13,7 @@ from torch import Tensor
 from .comm import Transport
 from .deepspeed import onebit_lamb_arguments
 from .errors import warn
-from .hyperparameters import OneBitOptions, check_choice, check_flag
+from .hyperparameters import VARIANCE_FLOOR, OneBitOptions, check_choice, check_flag
 from .lamb import LambUpdate
 from .onebit import OneBitOptimizer
 from .triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale, live_variance
@@ -94,10 +94,10 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         lr_warmup_steps: With ``"auto"``: updates before v is looked at.
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
-        precondition: Compress m/denom instead of m; see ``OneBitAdam``.
+        precondition: Compress m/denom instead of m; see ``OneBitAdam``. The layers' momentum scaling
+            does better here (docs/numerics.md).
         ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
-        variance_floor: What frozen v has at least, as a share of its tensor's mean; None: 0.01 with
-            ``precondition``, else 0.
+        variance_floor: What frozen v has at least, as a share of its tensor's mean; None: as ``OneBitAdam``.
         warm_start: ``state_dict()`` of an earlier ``Lamb`` or ``OneBitLamb``, of any world size: its
             variance, average coefficients and momentum scales replace the warm-up. With ``freeze_step=0``
             compression starts at once.
@@ -157,9 +157,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         lr_warmup_steps: int = 0,
         scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
         scale_scope: ScaleScope = "block",
-        precondition: bool = True,
+        precondition: bool = False,
         ternary: bool = False,
-        variance_floor: float | None = None,
+        variance_floor: float | None = VARIANCE_FLOOR,
         warm_start: Mapping[str, Any] | None = None,
         rewarm_every: int = 0,
         rewarm_steps: int = 50,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +143,22 @@ def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
     return OneBitLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, **options)
 
 
-PAPER = {"precondition": False, "scale_scope": "global", "guard": "off"}
+def _warm(of: Setting) -> Any:
+    """Ours without a warm-up: with the variance of another seed's run at its freeze."""
+    with _EARLIER_LOCK:
+        earlier = (of.task, of.key.seed, of.model)
+        if earlier not in _EARLIER:
+            from .run import earlier_states
+
+            for model, state in enumerate(earlier_states(of.key)):
+                _EARLIER[of.task, of.key.seed, model] = state
+    return _onebit_adam(of, freeze_step=0, warm_start=_EARLIER[earlier])
+
+
+_EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
+_EARLIER_LOCK = threading.Lock()
+
+PAPER = {"precondition": False, "variance_floor": 0.0, "scale_scope": "global", "guard": "off"}
 """One scale for a worker's whole momentum, which is what is compressed, and nobody watches."""
 
 CONTENDERS: dict[str, Make] = {
@@ -161,6 +177,8 @@ CONTENDERS: dict[str, Make] = {
     ),
     "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
     "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
+    "onebit-adam-warm-start": _warm,
+    "onebit-adam-ternary": partial(_onebit_adam, ternary=True),
     "adam-frozen-no-floor": partial(_adam, frozen=True),
     "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),
     "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive", **PAPER),

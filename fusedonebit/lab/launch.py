@@ -26,7 +26,8 @@ def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers
     """Makes every run of the product that ``out``/runs.jsonl lacks, then the table and the plots of all of it."""
     out.mkdir(parents=True, exist_ok=True)
     results = out / "runs.jsonl"
-    wanted = [Key(*key, workers) for key in itertools.product(tasks, optimizers, range(seeds))]
+    # Seed by seed, so that what a stopped lab has is paired.
+    wanted = [Key(t, o, seed, workers) for seed, t, o in itertools.product(range(seeds), tasks, optimizers)]
     done = {_key(record): record for record in _read(results)}
     missing = [key for key in wanted if key not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..averaging import AveragingOptimizer
 from ..comm import SimulatedGroup, Transport
-from ..onebit import OneBitOptimizer
 from .contenders import CONTENDERS, Setting
 from .tasks import TASKS, Trial
 
@@ -20,6 +20,7 @@ WARM_UP = 0.2  # of the steps, before the freeze
 LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the end of the cosine
 DIVERGED = 10.0  # times the loss at the freeze
 WINDOW = 10  # steps that a loss is averaged over, there and later
+EARLIER_SEED = 1000
 EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)  # shares of the steps after which the metric is taken; their mean counts
 
 
@@ -45,6 +46,20 @@ def begin(key: Key) -> Trial:
     """What all workers start from: a function of the task and the seed."""
     torch.manual_seed(key.seed)
     return TASKS[key.task].make()
+
+
+def earlier_states(key: Key) -> list[dict[str, Any]]:
+    """Rank 0's optimizers, just frozen, of an earlier run of the same task: other values, other batches."""
+    earlier = Key(key.task, "onebit-adam", key.seed + EARLIER_SEED, key.workers)
+    start = begin(earlier)
+
+    def until_the_freeze(rank: int, transport: Transport) -> list[dict[str, Any]]:
+        worker = Worker(earlier, start, rank, transport)
+        for step in range(worker.freeze_step + 1):
+            worker._step(step)
+        return [optimizer.state_dict() for optimizer in worker.optimizers]
+
+    return SimulatedGroup(key.workers).run(until_the_freeze)[0]
 
 
 _COPYING = threading.Lock()
@@ -89,14 +104,14 @@ class Worker:
             if step + 1 in evaluate:
                 metrics.append(self.trial.metric())
         complete = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
-        told = [o.stats() for o in self.optimizers if isinstance(o, OneBitOptimizer)]
+        told = [o.stats() for o in self.optimizers if isinstance(o, AveragingOptimizer)]
         return {
             "metric": sum(metrics) / len(metrics) if complete else None,
             "diverged_at": diverged_at(losses, self.freeze_step),
             "freeze_step": self.freeze_step,
             "losses": [round(loss, 5) if math.isfinite(loss) else None for loss in losses],
-            "vetoed": sum(stats["vetoed_steps"] for stats in told),
-            "rewarms": sum(stats["rewarms"] for stats in told),
+            "vetoed": sum(stats.get("vetoed_steps", 0) for stats in told),
+            "rewarms": sum(stats.get("rewarms", 0) for stats in told),
             "bytes": sum(stats["bytes_total"] for stats in told),
         }
 
