@@ -157,12 +157,12 @@ def test_a_deepspeed_config_that_can_not_be_carried_over_says_why(config, messag
 # ---------------------------------------------------------------- the freeze
 
 
-def moves_beside_a_quiet_layer(quiet: int) -> tuple[float, float, int]:
+def moves_beside_a_quiet_layer(quiet: int, options: dict) -> tuple[float, float, int]:
     """How far a layer moves in the compression stage while another, quiet before the freeze, wakes up; skips."""
     torch.manual_seed(0)
     steady, other = Parameter(torch.randn(640)), Parameter(torch.randn(640))
     freeze_step = 25 + quiet
-    optimizer = OneBitLamb([steady, other], lr=1e-3, freeze_step=freeze_step, **PAPER)
+    optimizer = OneBitLamb([steady, other], lr=1e-3, freeze_step=freeze_step, **options)
     draw = torch.Generator().manual_seed(1)
     for step in range(freeze_step + 60):
         if step == freeze_step:
@@ -175,10 +175,11 @@ def moves_beside_a_quiet_layer(quiet: int) -> tuple[float, float, int]:
     return moved[0], moved[1], optimizer.stats()["skipped_steps"]
 
 
-def test_a_layer_that_is_quiet_at_the_freeze_and_wakes_up_disturbs_nobody():
-    usual, _, _ = moves_beside_a_quiet_layer(0)
+@pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
+def test_a_layer_that_is_quiet_at_the_freeze_and_wakes_up_disturbs_nobody(options):
+    usual, _, _ = moves_beside_a_quiet_layer(0, options)
     for quiet in (50, 100, 300, 1200):
-        steady, woken, skipped = moves_beside_a_quiet_layer(quiet)
+        steady, woken, skipped = moves_beside_a_quiet_layer(quiet, options)
         print(f"quiet for {quiet}: the steady layer moves {steady:.3f}, usually {usual:.3f}; the other {woken:.3f}")
         assert skipped == 0
         assert 0.5 * usual < steady < 2 * usual
