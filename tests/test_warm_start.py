@@ -165,14 +165,14 @@ def test_ranks_that_start_from_another_world_sizes_checkpoint_are_bit_identical(
     saved = SimulatedGroup(2).run(lambda rank, t: earlier_run(name, 14, rank, t))
     results = SimulatedGroup(3).run(lambda rank, t: start_on_ranks(rank, 3, name, saved[1], freeze_step, t))
     assert [phase for (phase,), *_ in results[0]] == ["warmup"] * freeze_step + ["compression"] * (8 - freeze_step)
-    assert [[bits for _, bits, _ in seen] for seen in results] == [[bits for _, bits, _ in results[0]]] * 3
+    assert results == [results[0]] * 3
     other = SimulatedGroup(3).run(lambda rank, t: start_on_ranks(rank, 3, name, saved[0], freeze_step, t))
     assert other == results, "what is taken is the same on all ranks of the earlier run"
 
 
 def test_real_ranks_start_bit_identical():
     results = run_ranks(start_on_ranks, 2, "onebit-lamb", earlier_run("lamb", 6), 0)
-    assert [bits for _, bits, _ in results[0]] == [bits for _, bits, _ in results[1]]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("cut", [2, 7])
