@@ -333,7 +333,7 @@ def test_a_resumed_run_comes_to_the_same_verdicts(name, cut, guard):
     assert told[0]["rewarms"] == (guard == "rewarm")
 
 
-def test_a_checkpoint_from_before_the_guard_is_guarded_by_the_norm_of_noise():
+def test_a_checkpoint_from_before_the_guard_is_guarded_without_a_last_uncompressed_update():
     optimizer = guarded()
     train(optimizer, 0, 0, FREEZE + 2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -341,6 +341,7 @@ def test_a_checkpoint_from_before_the_guard_is_guarded_by_the_norm_of_noise():
         del saved["fusedonebit"][key]
     fresh = guarded()
     fresh.load_state_dict(saved)
-    noise = math.sqrt(307 * (1 - 0.9) / (1 + 0.9))
-    assert fresh.stats()["update_norm_limit"] == pytest.approx(10 * noise, rel=1e-6)
+    # At least as if momentum had been noise, at most as for the first update, of size 1 in each coordinate.
+    first, noise = math.sqrt(307), math.sqrt(307 * (1 - 0.9) / (1 + 0.9))
+    assert 10 * noise * (1 - 1e-6) <= fresh.stats()["update_norm_limit"] <= 10 * first * (1 + 1e-6)
     assert train(fresh, 0, FREEZE + 2, 2) == ["compression"] * 2
