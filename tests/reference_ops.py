@@ -213,6 +213,16 @@ class Problem:
             *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least),
         )
 
+    def thaw_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False) -> tuple:
+        return self.freeze_arguments(eps_inside_sqrt, precondition)[:-2]
+
+    def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:
+        return (
+            *(self.layout.sizes, self.layout.block_size, x, self.exp_avg_sq, eps_inside_sqrt, self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row),
+            torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64),
+        )
+
     def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> tuple:
         largest = self.normal(self.layout.n_blocks).abs() * 2
         norms = self.normal(2, self.layout.n_blocks).square().double() if blend else None

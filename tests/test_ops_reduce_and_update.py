@@ -284,6 +284,39 @@ def test_freeze_is_its_formula(precondition, dead_value, least, inside):
     np.testing.assert_allclose(wide(p.compensated)[own], expected[own], rtol=8 * EPS32)
 
 
+@eps_inside
+@pytest.mark.parametrize("precondition", [False, True])
+def test_thaw_takes_away_the_unit_that_freeze_brought_in_and_corrects_v(precondition, inside):
+    p = Problem(MIXED, 3)
+    m, v = wide(p.compensated), wide(p.exp_avg_sq)
+    ops.freeze(*p.freeze_arguments(inside, precondition))
+    ops.thaw(*p.thaw_arguments(inside, precondition))
+    own = slice(0, p.layout.first_block[-1] * 128)
+    decayed = p.column(Coef.BETA1) * m  # by freeze, for the step that follows
+    np.testing.assert_allclose(wide(p.compensated)[own], decayed[own], rtol=16 * EPS32)
+    corrected = v * p.column(Coef.RSQRT_BIAS2) ** 2
+    np.testing.assert_allclose(wide(p.exp_avg_sq)[own], corrected[own], rtol=4 * EPS32)
+    assert (corrected != v)[own].any()
+
+
+@eps_inside
+@pytest.mark.parametrize("ones", [False, True], ids=["of x", "of ones"])
+@pytest.mark.parametrize(
+    ("sizes", "block", "live"),
+    [((1,), 1024, {}), ((100_000,), 1024, {}), (MIXED, 128, {"masks": MASKS, "excluded": [2]})],
+)
+def test_update_sums_square_each_live_element_over_its_denominator(sizes, block, live, ones, inside):
+    p = Problem(sizes, 3, block, **live)
+    x = None if ones else p.compensated * 3e20  # beyond float32, squared
+    *_, partials = arguments = p.update_sums_arguments(x, inside)
+    ops.update_sums(*arguments)
+    quotients = np.where(p.live, (1.0 if x is None else wide(x)) / reference.denom(p, wide(p.exp_avg_sq), inside), 0.0)
+    used = p.layout.first_block[-1]
+    expected = np.square(quotients).reshape(-1, block).sum(1)[:used]
+    np.testing.assert_allclose(partials[:used].numpy(), expected, rtol=8 * EPS32)
+    assert expected.any()
+
+
 @pytest.mark.parametrize(
     ("sizes", "block", "live"),
     [
