@@ -212,6 +212,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             )
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+        self._transport.traffic.start_step()
         with self._breaking():
             self._enter_phase()
         error: Exception | None = None
@@ -233,7 +234,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Changes the stage if it is time; the same on all ranks."""
 
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool) -> Tensor:
-        self._transport.traffic.start_step()
         coef = self._coefficient_table()
         self._outcomes.attempts += 1
         with self._breaking():

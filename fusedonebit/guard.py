@@ -19,29 +19,38 @@ class DivergenceGuard:
 
         |u|^2 = sum_b s_b^2 w_b,    w_b = sum over the live i in b of 1/denom_i^2
 
-    and all w_b are constants of the freeze. Bias correction of the momentum, which goes on, is a
-    factor per tensor. Everything is the same on all ranks, and so is the verdict.
+    and all w_b are constants of the freeze (where zeros travel as zeros, with ``ternary``, it is a
+    bound). Bias correction of the momentum, which goes on, is a factor per tensor. Everything is the
+    same on all ranks, and so is the verdict.
 
     Attributes:
-        reference: float64 [], |u| of the last uncompressed update; 0: not armed.
-        norm: float64 [], |u| of the last compressed one.
+        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more.
+        limit: float64 [], the largest |u| that is let through.
+        norm: float64 [], |u| of the last compressed update.
     """
 
     def __init__(self, device: torch.device, preconditioned: bool) -> None:
         self._times = LIMIT if preconditioned else PLAIN_LIMIT
-        self.reference = torch.zeros((), dtype=torch.float64, device=device)
-        self.norm = torch.zeros((), dtype=torch.float64, device=device)
+        self.reference, self.limit, self.norm = torch.zeros(3, dtype=torch.float64, device=device).unbind()
         self._weight = torch.empty(0, device=device)
 
-    def arm(self, reference: Tensor, weight: Tensor) -> None:
-        """Takes what the freeze knows: |u| of the last uncompressed update, and w, [B] each block's."""
-        self.reference = reference.double()
-        self._weight = weight.double()  # 1/denom^2 may be beyond float32
+    def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
+        """Takes what the freeze knows.
 
-    @property
-    def limit(self) -> Tensor:
-        """The largest norm that is let through, float64 []."""
-        return self._times * self.reference
+        Args:
+            last: float64 [], |u| of the last uncompressed update, 0 where there was none: after a warm
+                start, whose first updates may well be large, only what is beyond doubt is refused.
+            noise: float64 [], |u| of momentum that is pure noise.
+            weight: float64 [B], w.
+        """
+        self.reference = torch.maximum(last, noise)
+        self.limit = torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference
+        self._weight = weight
+
+    def resume(self, reference: float, limit: float) -> None:
+        """Takes up a checkpoint's numbers; ``arm`` has given the weights."""
+        self.reference.fill_(reference)
+        self.limit.fill_(limit)
 
     def refuses(self, scale: Tensor, unbias: Tensor) -> Tensor:
         """Whether an update is too large, or not finite: bool [1].
@@ -56,7 +65,7 @@ class DivergenceGuard:
 
     def describe(self, rewarms: bool, steps: int) -> str:
         """Why an update was refused and what follows; waits for the device."""
-        times = float(self.norm / self.reference.clamp(min=1e-300))
+        times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
             f"{steps} uncompressed updates follow"
             if rewarms
@@ -64,10 +73,10 @@ class DivergenceGuard:
         )
         return (
             f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times that of the last "
-            f"uncompressed one; at most {self._times:g} is let through. Its momentum is kept, and {follows}. "
+            f"uncompressed one; at most {most:g} is let through. Its momentum is kept, and {follows}. "
             "Where it goes on, use precondition=True, a larger variance_floor or a later freeze"
         )
 
     def state(self) -> list[Tensor]:
         """All tensors."""
-        return [self.reference, self.norm, self._weight]
+        return [self.reference, self.limit, self.norm, self._weight]

@@ -76,6 +76,10 @@ class OneBitOptions(Options):
         check_flag("ternary", self.ternary)
         if self.variance_floor is not None and not _in_unit(self.variance_floor):
             raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
+        if self.warm_started and self.freeze_step == "auto":
+            raise ValueError(
+                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try 0'
+            )
         check_count("rewarm_every", self.rewarm_every)
         check_count("rewarm_steps", self.rewarm_steps)
         if self.rewarm_steps < LEAST_REWARM_STEPS:

@@ -20,7 +20,7 @@ from .errors import warn
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
-from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
+from .triton_kernels import TAIL, Coef, freeze, thaw, update_sums
 from .warm_start import warm_start as take_warm_start
 
 
@@ -62,6 +62,15 @@ class OneBitOptimizer(AveragingOptimizer):
             beta2 = max(float(group["betas"][1]) for group in self.param_groups)
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        rewarms = self.options.rewarm_every > 0 or self.options.guard == "rewarm"
+        if rewarms and float(group["betas"][0]) == 0.0:
+            raise ValueError(
+                f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
+                f'{name or "the defaults"}; or pass guard="warn" and rewarm_every=0'
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``AveragingOptimizer``; not after a warm start or a re-warm-up either."""
@@ -151,8 +160,12 @@ class OneBitOptimizer(AveragingOptimizer):
         vetoed, self._outcomes.veto_news = self._outcomes.veto_news, False
         if vetoed and self.options.guard == "rewarm":
             return True
-        compressed = self._outcomes.updates - (self._frozen_at or 0)
-        return 0 < self.options.rewarm_every <= compressed
+        if 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze():
+            self._outcomes.catch_up()  # as for the freeze
+        return 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze()
+
+    def _updates_at_freeze(self) -> int:
+        return self._frozen_at or 0
 
     @torch.no_grad()
     def _freeze(self) -> None:
@@ -224,6 +237,8 @@ class OneBitOptimizer(AveragingOptimizer):
             options.precondition,
             coef,
             reduce.block_tensor,
+            self._live.bits,
+            self._live.row,
         )
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
@@ -231,9 +246,6 @@ class OneBitOptimizer(AveragingOptimizer):
         self._phase = "warmup"
         self._freeze_due = self._outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
-        # What took no part has no variance: the freeze gave it one, and the next freeze counts v > 0.
-        live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
-        self._exp_avg_sq.mul_(live)
         self._rewarms += 1
         self._exclude([])
         self._after_compression()
@@ -252,7 +264,7 @@ class OneBitOptimizer(AveragingOptimizer):
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._reduce.block_tensor]
         return (self._update_sums(self._exp_avg, coef) * factor).sum().sqrt()
 
-    def _arm_guard(self, reference: Tensor | None) -> None:
+    def _arm_guard(self, reference: Tensor) -> None:
         """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
         if self.options.guard == "off":
             return
@@ -263,7 +275,7 @@ class OneBitOptimizer(AveragingOptimizer):
         weight = weight / coef[:, Coef.UNIT][owner].square() * factor
         # Momentum of pure noise has this norm; a training run at rest may have less.
         noise = (live * factor * (1 - beta1) / (1 + beta1)).sum().sqrt()
-        self._guard.arm(noise if reference is None else torch.maximum(reference, noise), weight)
+        self._guard.arm(reference, noise, weight)
 
     def _layer_factor(self) -> Tensor:
         """What an update is multiplied with besides the learning rate: float32 [tensors]."""
@@ -301,7 +313,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "rewarms": self._rewarms,
             "vetoed": self._outcomes.vetoed,
             "veto_news": self._outcomes.veto_news,
-            "reference": float(self._guard.reference),
+            "guard": (float(self._guard.reference), float(self._guard.limit)),
             "dead_tensors": list(self.dead_tensors),
             "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
@@ -340,8 +352,9 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
-            reference = torch.tensor(header.get("reference", 0.0), dtype=torch.float64, device=self.device)
-            self._arm_guard(reference if reference > 0 else None)
+            self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
+            if "guard" in header:
+                self._guard.resume(*header["guard"])
 
     # ---------------------------------------------------------------- what users look at
 
@@ -359,8 +372,8 @@ class OneBitOptimizer(AveragingOptimizer):
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
             which things are compressed; residual_over_momentum and sign_agreement (of the last
-            compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names); dead_coordinates (with v == 0 at the
-            freeze, in other tensors).
+            compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names);
+            dead_coordinates (with v == 0 at the freeze, in other tensors).
         """
         reduce = self._reduce
         compensated, worker_error = reduce.worker.norms()

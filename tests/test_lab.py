@@ -10,11 +10,14 @@ import warnings
 
 import pytest
 import torch
+from fusedonebit.comm import make_transport
+from ranks import run_ranks
 
 from fusedonebit import FusedOneBitWarning
 from fusedonebit.lab import run as lab
+from fusedonebit.lab import toys
 from fusedonebit.lab.contenders import CONTENDERS
-from fusedonebit.lab.report import table
+from fusedonebit.lab.report import comparison, table
 from fusedonebit.lab.tasks import TASKS
 
 
@@ -32,8 +35,8 @@ def short(monkeypatch: pytest.MonkeyPatch, task: str, steps: int) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     short(monkeypatch, task, 10)
-    first, again = (lab.run(lab.Key(task, "onebit-adam-preconditioned", 0, workers=2)) for _ in range(2))
-    other = lab.run(lab.Key(task, "onebit-adam-preconditioned", 1, workers=2))
+    first, again = (lab.run(lab.Key(task, "onebit-adam", 0, workers=2)) for _ in range(2))
+    other = lab.run(lab.Key(task, "onebit-adam", 1, workers=2))
     assert len(first["losses"]) == 10
     assert None not in first["losses"]
     assert (first["losses"], first["metric"]) == (again["losses"], again["metric"])
@@ -41,14 +44,13 @@ def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_every_optimizer_learns_before_the_freeze_and_all_start_alike(monkeypatch, name):
+def test_every_optimizer_learns_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 100)
     monkeypatch.setattr(lab, "WARM_UP", 0.9)
     record = lab.run(lab.Key("mlp", name, 0, workers=2))
-    assert record["losses"][0] == pytest.approx(2.324, abs=1e-3)
+    assert record["losses"][0] == pytest.approx(2.295, abs=1e-3)
     assert record["freeze_step"] == 90
-    if name != "naive-onebit-adam":
-        assert sum(record["losses"][80:90]) / 10 < 1.9
+    assert sum(record["losses"][80:90]) / 10 < (2.2 if name.startswith("naive") else 1.9)
 
 
 def test_frozen_adam_is_adam_until_then_and_64_workers_fit(monkeypatch):
@@ -104,12 +106,86 @@ def test_the_command_names_what_it_does_not_know():
         assert text in result.stderr
 
 
+def losses_on_a_real_rank(rank: int, world_size: int) -> list[float]:
+    torch.set_num_threads(1)
+    key = lab.Key("mlp", "onebit-adam", 0, workers=world_size)
+    TASKS["mlp"] = dataclasses.replace(TASKS["mlp"], steps=60)
+    return lab.Worker(key, lab.begin(key), rank, make_transport(None, torch.device("cpu"))).train()["losses"]
+
+
+def test_real_gloo_ranks_give_what_simulated_ones_do(monkeypatch):
+    short(monkeypatch, "mlp", 60)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        simulated = lab.run(lab.Key("mlp", "onebit-adam", 0, workers=2))["losses"]
+    finally:
+        torch.set_num_threads(threads)
+    for real in run_ranks(losses_on_a_real_rank, 2):
+        assert real == simulated
+
+
+def test_diverged_is_ten_times_the_loss_at_the_freeze_over_ten_steps_or_not_finite():
+    steady = [1.0] * 40
+    assert lab.diverged_at(steady, 20) is None
+    assert lab.diverged_at([*steady, 80.0, *steady], 20) is None, "one bad batch is not divergence"
+    assert lab.diverged_at([*steady, *[20.0] * 10], 20) == 40 + 4
+    assert lab.diverged_at([*steady, float("nan")], 20) == 40
+    assert lab.diverged_at([1.0] * 10 + [50.0] * 5 + steady, 20) is None, "before the freeze"
+
+
+def recorded(optimizer: str, metrics: list[float | None], task: str = "mlp") -> list[dict[str, object]]:
+    base = {"task": task, "optimizer": optimizer, "freeze_step": 1, "losses": []}
+    return [base | {"seed": i, "metric": m, "diverged_at": None if m else 3} for i, m in enumerate(metrics)]
+
+
+def test_a_comparison_is_paired_and_one_sided():
+    runs = recorded("a", [90.0, 80.0, 70.0]) + recorded("b", [91.0, 81.5, 70.5, 99.0])
+    found = comparison(runs, "a", "b", "mlp")
+    assert found["seeds"] == 3
+    assert found["percent"] == pytest.approx(100 * 1.0 / 81)
+    assert found["error"] == pytest.approx(100 * (0.5 / 3**0.5) / 81)
+    assert not found["holds"], "1.0 is 3.5 standard errors of 0.29"
+    assert comparison(runs, "b", "a", "mlp")["holds"], "better is no difference to hold against"
+    lower = recorded("a", [2.0, 2.2], "causal") + recorded("b", [1.0, 1.1], "causal")
+    assert comparison(lower, "a", "b", "causal")["percent"] == pytest.approx(100)
+    lost = comparison(recorded("a", [90.0, None]) + recorded("b", [90.0, 90.0]), "a", "b", "mlp")
+    assert (lost["diverged"], lost["holds"]) == (1, False)
+    assert comparison(runs, "a", "c", "mlp") is None
+
+
+def test_one_scale_throws_the_small_coordinate_of_a_bowl_out_and_ours_does_not():
+    adam, l2, _, ours = (toys.bowl(numerics) for numerics in toys.BOWL.values())
+    at = toys.BOWL_WARM_UP
+    assert adam[:at] == l2[:at] == ours[:at]
+    print(
+        f"largest value after the freeze: Adam {max(adam[at:]):.2f}, l2 {max(l2[at:]):.2f}, ours {max(ours[at:]):.2f}"
+    )
+    assert max(l2[at:]) > 10 * l2[at - 1]
+    assert max(ours[at:]) < ours[at - 1]
+    assert ours[-1] < 1.5 * adam[-1]
+
+
+def test_signs_alone_never_leave_where_they_started_and_error_feedback_converges():
+    signs, feedback = (toys.narrow(error_feedback) for error_feedback in (False, True))
+    print(f"from {signs[0]:.3f}: signs alone {min(signs):.3f}, with error feedback {min(feedback):.3f}")
+    assert min(signs) > 0.9 * signs[0]
+    assert min(feedback[900:]) < 0.1 * feedback[0]
+
+
 @pytest.mark.full
-def test_l2_without_eps_inside_diverges_on_vgg_within_20_compressed_steps_and_preconditioned_does_not():
-    diverged = lab.run(lab.Key("vgg", "onebit-adam-l2", 0))
-    held = lab.run(lab.Key("vgg", "onebit-adam-preconditioned", 0))
-    print(f"l2: diverged at {diverged['diverged_at']}; preconditioned: accuracy {held['metric']:.1f} %")
-    assert diverged["diverged_at"] is not None
-    assert diverged["diverged_at"] < diverged["freeze_step"] + 20
-    assert held["diverged_at"] is None
-    assert held["metric"] > 95
+def test_l2_diverges_on_vgg_within_20_compressed_steps_on_every_seed():
+    for seed in range(5):
+        record = lab.run(lab.Key("vgg", "onebit-adam-l2", seed))
+        print(f"seed {seed}: diverged {record['diverged_at'] - record['freeze_step']} steps after the freeze")
+        assert record["diverged_at"] < record["freeze_step"] + 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-adam-eps-inside", "onebit-adam-deepspeed-guarded"])
+def test_ours_the_fixing_papers_and_the_guard_do_not_diverge_on_vgg(name):
+    record = lab.run(lab.Key("vgg", name, 0))
+    print(f"{name}: accuracy {record['metric']:.1f} %, {record['vetoed']} updates refused")
+    assert record["diverged_at"] is None
+    assert record["metric"] > 95
+    assert (record["vetoed"] > 0) == (name == "onebit-adam-deepspeed-guarded")

@@ -78,8 +78,8 @@ SCHEMAS: dict[str, str] = {
         "Tensor? dead_value, Tensor? least) -> ()"
     ),
     "thaw": (
-        f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}"
-        ") -> ()"
+        f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "
+        f"{_LIVE}) -> ()"
     ),
     "update_sums": (
         f"({_SIZES}, Tensor? x, Tensor exp_avg_sq, bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor(a!) partials) -> ()"

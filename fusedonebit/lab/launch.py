@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import FusedOneBitWarning
-from .report import plot, table
+from .plots import plot
+from .report import table, traffic, verdicts
 from .run import Key, run
 
 
@@ -50,8 +51,8 @@ def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers
 
 
 def report(records: Sequence[dict[str, Any]], out: Path) -> None:
-    """Prints and writes the table, and draws the plots."""
-    text = table(records)
+    """Prints and writes the tables, and draws the plots."""
+    text = "\n".join([table(records), verdicts(records), traffic(records)])
     print(text)
     (out / "table.md").write_text(text)
     plot(records, out / "losses.png")

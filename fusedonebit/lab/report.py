@@ -1,24 +1,14 @@
-"""The lab's table and its page of plots."""
+"""The lab's tables: every optimizer on every task, the claims, and what was sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 
 from .tasks import TASKS
 
 Record = Mapping[str, Any]
-
-TOO_LARGE = 10.0
-"""Times the first loss: there a curve ends, in a cross."""
 
 
 def table(records: Sequence[Record]) -> str:
@@ -49,40 +39,105 @@ def _cell(runs: Sequence[Record]) -> str:
     return ", ".join(parts)
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """One panel per task: worker 0's smoothed loss of the first seed; the freeze dashed, a cross where it diverges."""
+CLAIMS = (
+    ("onebit-adam", "adam-frozen"),
+    ("onebit-adam", "adam"),
+    ("adam-frozen", "adam"),
+    ("onebit-lamb", "lamb-frozen"),
+    ("onebit-lamb", "lamb"),
+    ("lamb-frozen", "lamb"),
+    ("onebit-adam-warm-start", "onebit-adam"),
+    ("onebit-adam-rewarm", "onebit-adam"),
+    ("onebit-adam-ternary", "onebit-adam"),
+)
+"""Who is compared with whom, seed by seed. The cost of the freeze is that of "frozen" against none."""
+
+MOST_ERRORS, MOST_PERCENT = 2.0, 2.0
+"""What a loss may be at most to count as none: standard errors, and percent of the other's mean."""
+
+
+def comparison(records: Sequence[Record], one: str, other: str, task: str) -> dict[str, Any] | None:
+    """How much worse one optimizer is than another on a task, in paired seeds.
+
+    Returns:
+        None without a common seed, else a dict: seeds; diverged and other_diverged (how many); percent
+        (of the other's mean, by which the mean metric is worse; negative: better) and its standard
+        error; holds (never diverged, and not worse by ``MOST_ERRORS`` errors or ``MOST_PERCENT``).
+    """
+    a, b = ({r["seed"]: r for r in records if (r["optimizer"], r["task"]) == (name, task)} for name in (one, other))
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    bad = [[seed for seed in seeds if _failed(runs[seed])] for runs in (a, b)]
+    fine = [seed for seed in seeds if not _failed(a[seed]) and not _failed(b[seed])]
+    told: dict[str, Any] = {"seeds": len(seeds), "diverged": len(bad[0]), "other_diverged": len(bad[1])}
+    sign = -1.0 if TASKS[task].higher else 1.0
+    worse = [sign * (a[seed]["metric"] - b[seed]["metric"]) for seed in fine]
+    mean, error = _mean_and_error(worse)
+    scale = 100 / abs(_mean_and_error([b[seed]["metric"] for seed in fine])[0]) if fine else math.nan
+    holds = not bad[0] and mean <= MOST_ERRORS * error and mean * scale <= MOST_PERCENT
+    return told | {"percent": mean * scale, "error": error * scale, "holds": bool(holds) and bool(fine)}
+
+
+def _failed(record: Record) -> bool:
+    return record["diverged_at"] is not None or record["metric"] is None
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    if not values:
+        return math.nan, math.nan
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, math.nan
+    spread = sum((x - mean) ** 2 for x in values) / (len(values) - 1)
+    return mean, math.sqrt(spread / len(values))
+
+
+def verdicts(records: Sequence[Record]) -> str:
+    """Markdown: each claim by task. Percent worse (+) or better (-) +/- standard error over paired seeds."""
     tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
-    names = list(dict.fromkeys(r["optimizer"] for r in records))
-    columns = min(4, len(tasks))
-    rows = -(-len(tasks) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(tasks) :]:
-        axis.set_axis_off()
-    handles: dict[str, Any] = {}
-    colours = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
-    for axis, task in zip(axes.flat, tasks, strict=False):
-        for i, name in enumerate(names):
-            run = next((r for r in records if (r["task"], r["optimizer"]) == (task, name)), None)
-            if run is None:
-                continue
-            losses, colour = list(_smooth(run["losses"], TOO_LARGE * run["losses"][0])), colours(i % colours.N)
-            handles[name] = axis.plot(losses, color=colour, linewidth=1.2)[0]
-            if len(losses) < len(run["losses"]):
-                axis.plot(len(losses) - 1, losses[-1], "x", color=colour, markersize=8)
-            axis.axvline(run["freeze_step"], color="black", linestyle="--", linewidth=0.8)
-        axis.set(title=task, xlabel="step", ylabel="training loss", yscale="log")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    lines = [f"| worse by, % | {' | '.join(tasks)} | holds |", "|---|" + "--:|" * len(tasks) + "--:|"]
+    for one, other in CLAIMS:
+        found = {task: comparison(records, one, other, task) for task in tasks}
+        known = [c for c in found.values() if c is not None]
+        if known:
+            cells = [_claim(found[task]) for task in tasks]
+            lines.append(
+                f"| {one} than {other} | {' | '.join(cells)} | {sum(c['holds'] for c in known)}/{len(known)} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
-def _smooth(losses: Iterable[float | None], limit: float, keep: float = 0.9) -> Iterable[float]:
-    """A running mean that ends where the loss passes the limit, or is no number any more."""
-    mean, weight = 0.0, 0.0
-    for loss in losses:
-        if loss is None or loss > limit:
-            return
-        mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
-        yield mean / weight
+def _claim(c: Mapping[str, Any] | None) -> str:
+    if c is None:
+        return ""
+    parts = [] if math.isnan(c["percent"]) else [f"{c['percent']:+.2f} ± {c['error']:.2f}"]
+    for key, whose in (("diverged", ""), ("other_diverged", "other ")):
+        if c[key]:
+            parts.append(f"**{whose}diverged {c[key]}/{c['seeds']}**")
+    return ", ".join(parts)
+
+
+def traffic(records: Sequence[Record]) -> str:
+    """Markdown: how many times fewer bytes a whole run sent than Adam's, by optimizer and task; the guard's vetoes."""
+    tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
+    lines = [f"| bytes saved | {' | '.join(tasks)} | vetoes |", "|---|" + "--:|" * len(tasks) + "--:|"]
+    for name in dict.fromkeys(r["optimizer"] for r in records):
+        mine = [r for r in records if r["optimizer"] == name and r.get("bytes")]
+        cells = []
+        for task in tasks:
+            sent, full = (
+                [r["bytes"] for r in rs if r["task"] == task and _complete(r)] for rs in (mine, _of_adam(records))
+            )
+            cells.append(f"{sum(full) / len(full) / (sum(sent) / len(sent)):.1f} x" if sent and full else "")
+        if mine:
+            lines.append(f"| {name} | {' | '.join(cells)} | {sum(r['vetoed'] for r in mine)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of_adam(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["optimizer"] == "adam" and r.get("bytes")]
+
+
+def _complete(record: Record) -> bool:
+    return record["steps"] == TASKS[record["task"]].steps

@@ -89,7 +89,7 @@ class Worker:
         """Trains to the end, or until the loss is not finite.
 
         Returns:
-            losses: mean over the workers, by step. metric: mean of the last evaluations, None where
+            losses: mean over the workers, by step. steps: how many. metric: mean of the last evaluations, None where
             one is missing. freeze_step. diverged_at: the first step since the freeze whose loss, over
             ``WINDOW`` steps, is not finite or above ``DIVERGED`` times that at the freeze; or None.
             vetoed, rewarms, bytes: of the optimizers together, what they tell.
@@ -109,6 +109,7 @@ class Worker:
             "metric": sum(metrics) / len(metrics) if complete else None,
             "diverged_at": diverged_at(losses, self.freeze_step),
             "freeze_step": self.freeze_step,
+            "steps": len(losses),
             "losses": [round(loss, 5) if math.isfinite(loss) else None for loss in losses],
             "vetoed": sum(stats.get("vetoed_steps", 0) for stats in told),
             "rewarms": sum(stats.get("rewarms", 0) for stats in told),

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,9 @@ from ..comm import CompressedAllReduce
 from ..triton_kernels import FlatLayout
 from .contenders import PAPER
 
-BOWL_WARM_UP = 100
-BOWL = {
+BOWL_WARM_UP, BOWL_STEPS, BOWL_LR = 100, 600, 1e-3
+BOWL_START = (1.0, 1e-3)
+BOWL: dict[str, dict[str, Any] | None] = {
     "Adam": None,
     "1-bit Adam, l2": {"scale_norm": "l2", **PAPER},
     "1-bit Adam, eps inside the root": {"scale_norm": "l2", "eps_inside_sqrt": True, **PAPER},
@@ -24,16 +27,21 @@ BOWL = {
 """What minimises the bowl: numerics of ``OneBitAdam``, or None for Adam itself."""
 
 
-def bowl(start: tuple[float, float], lr: float, steps: int, numerics: dict[str, object] | None) -> list[float]:
-    """Minimises x^2 + y^2 and returns its value before each step."""
-    at = nn.Parameter(torch.tensor(start))
-    freeze_step = steps if numerics is None else BOWL_WARM_UP
-    optimizer = OneBitAdam([at], lr, (0.9, 0.999), 1e-8, 0.0, freeze_step=freeze_step, **numerics or {})  # type: ignore[arg-type]
+def bowl(numerics: dict[str, Any] | None) -> list[float]:
+    """Minimises x^2 + y^2 from coordinates a thousandfold apart; returns its value before each step.
+
+    In the warm-up Adam moves both by the same step, so that the larger one hardly changes and its
+    variance stays a million times that of the other. One scale for both momenta then throws the
+    smaller one far out (equation 1 and figure 6 of the Fixing paper).
+    """
+    at = nn.Parameter(torch.tensor(BOWL_START))
+    freeze_step = BOWL_STEPS if numerics is None else BOWL_WARM_UP
+    optimizer = OneBitAdam([at], BOWL_LR, weight_decay=0.0, freeze_step=freeze_step, **numerics or {})
     values = []
-    for _ in range(steps):
+    for _ in range(BOWL_STEPS):
         optimizer.zero_grad()
         loss = at.square().sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         values.append(float(loss.detach()))
     return values
@@ -43,7 +51,7 @@ NARROW = 0.1
 """Slope along the valley, as a share of that across it."""
 
 
-def narrow(error_feedback: bool, steps: int = 500, lr: float = 0.02) -> list[float]:
+def narrow(error_feedback: bool, steps: int = 1000, lr: float = 0.01) -> list[float]:
     """Minimises 0.1 |x + y| + |x - y| from (1, 1) by compressed gradients; returns its value before each step.
 
     Across the valley x = y the gradient is (1, -1) or (-1, 1), which drowns what points along it:
