@@ -214,7 +214,7 @@ class Problem:
         )
 
     def thaw_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False) -> tuple:
-        return self.freeze_arguments(eps_inside_sqrt, precondition)[:-2]
+        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-2], self.table.bits, self.table.row)
 
     def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:
         return (
