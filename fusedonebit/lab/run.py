@@ -89,9 +89,10 @@ class Worker:
         """Trains to the end, or until the loss is not finite.
 
         Returns:
-            losses: mean over the workers, by step. steps: how many. metric: mean of the last evaluations, None where
-            one is missing. freeze_step. diverged_at: the first step since the freeze whose loss, over
-            ``WINDOW`` steps, is not finite or above ``DIVERGED`` times that at the freeze; or None.
+            losses: mean over the workers, by step; of a GAN the sum of both players'. steps: how many.
+            metric: mean of the last evaluations, None where one is missing. freeze_step.
+            diverged_at: the first step since the freeze whose loss, over ``WINDOW`` steps, is not
+            finite or above ``DIVERGED`` times that at the freeze; or None.
             vetoed, rewarms, bytes: of the optimizers together, what they tell.
         """
         losses: list[float] = []
@@ -117,15 +118,14 @@ class Worker:
         }
 
     def _step(self, step: int) -> float:
-        """One step of all optimizers; returns the first one's loss, averaged over the workers."""
+        """One step of all optimizers; returns the sum of their losses, averaged over the workers."""
         draw = torch.Generator().manual_seed((self.key.seed * 1_000_003 + step) * 4099 + self.rank)
         mean = torch.zeros(1)
         for index, loss in self.trial.losses(draw, self.batch_size):
             self.optimizers[index].zero_grad()
             loss.backward(inputs=list(self.trial.models[index].parameters()))
             self.optimizers[index].step()
-            if index == 0:
-                mean.fill_(loss.item() / self.transport.world_size)
+            mean += loss.detach() / self.transport.world_size
         self.transport.all_reduce(mean)
         for schedule in self.schedules:
             schedule.step()

@@ -19,6 +19,8 @@ BETAS = (0.9, 0.99)
 EPS = 1e-8
 LAMB_EPS = 1e-6
 WEIGHT_DECAY = 0.01
+PAPER: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "global", "variance_floor": 0.0, "guard": "off"}
+"""1-bit LAMB's own numerics: what its figures are drawn with."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def _onebit_lamb(
         freeze_step=settings.freeze_step,
         lr_warmup_steps=settings.lr_warmup_steps,
         layerwise=layerwise,
+        **PAPER,
     )
 
 
