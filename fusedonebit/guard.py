@@ -32,7 +32,7 @@ class DivergenceGuard:
     def __init__(self, device: torch.device, preconditioned: bool) -> None:
         self._times = LIMIT if preconditioned else PLAIN_LIMIT
         self.reference, self.limit, self.norm = torch.zeros(3, dtype=torch.float64, device=device).unbind()
-        self._weight = torch.empty(0, device=device)
+        self._root = torch.empty(0, device=device)
 
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
         """Takes what the freeze knows.
@@ -45,7 +45,7 @@ class DivergenceGuard:
         """
         self.reference = torch.maximum(last, noise)
         self.limit = torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference
-        self._weight = weight
+        self._root = weight.sqrt().float()  # w itself may be beyond float32
 
     def resume(self, reference: float, limit: float) -> None:
         """Takes up a checkpoint's numbers; ``arm`` has given the weights."""
@@ -59,8 +59,7 @@ class DivergenceGuard:
             scale: float32 [B], s.
             unbias: float32 [B], 1 / (1 - beta1^t) of each block's tensor.
         """
-        size = (scale * unbias).double()
-        self.norm = (size * size * self._weight).sum().sqrt()
+        self.norm = (scale * unbias).double().mul_(self._root).square_().sum().sqrt()
         return ~(self.norm <= self.limit).reshape(1)
 
     def describe(self, rewarms: bool, steps: int) -> str:
@@ -79,4 +78,4 @@ class DivergenceGuard:
 
     def state(self) -> list[Tensor]:
         """All tensors."""
-        return [self.reference, self.limit, self.norm, self._weight]
+        return [self.reference, self.limit, self.norm, self._root]

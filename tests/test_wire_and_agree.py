@@ -22,8 +22,11 @@ from fusedonebit.comm import (
     make_transport,
 )
 from fusedonebit.comm.wire import agreed_flags, digest
-from fusedonebit.triton_kernels import FlatLayout
+from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 from ranks import run_ranks
+
+from benchmarks.shapes import MODELS, sizes
+from benchmarks.wire import NUMERICS, wire_bytes
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout((300, 5), 2, 128)
@@ -56,6 +59,17 @@ def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
     assert len(raw) == messages.nbytes == Messages.size(5, LAYOUT, ternary=True) == 32 + 32 + 2 * 32
     assert raw[64:] == bytes(range(64))
     assert not messages.bits[[0, 2]].any()
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64])
+def test_scales_by_block_cost_3_percent_at_most_and_ternary_twice_the_bytes(world_size):
+    counts = sizes(MODELS["BERT-Large"]())
+    layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
+    one, *others = (wire_bytes(layout, scope, ternary) for scope, ternary in NUMERICS.values())
+    layer, block, ternary = (other / one for other in others)
+    print(f"BERT-Large, W={world_size}, of global scales: layer {layer:.4f}, block {block:.4f}, ternary {ternary:.4f}")
+    assert layer <= block <= 1.03
+    assert 1.99 <= ternary <= 2.02
 
 
 def test_the_words_lie_in_the_documented_order():
