@@ -251,7 +251,8 @@ class CompressedAllReduce:
         errors = self.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
         result = (self.scale.double().square() * self.live.numel).sum().sqrt()
         agreement = self.gathered.signal.double().nanmean()
-        return float(errors.square().mean().sqrt() / result), float(agreement)
+        ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
+        return float(ratio), float(agreement)
 
     def resume(self, synchronisations: int, digest: int) -> None:
         """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""

@@ -39,11 +39,12 @@ class OneBitAdam(OneBitOptimizer):
         eps: Added to the root of the variance.
         weight_decay: Decoupled, as in AdamW.
         freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
-            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint.
+            (``freezing.AutoFreeze``). 0 needs ``warm_start``, or a loaded checkpoint.
         lr_warmup_steps: With ``"auto"``: updates before v is looked at.
         scale_norm: ``"l1"``: mean \|c\| (the paper). ``"l2"``: \|c\|_2/sqrt(d) (DeepSpeed).
             ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
-        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or
+            per 4096 elements of a tensor (``"block"``).
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
             coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
             of their median (``freezing.quantile_floor``).
@@ -56,9 +57,10 @@ class OneBitAdam(OneBitOptimizer):
         rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed
             ones, which renew the variance; 0: never.
         rewarm_steps: Length of such a stretch, and of the variance's memory in it.
-        guard: What to do where a compressed update is 10 times larger than the last uncompressed one
-            (``guard.DivergenceGuard``). All ranks skip it, and ``"rewarm"``: warm up again;
-            ``"warn"``: only warn. ``"off"``: apply it.
+        guard: A compressed update whose norm is 10 times (300 without ``precondition``) that of the last
+            uncompressed one, or of noise, is skipped on all ranks (``guard.DivergenceGuard``); then
+            ``"rewarm"``: warm up again, without what goes beyond a step of Adam's. ``"warn"``: keep it as
+            residual and warn; training may stand still. ``"off"``: no such check.
         bias_correction: Adam's; that of v is frozen with it.
         eps_inside_sqrt: In the compression stage use sqrt(v + eps) (Tarasov & Ershov, eq. 2).
         maximize: Ascend instead of descend.

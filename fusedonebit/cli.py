@@ -103,14 +103,18 @@ def _lab(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(["tasks:", *(f"  {name}" for name in TASKS), "optimizers:", *(f"  {n}" for n in CONTENDERS)]))
         return 0
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(TASKS)
-    optimizers = arguments.optimizers.split(",") if arguments.optimizers else list(CONTENDERS)
+    tasks = _listed(arguments.tasks) or list(TASKS)
+    optimizers = _listed(arguments.optimizers) or list(CONTENDERS)
     for flag, given, known in (("--tasks", tasks, TASKS), ("--optimizers", optimizers, CONTENDERS)):
         for name in given:
             if name not in known:
                 return _refuse(f"{flag} must be of {', '.join(known)}, got {name!r}")
     run_lab(tasks, optimizers, arguments.seeds, arguments.workers, Path(arguments.out))
     return 0
+
+
+def _listed(names: str | None) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in names.split(","))) if names else []
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -66,14 +66,15 @@ class DivergenceGuard:
         """Why an update was refused and what follows; waits for the device."""
         times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
-            f"{steps} uncompressed updates follow"
+            f"What it holds beyond a step of Adam's is dropped, and {steps} uncompressed updates follow"
             if rewarms
-            else 'nothing else follows (guard="warn"), so that training may stand still from now on'
+            else 'Its momentum is kept, and nothing else follows (guard="warn"), so that training may stand still from '
+            "now on"
         )
         return (
             f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times that of the last "
-            f"uncompressed one; at most {most:g} is let through. Its momentum is kept, and {follows}. "
-            "Where it goes on, use precondition=True, a larger variance_floor or a later freeze"
+            f"uncompressed one; at most {most:g} is let through. {follows}. "
+            "If this happens again, use precondition=True, a larger variance_floor or a later freeze"
         )
 
     def state(self) -> list[Tensor]:

@@ -89,8 +89,8 @@ class OneBitOptions(Options):
             )
         check_choice("guard", self.guard, ("rewarm", "warn", "off"))
         if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
-            setting = "precondition=True" if self.precondition else f"variance_floor={self.variance_floor}"
-            raise ValueError(f'{setting} needs dead_coordinates="mean", got "keep": v cannot be 0 and have a floor')
+            way_out = "precondition=False" if self.precondition else "variance_floor=0"
+            raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:

@@ -20,7 +20,7 @@ from .errors import warn
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
-from .triton_kernels import TAIL, Coef, freeze, thaw, update_sums
+from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
 
 
@@ -74,7 +74,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``AveragingOptimizer``; not after a warm start or a re-warm-up either."""
-        if self._built and (self._rewarms or self.options.warm_started):
+        if self._built and float(self._behind) < 0:  # v is corrected: new parameters' would have to be as well
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
@@ -145,8 +145,10 @@ class OneBitOptimizer(AveragingOptimizer):
     def _enter_phase(self) -> None:
         """Freezes the variance, or thaws it, if it is time; the same on all ranks."""
         if self._phase == "compression":
-            if self._rewarm_is_due():
-                self._thaw()
+            if self.options.guard == "rewarm" and self._outcomes.veto_is_due():
+                self._thaw(after_veto=True)
+            elif self._rewarm_is_due():
+                self._thaw(after_veto=False)
         elif self._freeze_due is None:
             if self._auto is not None and self._auto.due():
                 self._freeze()
@@ -157,9 +159,6 @@ class OneBitOptimizer(AveragingOptimizer):
                 self._freeze()
 
     def _rewarm_is_due(self) -> bool:
-        vetoed, self._outcomes.veto_news = self._outcomes.veto_news, False
-        if vetoed and self.options.guard == "rewarm":
-            return True
         if 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze():
             self._outcomes.catch_up()  # as for the freeze
         return 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze()
@@ -213,13 +212,18 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Takes note that v has been filled, corrected; ``tables`` are an earlier run's ``_tables``."""
+        live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
+        self._exp_avg_sq.mul_(live)
         self._behind.fill_(-math.inf)
 
     @torch.no_grad()
-    def _thaw(self) -> None:
-        """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again."""
+    def _thaw(self, after_veto: bool) -> None:
+        """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
+
+        After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
+        """
         self._outcomes.catch_up()
-        self._outcomes.veto_news = False  # of a veto that was still under way: this is what it asks for
+        self._outcomes.veto_at = None  # also one that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self._reduce
         coef = self._coefficient_table()
         self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
@@ -239,6 +243,7 @@ class OneBitOptimizer(AveragingOptimizer):
             reduce.block_tensor,
             self._live.bits,
             self._live.row,
+            after_veto,
         )
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
@@ -299,7 +304,9 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _settled(self) -> dict[str, Any]:
         """Options that say in which unit, or with what, the compression stage goes on."""
-        return {"precondition": self.options.precondition, "ternary": self.options.ternary}
+        options = self.options
+        in_unit = {"eps_inside_sqrt": options.eps_inside_sqrt} if options.precondition else {}
+        return {"precondition": options.precondition, "ternary": options.ternary} | in_unit
 
     def _header(self) -> dict[str, Any]:
         entered = self._step - self._behind if self._variance_step is None else self._variance_step
@@ -312,8 +319,8 @@ class OneBitOptimizer(AveragingOptimizer):
             "freeze_due": self._freeze_due,
             "rewarms": self._rewarms,
             "vetoed": self._outcomes.vetoed,
-            "veto_news": self._outcomes.veto_news,
-            "guard": (float(self._guard.reference), float(self._guard.limit)),
+            "veto_at": self._outcomes.veto_at,
+            "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
             "dead_tensors": list(self.dead_tensors),
             "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
@@ -338,7 +345,7 @@ class OneBitOptimizer(AveragingOptimizer):
             self._behind = self._step - header["variance_step"]
         self._rewarms = header.get("rewarms", 0)
         self._outcomes.vetoed = header.get("vetoed", 0)
-        self._outcomes.veto_news = header.get("veto_news", False)
+        self._outcomes.veto_at = header.get("veto_at")
         self._frozen_at = header.get("freeze_step")
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
@@ -353,7 +360,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
-            if "guard" in header:
+            if header.get("guard") and self.options.guard != "off":
                 self._guard.resume(*header["guard"])
 
     # ---------------------------------------------------------------- what users look at
@@ -365,8 +372,7 @@ class OneBitOptimizer(AveragingOptimizer):
             phase; step (updates done); skipped_steps; freeze_step (updates before the last freeze, None
             before the first); rewarms; vetoed_steps (of those skipped); update_norm (of the last
             compressed update, divided by the learning rate) and update_norm_limit (the guard's);
-            backend;
-            transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
+            backend; transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
             bytes_total (sent by this rank to others); state_bytes (what the next step needs) and
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and

@@ -93,20 +93,23 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             had no other stands still after the freeze.
         lr_warmup_steps: With ``"auto"``: updates before v is looked at.
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
-        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block.
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or
+            per 4096 elements of a tensor (``"block"``).
         precondition: Compress m/denom instead of m; see ``OneBitAdam``. The layers' momentum scaling
             does better here (docs/numerics.md).
         ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
-        variance_floor: What frozen v has at least, as a share of its tensor's mean; None: as ``OneBitAdam``.
+        variance_floor: What frozen v has at least, as a share of its tensor's mean (0.01 unless told
+            otherwise); None: as ``OneBitAdam``.
         warm_start: ``state_dict()`` of an earlier ``Lamb`` or ``OneBitLamb``, of any world size: its
             variance, average coefficients and momentum scales replace the warm-up. With ``freeze_step=0``
             compression starts at once.
         rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed
             ones, which renew the variance; 0: never.
         rewarm_steps: Length of such a stretch, and of the variance's memory in it.
-        guard: What to do where a compressed update is 10 times larger than the last uncompressed one
-            (``guard.DivergenceGuard``). All ranks skip it, and ``"rewarm"``: warm up again;
-            ``"warn"``: only warn. ``"off"``: apply it.
+        guard: A compressed update whose norm is 300 times (10 with ``precondition``) that of the last
+            uncompressed one, or of noise, is skipped on all ranks (``guard.DivergenceGuard``); then
+            ``"rewarm"``: warm up again, without what goes beyond a step of Adam's. ``"warn"``: keep it as
+            residual and warn; training may stand still. ``"off"``: no such check.
         bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
         eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
         maximize: Ascend instead of descend.

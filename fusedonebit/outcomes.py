@@ -27,14 +27,15 @@ class Outcomes:
         attempts: Steps begun.
         skipped: Steps known to have been skipped.
         vetoed: Those of them that the divergence guard refused.
-        veto_news: Whether it has refused one since somebody last set this to False.
+        veto_at: The first attempt that it refused since somebody set this to None.
     """
 
     def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[Flag], str]) -> None:
         self.attempts = 0
         self.skipped = 0
         self.vetoed = 0
-        self.veto_news = False
+        self.veto_at: int | None = None
+        self._arrived = 0
         self._warned_at = 0
         self._nonfinite = nonfinite
         self._describe = describe
@@ -49,6 +50,7 @@ class Outcomes:
         """Takes the counts of a checkpoint."""
         self._mirror.flush()
         self.attempts, self.skipped = updates + skipped, skipped
+        self._arrived = self.attempts
 
     def record(self, flags: Tensor) -> None:
         """Takes a step's flags, int32 [1].
@@ -64,17 +66,28 @@ class Outcomes:
     def record_own_failure(self, flags: Tensor) -> None:
         """As ``record``, on the rank whose own error is about to be raised."""
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
-            self.skipped += int(arrived) != 0
+            self._count(int(arrived))
+
+    def veto_is_due(self) -> bool:
+        """Whether the last veto is known to all ranks by now, however early one has looked."""
+        return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
 
     def catch_up(self) -> None:
         """Waits for what is under way and acts on it; raises as ``record`` does."""
         for arrived in self._mirror.flush():
             self._act(int(arrived))
 
+    def _count(self, flags: int) -> None:
+        self._arrived += 1
+        self.skipped += flags != 0
+        if flags & Flag.VETO:
+            self.vetoed += 1
+            self.veto_at = self._arrived if self.veto_at is None else self.veto_at
+
     def _act(self, flags: int) -> None:
+        self._count(flags)
         if not flags:
             return
-        self.skipped += 1
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
                 f"ranks are out of step after {self.updates} updates: {self._describe(Flag.MISMATCH)}. "
@@ -87,8 +100,6 @@ class Outcomes:
                 "no parameter was changed on any rank"
             )
         if flags & Flag.VETO:
-            self.vetoed += 1
-            self.veto_news = True
             if self.vetoed & (self.vetoed - 1) == 0:
                 warn(f"every rank skipped the step after {self.updates} updates: {self._describe(Flag.VETO)}")
             return

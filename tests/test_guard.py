@@ -270,6 +270,55 @@ def test_a_refused_spike_is_not_let_through_afterwards(name):
     assert max(moved) < math.sqrt(307)
 
 
+def drift(rank: int, transport, spike: float) -> tuple[float, float]:
+    """Speed of a parameter that is pulled one way, before a batch with huge gradients and 200 steps after it."""
+    (p,) = make((1000,))
+    optimizer = OneBitAdam([p], lr=1.0, weight_decay=0.0, freeze_step=30, rewarm_steps=20, process_group=transport)
+    moved = []
+    for step in range(300):
+        before = p.detach().clone()
+        p.grad = (0.3 + gradient(rank, step, p, 0)) * (spike if step == 60 else 1.0)
+        optimizer.step()
+        moved.append(float((p.detach() - before).mean()))
+    assert optimizer.stats()["vetoed_steps"] == 1
+    return sum(moved[40:60]) / 20, sum(moved[260:280]) / 20
+
+
+@pytest.mark.parametrize("spike", [1e3, 1e5])
+def test_one_bad_batch_does_not_slow_training_down_for_good(spike):
+    with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):
+        results = SimulatedGroup(2).run(lambda rank, t: drift(rank, t, spike))
+    before, after = results[0]
+    print(f"mean update before a batch {spike:g} times too large {before:.3f}, 200 steps after it {after:.3f}")
+    assert 0.5 < after / before < 2
+
+
+def test_all_ranks_warm_up_again_at_the_same_step_though_one_has_looked_early():
+    """On CUDA flags arrive a step late; ``stats()`` waits for them."""
+
+    def run(rank: int, transport) -> list[str]:
+        optimizer = guarded(process_group=transport)
+        optimizer._outcomes._mirror = HostMirror(optimizer.device, depth=1)
+        train(optimizer, rank, 0, FREEZE + 3)
+        phases = train(optimizer, rank, FREEZE + 3, 1, SPIKE)
+        if rank == 0:
+            optimizer.stats()
+        return phases + train(optimizer, rank, FREEZE + 4, 4)
+
+    with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):
+        runs = SimulatedGroup(2).run(run)
+    assert runs[0] == runs[1] == ["compression"] * 2 + ["warmup"] * 3
+
+
+def test_a_checkpoint_written_without_a_guard_gets_one():
+    optimizer = guarded(guard="off")
+    train(optimizer, 0, 0, FREEZE + 3)
+    fresh = guarded()
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert fresh.stats()["update_norm_limit"] > 0
+    assert train(fresh, 0, FREEZE + 3, 2) == ["compression"] * 2
+
+
 # ---------------------------------------------------------------- what it is there for
 
 

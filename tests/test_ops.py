@@ -48,7 +48,7 @@ def example(name: str) -> list[tuple]:
         "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq), t.apply_arguments()],
         "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
         "freeze": [p.freeze_arguments(), p.freeze_arguments(True, True, torch.ones(3), torch.ones(3))],
-        "thaw": [p.thaw_arguments(), p.thaw_arguments(True, True)],
+        "thaw": [p.thaw_arguments(), p.thaw_arguments(True, True, True)],
         "update_sums": [p.update_sums_arguments(p.compensated), p.update_sums_arguments(None, True)],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],

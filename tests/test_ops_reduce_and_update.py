@@ -286,20 +286,22 @@ def test_freeze_is_its_formula(precondition, dead_value, least, inside):
 
 @eps_inside
 @pytest.mark.parametrize("precondition", [False, True])
-def test_thaw_takes_away_the_unit_that_freeze_brought_in_and_corrects_v_up_to_the_square_of_m(precondition, inside):
-    p = Problem(MIXED, 3, masks=MASKS, excluded=[2])
-    p.compensated *= 0.1
-    m, v = wide(p.compensated), wide(p.exp_avg_sq)
-    ops.freeze(*p.freeze_arguments(inside, precondition))
-    ops.thaw(*p.thaw_arguments(inside, precondition))
-    own = slice(0, p.layout.first_block[-1] * 128)
-    decayed = p.column(Coef.BETA1) * m  # by freeze, for the step that follows
-    np.testing.assert_allclose(wide(p.compensated)[own], decayed[own], rtol=16 * EPS32)
-    corrected, square = v * p.column(Coef.RSQRT_BIAS2) ** 2, (decayed * p.column(Coef.UNBIAS1)) ** 2
-    expected = np.where(p.live, np.maximum(corrected, square), 0.0)
-    np.testing.assert_allclose(wide(p.exp_avg_sq)[own], expected[own], rtol=40 * EPS32)
-    for largest in (corrected > square, square > corrected):
-        assert largest[p.live].any()
+def test_thaw_takes_away_the_unit_that_freeze_brought_in_corrects_v_and_clips_m_if_asked(precondition, inside):
+    for clip in (False, True):
+        p = Problem(MIXED, 3, masks=MASKS, excluded=[2])
+        p.compensated *= 0.1
+        m, v = wide(p.compensated), wide(p.exp_avg_sq)
+        ops.freeze(*p.freeze_arguments(inside, precondition))
+        ops.thaw(*p.thaw_arguments(inside, precondition, clip))
+        own = slice(0, p.layout.first_block[-1] * 128)
+        decayed = p.column(Coef.BETA1) * m  # by freeze, for the step that follows
+        corrected = np.where(p.live, v * p.column(Coef.RSQRT_BIAS2) ** 2, 0.0)
+        most = np.sqrt(corrected) / p.column(Coef.UNBIAS1) if clip else np.inf
+        np.testing.assert_allclose(wide(p.compensated)[own], np.clip(decayed, -most, most)[own], rtol=40 * EPS32)
+        np.testing.assert_allclose(wide(p.exp_avg_sq)[own], corrected[own], rtol=40 * EPS32)
+        clipped = (np.abs(decayed) > most)[p.live]
+        assert clipped.any() == clip
+        assert not clipped.all()
 
 
 @eps_inside

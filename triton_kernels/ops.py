@@ -79,7 +79,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "thaw": (
         f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "
-        f"{_LIVE}) -> ()"
+        f"{_LIVE}, bool clip) -> ()"
     ),
     "update_sums": (
         f"({_SIZES}, Tensor? x, Tensor exp_avg_sq, bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor(a!) partials) -> ()"

@@ -162,22 +162,24 @@ def thaw(
     block_tensor: Tensor,
     live: Tensor,
     live_row: Tensor,
+    clip: bool,
 ) -> None:
     """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
 
-    v is corrected for its start at 0, and at least m^2: a coordinate whose residuals hold a gradient
-    that v has never seen then moves by one step, as it would have if v had.
+    v is corrected for its start at 0. With ``clip`` |m| is at most the root of v: a gradient that v
+    has never seen then moves a coordinate by about a step, as Adam would have.
 
     Args:
         sizes: Elements of each tensor.
         block_size: Elements per block.
         exp_avg: float32 [P]: unit*m is read, m written.
-        exp_avg_sq: float32 [P]: v is read, max(v / (1 - beta2^F), (m / (1 - beta1^t))^2) written.
+        exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
         eps_inside_sqrt: Which denom; see ``apply_momentum``.
         precondition: unit = 1/denom per coordinate, instead of the layer's.
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
         live, live_row: Elements that count; others get v = 0.
+        clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
@@ -187,7 +189,10 @@ def thaw(
         else:
             m.div_(column(k, Coef.UNIT))
         v.mul_(column(k, Coef.RSQRT_BIAS2)).mul_(column(k, Coef.RSQRT_BIAS2))
-        v.copy_(only_live(torch.maximum(v, (m * column(k, Coef.UNBIAS1)).square_()), live, live_row, tile))
+        v.copy_(only_live(v, live, live_row, tile))
+        if clip:
+            most = v.sqrt().div_(column(k, Coef.UNBIAS1))
+            torch.clamp(m, -most, most, out=m)
 
 
 def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, partials: Tensor) -> None:

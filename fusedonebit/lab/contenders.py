@@ -178,6 +178,7 @@ CONTENDERS: dict[str, Make] = {
     "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
     "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
     "onebit-adam-warm-start": _warm,
+    "onebit-adam-freeze-3": partial(_onebit_adam, freeze_step=3),
     "onebit-adam-ternary": partial(_onebit_adam, ternary=True),
     "adam-frozen-no-floor": partial(_adam, frozen=True),
     "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),

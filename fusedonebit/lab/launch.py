@@ -69,4 +69,10 @@ def _key(record: dict[str, Any]) -> Key:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # stopped while it wrote its last line
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]

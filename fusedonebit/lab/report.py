@@ -75,7 +75,7 @@ def comparison(records: Sequence[Record], one: str, other: str, task: str) -> di
     worse = [sign * (a[seed]["metric"] - b[seed]["metric"]) for seed in fine]
     mean, error = _mean_and_error(worse)
     scale = 100 / abs(_mean_and_error([b[seed]["metric"] for seed in fine])[0]) if fine else math.nan
-    holds = not bad[0] and mean <= MOST_ERRORS * error and mean * scale <= MOST_PERCENT
+    holds = not bad[0] and mean * scale <= MOST_PERCENT and (mean <= 0 or mean <= MOST_ERRORS * error)
     return told | {"percent": mean * scale, "error": error * scale, "holds": bool(holds) and bool(fine)}
 
 
