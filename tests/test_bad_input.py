@@ -41,10 +41,10 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
         ({"precondition": 1}, "precondition must be True or False, got 1"),
         ({"ternary": 1}, "ternary must be True or False, got 1"),
-        ({"dead_coordinates": "keep"}, 'precondition=True needs dead_coordinates="mean", got "keep"'),
+        ({"dead_coordinates": "keep"}, 'dead_coordinates must be "mean" .*, got "keep"; or pass precondition=False'),
         (
             {"precondition": False, "variance_floor": 0.1, "dead_coordinates": "keep"},
-            'variance_floor=0.1 needs dead_coordinates="mean", got "keep"',
+            'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass variance_floor=0',
         ),
         ({"variance_floor": 1.0}, r"variance_floor must be a number in \[0, 1\), or None, got 1.0"),
         ({"variance_floor": "low"}, r"variance_floor must be a number in \[0, 1\), or None, got 'low'"),
