@@ -182,9 +182,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._variance_step = self._step - self._behind
         coef = self._coefficient_table()
         reference = self._last_update_norm(coef)
-        least = None
-        if options.least_share > 0 or options.precondition:
-            least = dead.mean * options.least_share
+        least = dead.mean * options.least_share
         if options.precondition:
             floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt)
             least = torch.maximum(least, floor)

@@ -133,13 +133,13 @@ def _lamb(of: Setting, frozen: bool = False) -> Any:
 
 
 def _onebit_adam(of: Setting, **numerics: Any) -> Any:
-    options = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
     return OneBitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
 
 
 def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
     lr = of.task.lr * of.task.lamb
-    options = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
     return OneBitLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, **options)
 
 
@@ -158,7 +158,7 @@ def _warm(of: Setting) -> Any:
 _EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
 _EARLIER_LOCK = threading.Lock()
 
-PAPER = {"precondition": False, "variance_floor": 0.0, "scale_scope": "global", "guard": "off"}
+PAPER: dict[str, Any] = {"precondition": False, "variance_floor": 0.0, "scale_scope": "global", "guard": "off"}
 """One scale for a worker's whole momentum, which is what is compressed, and nobody watches."""
 
 CONTENDERS: dict[str, Make] = {

@@ -41,7 +41,7 @@ def bowl(numerics: dict[str, Any] | None) -> list[float]:
     for _ in range(BOWL_STEPS):
         optimizer.zero_grad()
         loss = at.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         values.append(float(loss.detach()))
     return values
