@@ -7,7 +7,7 @@ import json
 import multiprocessing as mp
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import FusedOneBitWarning
 from .plots import plot
-from .report import table, traffic, verdicts
+from .report import named, table, traffic, verdicts
 from .run import Key, run
 
 
@@ -50,8 +50,9 @@ def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers
     report([done[key] for key in wanted], out)
 
 
-def report(records: Sequence[dict[str, Any]], out: Path) -> None:
+def report(records: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Prints and writes the tables, and draws the plots."""
+    records = named(records)
     text = "\n".join([table(records), verdicts(records), traffic(records)])
     print(text)
     (out / "table.md").write_text(text)

@@ -11,6 +11,17 @@ from .tasks import TASKS
 Record = Mapping[str, Any]
 
 
+USUAL_WORKERS = 4
+
+
+def named(records: Sequence[Record]) -> list[Record]:
+    """The records; where the number of workers is not the usual one, the optimizer's name tells it."""
+    return [
+        r if r["workers"] == USUAL_WORKERS else {**r, "optimizer": f"{r['optimizer']}, {r['workers']} workers"}
+        for r in records
+    ]
+
+
 def table(records: Sequence[Record]) -> str:
     """Markdown: one row per optimizer, one column per task; mean and standard deviation over the seeds.
 
@@ -49,6 +60,8 @@ CLAIMS = (
     ("onebit-adam-warm-start", "onebit-adam"),
     ("onebit-adam-rewarm", "onebit-adam"),
     ("onebit-adam-ternary", "onebit-adam"),
+    ("onebit-adam-freeze-3", "onebit-adam"),
+    ("onebit-adam, 64 workers", "onebit-adam"),
 )
 """Who is compared with whom, seed by seed. The cost of the freeze is that of "frozen" against none."""
 
