@@ -11,14 +11,12 @@ from .tasks import TASKS
 Record = Mapping[str, Any]
 
 
-USUAL_WORKERS = 4
-
-
 def named(records: Sequence[Record]) -> list[Record]:
-    """The records; where the number of workers is not the usual one, the optimizer's name tells it."""
+    """The records; where the number of workers is not that of most, the optimizer's name tells it."""
+    counts = [r["workers"] for r in records]
+    usual = max(counts, key=counts.count)
     return [
-        r if r["workers"] == USUAL_WORKERS else {**r, "optimizer": f"{r['optimizer']}, {r['workers']} workers"}
-        for r in records
+        r if r["workers"] == usual else {**r, "optimizer": f"{r['optimizer']}, {r['workers']} workers"} for r in records
     ]
 
 
