@@ -46,7 +46,7 @@ HEADER_BYTES = 4 * len(Word)
 
 
 class Flag(IntFlag):
-    """Why a step is skipped on every rank. The first two travel in the header."""
+    """Why a step is skipped on every rank. Workers' headers tell the first two, servers' the first three."""
 
     NONFINITE = 1
     """A gradient had NaN or Inf elements."""

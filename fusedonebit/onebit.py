@@ -159,16 +159,16 @@ class OneBitOptimizer(AveragingOptimizer):
                 self._freeze()
 
     def _rewarm_is_due(self) -> bool:
-        if 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze():
+        if self.options.rewarm_every == 0:
+            return False
+        due = (self._frozen_at or 0) + self.options.rewarm_every
+        if self._outcomes.updates >= due:
             self._outcomes.catch_up()  # as for the freeze
-        return 0 < self.options.rewarm_every <= self._outcomes.updates - self._updates_at_freeze()
-
-    def _updates_at_freeze(self) -> int:
-        return self._frozen_at or 0
+        return self._outcomes.updates >= due
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """Ends the warm-up. Works in place: nothing of full size is allocated from here on."""
+        """Ends the warm-up. Works in place: nothing of full size is allocated from here on, until a thaw."""
         if self._outcomes.updates == 0 and not self._behind < 0:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "

@@ -118,7 +118,7 @@ def freeze(
     dead_value: Tensor | None,
     least: Tensor | None,
 ) -> None:
-    """Turns the warm-up's state into the compression stage's, in place; runs once.
+    """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
 
     ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
     its "residual" just what the full-precision momentum contributes.
