@@ -47,7 +47,7 @@ _POINTERS = {
     ),
     "*fp64": "partials agreement count exp_avg_sq_sums norms",
     "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
-    "*i32": "block_tensor segment slot live_row tail_row skip started message_flags",
+    "*i32": "block_tensor segment slot live_row tail_row skip hold started message_flags",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 TYPES |= {"factor": "fp32", "per_worker": "fp32"}
@@ -183,7 +183,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
 
 
 # What the scalars that branches depend on are for a full block in the middle of a run.
-_ASSUMED = {"row": 0, "skip": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
+_ASSUMED = {"row": 0, "skip": 0, "hold": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
 
 
 def _bytes_per_block(ttir: str, loops: int) -> float:

@@ -147,7 +147,7 @@ class Workload:
             *(self.grads, layout.sizes, layout.block_size, torch.zeros(layout.numel, device=self.device)),
             *(self._scale(0.3, blocks), self._bytes(self.world_size), self._scale(0.1, blocks), self.coef),
             *(self.block_tensor, v, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
-            self.partials,
+            *(self.partials, self.skip),
         )
         return partial(ops.momentum_compress, *arguments)
 
@@ -178,6 +178,7 @@ class Workload:
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             *(self.table.bits, self.table.row[:served], self._bytes(1)),
             *(torch.zeros(rows, served, dtype=torch.float64, device=self.device) for rows in (3, 2)),
+            self.skip,
         )
         return partial(ops.server_reduce, *arguments)
 

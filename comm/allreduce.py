@@ -88,7 +88,8 @@ class CompressedAllReduce:
         self.device = torch.device(device)
         self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary)
         self.set_live(live_table(layout).to(self.device) if live is None else live)
-        self.synchronisations = 0
+        # On the device: a captured CUDA graph must count its replays.
+        self.synchronisations = torch.zeros((), dtype=torch.int32, device=self.device)
 
     def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None, ternary: bool) -> None:
         layout, device, rank = self.layout, self.device, self.transport.rank
@@ -109,6 +110,7 @@ class CompressedAllReduce:
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self._going_on = torch.zeros_like(self.flags)
         self.arrived_words = self.gathered.words.clone()
 
     def set_live(self, live: LiveTable) -> None:
@@ -126,6 +128,7 @@ class CompressedAllReduce:
         eps_inside_sqrt: bool = False,
         tag: int = 0,
         abort: bool = False,
+        hold: Tensor | None = None,
     ) -> None:
         """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
 
@@ -140,10 +143,14 @@ class CompressedAllReduce:
             eps_inside_sqrt: See ``momentum_compress``.
             tag: A 31-bit number that must be equal on all ranks; else all skip.
             abort: Makes every rank skip this step.
+            hold: int32 [1], flags that are equal on all ranks: where any is set nothing at all changes,
+                the last result included, but for the count of synchronisations. None: none.
 
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
+        going_on = self._going_on if hold is None else hold
+        before = None if hold is None else [scale.clone() for scale in self._scales()]
         momentum_compress(
             tensors,
             self.layout.sizes,
@@ -160,27 +167,37 @@ class CompressedAllReduce:
             self.live.row,
             self.to_servers.bits,
             self.worker.partials,
+            going_on,
         )
         self.worker.finish(self.to_servers)
         self._sign_messages(tag, abort)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
-        self._serve()
+        if hold is not None:
+            self.flags = self.flags | hold
+        self._serve(going_on)
+        # Where this step is held back the bits of the last result are here again: servers have kept them.
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive()
+        if before is not None:
+            for scale, old in zip(self._scales(), before, strict=True):
+                scale.copy_(torch.where(going_on == 0, scale, old))
+
+    def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.scale, self.worker.scale, self.server.scale
 
     def _sign_messages(self, tag: int, abort: bool) -> None:
         words = self.to_servers.words
         self.synchronisations += 1
-        words[:, Word.STEP] = self.synchronisations & 0x7FFFFFFF
+        words[:, Word.STEP] = self.synchronisations
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
         words[:, Word.TAG] = tag
         self.to_servers.signal[:] = self.worker.error_norm()
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
 
-    def _serve(self) -> None:
+    def _serve(self, hold: Tensor) -> None:
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
@@ -194,6 +211,7 @@ class CompressedAllReduce:
             self.served.bits,
             self.server.partials,
             self.agreement,
+            hold,
         )
         self.server.finish(self.served)
         # A header damaged on its way here is seen here only: pass on what was seen.
@@ -211,7 +229,7 @@ class CompressedAllReduce:
         self.served.words[:, Word.DIGEST] = digest(self.gathered)
         # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
         kept = (self.flags == 0).float()
-        for scale in (self.scale, self.worker.scale, self.server.scale):
+        for scale in self._scales():
             scale *= kept
 
     def veto(self, refused: Tensor) -> None:
@@ -254,10 +272,20 @@ class CompressedAllReduce:
         ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
         return float(ratio), float(agreement)
 
+    def looks_alike(self) -> Tensor:
+        """Whether all ranks seem to have sent the same values in the last step: bool [1], equal on all ranks."""
+        residual = self.arrived_words[:, Word.SIGNAL]
+        agreement = self.gathered.signal.nan_to_num(1.0)  # a chunk of padding has none
+        return ((residual == residual[0]).all() & (agreement > 1 - 1e-6).all() & (self.flags == 0)).reshape(1)
+
     def resume(self, synchronisations: int, digest: int) -> None:
         """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""
-        self.synchronisations = synchronisations
+        self.synchronisations.fill_(synchronisations)
         self.served.words[:, Word.DIGEST] = digest
+
+    def serve_again(self) -> None:
+        """Puts the loaded result into this rank's message, from which a step that is held back gathers it."""
+        self.served.bits.copy_(self.gathered.bits[self.transport.rank :][:1])
 
     @property
     def wire_bytes(self) -> int:

@@ -46,7 +46,7 @@ HEADER_BYTES = 4 * len(Word)
 
 
 class Flag(IntFlag):
-    """Why a step is skipped on every rank. Workers' headers tell the first two, servers' the first three."""
+    """Why a step is skipped on every rank. Workers' headers tell the first two, servers' all but VETO."""
 
     NONFINITE = 1
     """A gradient had NaN or Inf elements."""
@@ -56,6 +56,10 @@ class Flag(IntFlag):
     """The checked words differ between ranks."""
     VETO = 8
     """The caller would not have the result, which is the same on all ranks."""
+    OVERFLOW = 16
+    """A GradScaler found an infinite gradient: nothing at all may change."""
+    LOCAL = 32
+    """Only some ranks' GradScalers did."""
 
 
 class Messages:
@@ -118,11 +122,9 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
 
 def union(flags: Tensor) -> Tensor:
     """All flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
-    # Without a tensor made on the host: uploading one would wait for the device.
-    result = torch.zeros(1, dtype=torch.int32, device=flags.device)
-    for flag in Flag:
-        result += ((flags & int(flag)) != 0).any().int() * int(flag)
-    return result
+    # Made on the device: uploading a tensor from the host would wait for it.
+    each = 2 ** torch.arange(len(Flag), dtype=torch.int32, device=flags.device)
+    return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
 
 
 def describe_mismatch(arrived: Tensor) -> str:

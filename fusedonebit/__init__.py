@@ -6,6 +6,7 @@ the compressed collectives, ``triton_kernels`` the kernels; both can be used by 
 
 from __future__ import annotations
 
+from . import amp, ddp
 from .adam import OneBitAdam
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
@@ -27,4 +28,6 @@ __all__ = [
     "OneBitOptimizer",
     "OutOfStepError",
     "__version__",
+    "amp",
+    "ddp",
 ]

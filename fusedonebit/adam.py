@@ -68,6 +68,13 @@ class OneBitAdam(OneBitOptimizer):
             tensor's other v; tensors without any take no further part. ``"keep"``: 0.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
+            stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
+            which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
+        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
+            parameters are their rounded values. What you write into parameters, they take over.
+        capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on
+            the device, which schedulers fill in place.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
@@ -108,6 +115,9 @@ class OneBitAdam(OneBitOptimizer):
         dead_coordinates: Literal["mean", "keep"] = "mean",
         mask: Mapping[Tensor, Tensor] | None = None,
         nonfinite: Literal["skip", "raise"] = "skip",
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        capturable: bool = False,
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
@@ -129,6 +139,9 @@ class OneBitAdam(OneBitOptimizer):
             eps_inside_sqrt=eps_inside_sqrt,
             dead_coordinates=dead_coordinates,
             nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            capturable=capturable,
             block_size=block_size,
         )
         super().__init__(

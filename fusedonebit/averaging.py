@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checkpoint, construction, inspection
+from . import checkpoint, compiled, construction, inspection
 from .comm import CollectiveError, Flag, Transport, agree, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
-from .telemetry import upload
+from .scaling import LossScale, clip_factor, overflow_flags
+from .telemetry import capturing, upload
 from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, block_table, choose_block_size, flatten, live_table
 
 Phase = Literal["uncompressed", "warmup", "compression"]
@@ -58,7 +59,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             options.check()
             self._check_group(defaults)
             super().__init__(params, defaults)
-            self._list = ParameterList(self.param_groups)
+            self._put_lr_on_the_device()
+            self._list = ParameterList(self.param_groups, options.master_weights)
             construction.check_masks(mask or {}, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
@@ -67,6 +69,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._agree_on_construction(error, broadcast_parameters)
         self._build()
         self._built = True
+        self._number = compiled.number_of(self)
 
     # ---------------------------------------------------------------- construction
 
@@ -102,6 +105,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         self._phase: Phase = "uncompressed"
         self._outcomes = Outcomes(device, self.options.nonfinite, self._describe)
+        if self.options.capturable:
+            self._outcomes.count_replays(device)
+        self._overflowed = torch.zeros(1, device=device)
+        self._grad_norm = torch.zeros((), device=device)
+        self._begun = self._averaged = False
         self._broken = ""
         self._publish_state()
 
@@ -124,6 +132,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 "exp_avg": self._list.shaped(self._exp_avg, i, offset),
                 "exp_avg_sq": self._list.shaped(self._exp_avg_sq, i, offset),
             }
+        for i in self._list.masters:
+            self.state[self._list.params[i]]["master"] = self._list.dense[i]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before any variance is frozen. Every rank must call it.
@@ -149,7 +159,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         try:
             super().add_param_group({**param_group, "added_at": self._outcomes.updates})
             self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
-            self._list = ParameterList(self.param_groups)
+            self._put_lr_on_the_device()
+            self._list = ParameterList(self.param_groups, self.options.master_weights)
         except Exception as caught:
             error = caught
         try:
@@ -174,6 +185,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
                 )
+
+    def _put_lr_on_the_device(self) -> None:
+        if self.options.capturable:
+            for group in self.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.device)
 
     def _take_hyper_parameters(self) -> None:
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
@@ -205,39 +221,81 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "found_inf", None) is not None:
-            raise RuntimeError(
-                "GradScaler is not supported yet: each rank would skip steps of its own. Train in bfloat16 "
-                "without a scaler; steps with non-finite gradients are skipped on all ranks alike"
-            )
+        grads = self._list.gradients(self._nothing)
+        if torch.compiler.is_compiling():
+            torch.ops.fusedonebit.step(self._list.params, grads, self._number)
+        else:
+            self._take_step(grads)
+        return loss
+
+    # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None) -> None:
+        """A step on ``given`` gradients, updating ``params`` in the parameters' stead."""
+        self._opt_called = True  # for schedulers
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
-        self._transport.traffic.start_step()
-        with self._breaking():
-            self._enter_phase()
+        captured = self._captured()
+        if not captured:
+            self._outcomes.absorb_replays()
+        self._begin_step(captured)
         error: Exception | None = None
         try:
             self._take_hyper_parameters()
-            grads = self._list.gradients(self._nothing)
+            grads = self._list.usable(given, self._nothing)
         except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught
-        flags = self._synchronise_and_update(grads, abort=error is not None)
+        with self._list.standing_in(self._list.params if params is None else params):
+            flags = self._synchronise_and_update(grads, error is not None, captured)
         self._advance(flags)
-        if error is not None:
+        if captured:
+            self._outcomes.record_captured(flags)
+        elif error is None:
+            self._outcomes.record(flags)
+        else:
             self._outcomes.record_own_failure(flags)
+        if error is not None:
             raise error
-        self._outcomes.record(flags)
-        return loss
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
+        if not capturing(self.device):
+            return False
+        if not self.options.capturable or self.options.nonfinite == "raise":
+            raise RuntimeError(
+                'a step can only be captured in a CUDA graph with capturable=True and nonfinite="skip": what changes '
+                "from step to step must lie on the device; construct the optimizer so"
+            )
+        if self._phase != "compression":
+            raise RuntimeError(
+                f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
+                'until optimizer.phase == "compression"'
+            )
+        return True
+
+    def _begin_step(self, captured: bool = False) -> None:
+        """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
+        if self._begun:
+            return
+        self._transport.traffic.start_step()
+        if not captured:
+            with self._breaking():
+                self._enter_phase()
+        self._begun = True
 
     def _enter_phase(self) -> None:
         """Changes the stage if it is time; the same on all ranks."""
 
-    def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool) -> Tensor:
+    def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
         coef = self._coefficient_table()
-        self._outcomes.attempts += 1
-        with self._breaking():
-            return self._exchange(grads, coef, abort)
+        self._outcomes.attempts += not captured
+        try:
+            with self._breaking():
+                return self._exchange(grads, coef, abort)
+        finally:
+            self._begun = self._averaged = False
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -253,29 +311,58 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
-        layout, world_size = self.layout, self._transport.world_size
+        layout, loss_scale = self.layout, LossScale.of(self)
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
-        # Behind the gradients: whether any is not finite, whether this rank aborts, and two numbers
-        # all must agree on, told by sum and sum of squares; small enough to be exact in float32.
-        modulus = int((2**24 / world_size) ** 0.5)
+        values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
+        own = self._mark(tail, abort, loss_scale.found_inf)
+        # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
+        flatten(
+            grads,
+            layout.sizes,
+            layout.block_size,
+            1.0 if self._averaged else 1 / self._transport.world_size,
+            self._grad,
+        )
+        if (factor := loss_scale.factor()) is not None:
+            values *= factor
+        self._transport.all_reduce(tail if self._averaged else self._grad)
+        flags = self._read_marks(tail, own, loss_scale.found_inf)
+        if self.options.max_grad_norm is not None:
+            self._grad_norm = torch.linalg.vector_norm(values)
+            values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
+        self._list.before_update()
+        self._update(self._grad, coef, flags)
+        self._list.after_update()
+        return flags
+
+    def _mark(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> Tensor:
+        """Writes behind the gradients what else must be known of all ranks; returns this rank's marks.
+
+        Those are: whether any gradient is not finite, whether this rank aborts, two numbers that all must
+        agree on, told by sum and sum of squares, small enough to be exact in float32; and an overflow.
+        """
+        modulus = int((2**24 / self._transport.world_size) ** 0.5)
         marks = [self._outcomes.attempts % modulus, self._coefficients.tag % modulus]
-        words = [0.0, float(abort), *marks, *(mark * mark for mark in marks)]
-        tail = self._grad[layout.numel :]
-        tail[:6] = upload(words, torch.float32, self.device)
-        flatten(grads, layout.sizes, layout.block_size, 1.0 / world_size, self._grad)
-        own = tail[2:6] * world_size
-        self._transport.all_reduce(self._grad)
+        words = [0.0, float(abort), *marks, *(mark * mark for mark in marks), 0.0, 0.0]
+        tail.copy_(upload(words, torch.float32, self.device))
+        if found_inf is not None:
+            tail[6] = found_inf > 0
+        return tail[2:6] * self._transport.world_size
+
+    def _read_marks(self, tail: Tensor, own: Tensor, found_inf: Tensor | None) -> Tensor:
+        """The flags of a step, int32 [1], from the marks of all ranks."""
         self._marks_differ = tail[2:6] != own
         flags = (
             (tail[0] > 0).int() * int(Flag.NONFINITE)
             + (tail[1] > 0).int() * int(Flag.ABORT)
             + self._marks_differ.any().int() * int(Flag.MISMATCH)
         ).reshape(1)
-        self._list.before_update()
-        self._update(self._grad, coef, flags)
-        self._list.after_update()
-        return flags
+        if found_inf is None:
+            return flags
+        overflow = overflow_flags(tail[6], self._transport.world_size)
+        self._overflowed = (overflow > 0).float()
+        return flags | overflow
 
     def _advance(self, flags: Tensor) -> None:
         """Counts the update, unless it was skipped."""
@@ -327,7 +414,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others); state_bytes (allocated); freeze_step (None).
+            others); state_bytes (allocated); freeze_step (None); grad_norm (before clipping, of the last
+            step; None without ``max_grad_norm``).
         """
         return inspection.stats(self)
 
@@ -343,6 +431,13 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _held(self) -> list[Tensor]:
         """All other tensors, the scratch maybe among them."""
         return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live)
+
+    def _ranks(self) -> list[int]:
+        """The global ranks that it averages over."""
+        group = getattr(self._transport, "group", None)
+        if group is not None:
+            return dist.get_process_group_ranks(group)
+        return [dist.get_rank() if dist.is_initialized() else 0]
 
     def _index(self, param: Tensor) -> int:
         for i, p in enumerate(self._list.params):

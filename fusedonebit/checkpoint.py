@@ -40,7 +40,8 @@ KEY = "fusedonebit"
 FORMAT = 1
 _SETTLED = ("precondition", "ternary", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
 _STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
-_NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size")
+_RUNNING = ("max_grad_norm", "master_weights", "capturable")
+_NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size", *_RUNNING)
 _OF_ONE_RANK = ("worker_error", "server_error")
 
 

@@ -23,7 +23,7 @@ VARIANCE_FLOOR = 0.01
 LEAST_REWARM_STEPS = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Settings of a whole optimizer, equal on all ranks. See ``Lamb`` for their meaning."""
 
@@ -31,17 +31,24 @@ class Options:
     eps_inside_sqrt: bool
     nonfinite: str
     block_size: int | None
+    max_grad_norm: float | None = None
+    master_weights: bool = False
+    capturable: bool = False
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        check_flag("master_weights", self.master_weights)
+        check_flag("capturable", self.capturable)
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
         check_flag("bias_correction", self.bias_correction)
         check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OneBitOptions(Options):
     """Those of an optimizer with a compression stage. See ``OneBitAdam`` for their meaning."""
 

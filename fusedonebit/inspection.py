@@ -29,6 +29,7 @@ def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
         "state_bytes": state_bytes(optimizer),
+        "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),
     }
 
 

@@ -116,6 +116,10 @@ class Lamb(LambUpdate):
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves, and
             nothing enters a norm.
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
+        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
+            parameters are their rounded values. What you write into parameters, they take over.
+        capturable: Learning rates become tensors on the device, which schedulers fill in place.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
@@ -147,6 +151,9 @@ class Lamb(LambUpdate):
         maximize: bool = False,
         mask: Mapping[Tensor, Tensor] | None = None,
         nonfinite: Literal["skip", "raise"] = "skip",
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        capturable: bool = False,
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
@@ -156,6 +163,9 @@ class Lamb(LambUpdate):
             bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt,
             nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            capturable=capturable,
             block_size=block_size,
         )
         super().__init__(

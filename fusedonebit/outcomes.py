@@ -28,6 +28,7 @@ class Outcomes:
         skipped: Steps known to have been skipped.
         vetoed: Those of them that the divergence guard refused.
         veto_at: The first attempt that it refused since somebody set this to None.
+        scaler_is_told: Whether the GradScaler learns what other ranks' gradients are like.
     """
 
     def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[Flag], str]) -> None:
@@ -37,6 +38,10 @@ class Outcomes:
         self.veto_at: int | None = None
         self._arrived = 0
         self._warned_at = 0
+        self._warned_of_drift = False
+        self._replays: Tensor | None = None
+        self._replayed = False
+        self.scaler_is_told = False
         self._nonfinite = nonfinite
         self._describe = describe
         self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
@@ -63,6 +68,41 @@ class Outcomes:
         if self._nonfinite == "raise":
             self.catch_up()
 
+    def record_captured(self, flags: Tensor) -> None:
+        """As ``record``, in a CUDA graph: counts on the device, whenever the graph is replayed."""
+        assert self._replays is not None  # allocated before the capture, or each replay would zero it
+        self._replayed = True
+        seen = flags[0].long()
+        vetoed = (seen & int(Flag.VETO)) != 0
+        bad = (seen & int(Flag.MISMATCH | Flag.ABORT)) != 0
+        self._replays += torch.stack([torch.ones_like(seen), (seen != 0).long(), vetoed.long(), bad.long()])
+
+    def count_replays(self, device: torch.device) -> None:
+        """Makes the counters of ``record_captured``: steps, skipped, vetoed, out of step."""
+        self._replays = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def absorb_replays(self) -> None:
+        """Takes over what replayed graphs have counted; waits for the device.
+
+        Raises:
+            OutOfStepError: if ranks were out of step in any.
+        """
+        if self._replays is None or not self._replayed:
+            return
+        steps, skipped, vetoed, bad = self._replays.tolist()
+        self._replays.zero_()
+        self.attempts += steps
+        self._arrived += steps
+        self.skipped += skipped
+        self.vetoed += vetoed
+        if vetoed and self.veto_at is None:
+            self.veto_at = self._arrived
+        if bad:
+            raise OutOfStepError(
+                f"{bad} of {steps} steps that a CUDA graph has replayed were out of step with another rank's and were "
+                "skipped; every rank must replay equally often"
+            )
+
     def record_own_failure(self, flags: Tensor) -> None:
         """As ``record``, on the rank whose own error is about to be raised."""
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
@@ -74,6 +114,7 @@ class Outcomes:
 
     def catch_up(self) -> None:
         """Waits for what is under way and acts on it; raises as ``record`` does."""
+        self.absorb_replays()
         for arrived in self._mirror.flush():
             self._act(int(arrived))
 
@@ -99,10 +140,25 @@ class Outcomes:
                 f"another rank could not take the step after {self.updates} updates (its own error says why); "
                 "no parameter was changed on any rank"
             )
+        if flags & Flag.OVERFLOW:
+            self._act_on_overflow(flags)
+            return
         if flags & Flag.VETO:
             if self.vetoed & (self.vetoed - 1) == 0:
                 warn(f"every rank skipped the step after {self.updates} updates: {self._describe(Flag.VETO)}")
             return
+        self._act_on_nonfinite()
+
+    def _act_on_overflow(self, flags: int) -> None:
+        """A GradScaler's skips are its business, unless scalers part ways."""
+        if flags & Flag.LOCAL and not self.scaler_is_told and not self._warned_of_drift:
+            self._warned_of_drift = True
+            warn(
+                "a GradScaler found infinite gradients on some ranks only; every rank skipped the step, but only those "
+                "will lower their loss scale. Use fusedonebit.amp.GradScaler, which lowers it on all"
+            )
+
+    def _act_on_nonfinite(self) -> None:
         text = (
             f"a gradient on some rank was not finite after {self.updates} updates; "
             f"every rank skipped the step ({self.skipped} so far)"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,10 +44,12 @@ class ParameterList:
     """The trainable parameters of all groups, in order, as the ops want them.
 
     Parameters stay where they are. One whose elements do not fill a contiguous piece of memory
-    (a strided view) has a dense copy, which is written back after each update.
+    (a strided view) has a dense copy, which is written back after each update; so has, with master
+    weights, one of 16 bits: a copy in float32, which then is the truth.
 
     Args:
         groups: ``param_groups`` of the optimizer.
+        master_weights: Whether parameters of 16 bits have such copies.
 
     Raises:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
@@ -60,7 +63,7 @@ class ParameterList:
         sizes: Elements of each.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool = False) -> None:
         self.params: list[Tensor] = []
         self.frozen: list[Tensor] = []
         self.group_of: list[int] = []
@@ -85,7 +88,12 @@ class ParameterList:
         self._check_together()
         self.sizes = tuple(p.numel() for p in self.params)
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
-        self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p]
+        self.masters = [i for i, p in enumerate(self.params) if master_weights and p.dtype != torch.float32]
+        for i in self.masters:
+            self.dense[i] = self.dense[i].detach().float()
+        self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p and i not in set(self.masters)]
+        self._targets: Sequence[Tensor] = self.params
+        self._versions = [self.params[i]._version for i in self.masters]
         self._strides = [d.stride() for d in self.dense]
         self._pointers = [p.data_ptr() for p in self.params]
         self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
@@ -118,10 +126,15 @@ class ParameterList:
                 )
 
     def gradients(self, nothing: Tensor) -> list[Tensor]:
-        """Collects the gradients in the memory order of ``dense``.
+        """The gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
+        return [nothing if p.grad is None else p.grad for p in self.params]
+
+    def usable(self, given: Sequence[Tensor], nothing: Tensor) -> list[Tensor]:
+        """Checks gradients and brings them into the memory order of ``dense``.
 
         Args:
-            nothing: An empty tensor that stands for a gradient that is None.
+            given: What ``gradients`` has returned.
+            nothing: What stands for none there.
 
         Raises:
             RuntimeError: if a parameter was moved, cast or (un)frozen since construction.
@@ -129,9 +142,8 @@ class ParameterList:
         """
         self._check_unchanged()
         grads = []
-        for i, p in enumerate(self.params):
-            g = p.grad
-            if g is None:
+        for i, (p, g) in enumerate(zip(self.params, given, strict=True)):
+            if g.numel() == 0:
                 grads.append(nothing)
                 continue
             if g.layout is not torch.strided or g.shape != p.shape or g.device != p.device:
@@ -167,15 +179,44 @@ class ParameterList:
                     "was made; construct the optimizer anew"
                 )
 
+    @contextmanager
+    def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Updates ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
+        dense, staged = self.dense, self._staged
+        own = [d is p for d, p in zip(dense, self.params, strict=True)]
+        in_place = [t.stride() == strides for t, strides in zip(tensors, self._strides, strict=True)]
+        self.dense = [
+            (t if ok else d.detach().clone()) if o else d
+            for t, d, o, ok in zip(tensors, dense, own, in_place, strict=True)
+        ]
+        self._staged = [*staged, *(i for i, (o, ok) in enumerate(zip(own, in_place, strict=True)) if o and not ok)]
+        self._targets = tensors
+        try:
+            yield
+        finally:
+            self.dense, self._staged, self._targets = dense, staged, self.params
+
     def before_update(self) -> None:
         """Brings the dense copies up to date."""
         for i in self._staged:
-            self.dense[i].copy_(self.params[i])
+            self.dense[i].copy_(self._targets[i])
+        if self._targets is self.params and self._versions != [self.params[i]._version for i in self.masters]:
+            self.refresh_masters()
+
+    def refresh_masters(self) -> None:
+        """Takes over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        for i in self.masters:
+            p, master = self.params[i].detach(), self.dense[i]
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+        self._versions = [self.params[i]._version for i in self.masters]
 
     def after_update(self) -> None:
         """Writes the dense copies back."""
         for i in self._staged:
-            self.params[i].copy_(self.dense[i])
+            self._targets[i].copy_(self.dense[i])
+        if self.masters:
+            torch._foreach_copy_([self._targets[i] for i in self.masters], [self.dense[i] for i in self.masters])
+            self._versions = [self.params[i]._version for i in self.masters]
 
     def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:
         """The elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""

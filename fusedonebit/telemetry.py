@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: what runs now only runs when the graph is replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Small host values as a tensor on ``device``, from pinned memory, so that nobody waits."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -114,11 +114,13 @@ class Problem:
             line[offset : offset + tensor.numel()] = wide(tensor)
         return line
 
-    def momentum_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> tuple:
+    def momentum_arguments(
+        self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, hold: int = 0
+    ) -> tuple:
         return (
             *(self.grads, self.layout.sizes, self.layout.block_size, self.compensated, self.worker_scale),
             *(self.exp_avg_bits, self.exp_avg_scale, self.coef, self.block_tensor, exp_avg_sq, eps_inside_sqrt),
-            *(self.table.bits, self.table.row, self.bits, self.partials),
+            *(self.table.bits, self.table.row, self.bits, self.partials, torch.tensor([hold], dtype=torch.int32)),
         )
 
     def apply_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, skip: int = 0) -> tuple:
@@ -137,7 +139,7 @@ class Problem:
         scale = torch.full((self.layout.n_blocks,), torch.nan)
         return (self.partials, segment, start, count, SCALE_NORMS[norm], scale, *message)
 
-    def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0) -> tuple:
+    def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:
         own = slice(rank * self.layout.blocks_per_chunk, (rank + 1) * self.layout.blocks_per_chunk)
         slot, slots = self.layout.scale_slots(scope)
         elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
@@ -146,6 +148,7 @@ class Problem:
             *(torch.tensor([skip], dtype=torch.int32), self.layout.block_size, self.compensated[elements].clone()),
             *(self.worker_scale[own], self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
             torch.full((2, self.layout.blocks_per_chunk), torch.nan, dtype=torch.float64),
+            torch.tensor([hold], dtype=torch.int32),
         )
 
     def update_arguments(self, skip: int = 0, sums: bool = True) -> tuple:

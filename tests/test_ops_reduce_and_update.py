@@ -71,7 +71,7 @@ def test_every_message_is_flagged_where_anything_was_dropped(dropped):
 
 def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     arguments = p.server_arguments(scope, rank, skip)
-    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials, agreement = arguments
+    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials, agreement, _ = arguments
     own = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
     live, old, s = p.live[own], wide(compensated), np.repeat(wide(old_scale), block)
     signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)

@@ -129,6 +129,7 @@ def momentum_compress(
     plane,  # bytes between the planes of bits
     partials,  # float64 [3, B], or [4, B] where TERNARY, written
     partials_stride,  # elements between its rows
+    hold,  # int32 [1]
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -141,6 +142,8 @@ def momentum_compress(
 
     Grid: B. Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 more with PRECONDITION.
     """
+    if tl.load(hold) != 0:
+        return
     b = tl.program_id(0).to(tl.int64)
     i = elements(BLOCK)
     byte = tl.arange(0, BLOCK // 8)
@@ -240,6 +243,7 @@ def server_reduce(
     partials_stride,  # elements between its rows
     agreement,  # float64 [2, B / W], written
     agreement_stride,  # elements between its rows
+    hold,  # int32 [1]
     world_size,  # W
     per_worker,  # float, 1 / W
     TERNARY: tl.constexpr,
@@ -250,6 +254,8 @@ def server_reduce(
     Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c, 1/8 out; bits twice where TERNARY. Sums in
     rank order.
     """
+    if tl.load(hold) != 0:
+        return
     b = tl.program_id(0).to(tl.int64)
     i = elements(BLOCK)
     byte = tl.arange(0, BLOCK // 8)

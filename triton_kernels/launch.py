@@ -171,6 +171,7 @@ def momentum_compress(
     live_row: Tensor,
     bits: Tensor,
     partials: Tensor,
+    hold: Tensor,
 ) -> None:
     """See ``kernels.momentum_compress``."""
     pointers = pointer_table(grads, compensated.device)
@@ -196,6 +197,7 @@ def momentum_compress(
         bits.stride(-2),
         partials,
         partials.stride(0),
+        hold,
         blocks // len(bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
@@ -256,6 +258,7 @@ def server_reduce(
     bits: Tensor,
     partials: Tensor,
     agreement: Tensor,
+    hold: Tensor,
 ) -> None:
     """See ``kernels.server_reduce``."""
     blocks, world_size = len(live_row), len(arrived_bits)
@@ -278,6 +281,7 @@ def server_reduce(
         partials.stride(0),
         agreement,
         agreement.stride(0),
+        hold,
         world_size,
         1.0 / world_size,
         TERNARY=arrived_bits.dim() == 3,

@@ -33,7 +33,7 @@ SCHEMAS: dict[str, str] = {
     "momentum_compress": (
         f"(Tensor[] grads, {_SIZES}, Tensor(a!) compensated, Tensor worker_scale, "
         f"Tensor exp_avg_bits, Tensor exp_avg_scale, {_TABLES}, Tensor? exp_avg_sq, "
-        f"bool eps_inside_sqrt, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials) -> ()"
+        f"bool eps_inside_sqrt, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials, Tensor hold) -> ()"
     ),
     "finish": (
         "(Tensor partials, Tensor segment, Tensor segment_start, Tensor count, int norm, Tensor(a!) scale, "
@@ -42,7 +42,7 @@ SCHEMAS: dict[str, str] = {
     "server_reduce": (
         "(Tensor arrived_bits, Tensor arrived_scales, Tensor slot, Tensor skip, int block_size, "
         f"Tensor(a!) compensated, Tensor server_scale, {_LIVE}, Tensor(b!) bits, Tensor(c!) partials, "
-        "Tensor(d!) agreement) -> ()"
+        "Tensor(d!) agreement, Tensor hold) -> ()"
     ),
     "apply_momentum": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, "

@@ -107,6 +107,7 @@ def momentum_compress(
     live_row: Tensor,
     bits: Tensor,
     partials: Tensor,
+    hold: Tensor,
 ) -> None:
     """Momentum, error feedback and sign compression in one pass (1-bit Adam, Algorithm 1, worker).
 
@@ -132,7 +133,10 @@ def momentum_compress(
         bits: As ``exp_avg_bits``, written.
         partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements; or
             [4, B] where ternary: number of elements that are not zero.
+        hold: int32 [1]; where set nothing is written.
     """
+    if hold:
+        return
     ternary = bits.dim() == 3
     flat = compensated.view(-1, block_size)
     for tile in tiles(sizes, len(bits), block_size, compensated.device):
@@ -211,6 +215,7 @@ def server_reduce(
     bits: Tensor,
     partials: Tensor,
     agreement: Tensor,
+    hold: Tensor,
 ) -> None:
     """Averages the workers' chunks and compresses the average (1-bit Adam, Algorithm 1, server).
 
@@ -231,7 +236,10 @@ def server_reduce(
         partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
         agreement: float64 [2, B / W], written: the sum of the average's squares, before E is added, and
             the square that each would have if all workers' signs agreed.
+        hold: int32 [1]; where set nothing is written.
     """
+    if hold:
+        return
     world_size, flat = len(arrived_bits), compensated.view(-1, block_size)
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         b = tile.blocks

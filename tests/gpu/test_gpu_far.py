@@ -95,7 +95,7 @@ def test_momentum_compress_past_2_to_the_31(device, far):
     with using("triton"):
         triton_kernels.momentum_compress(
             *(grads, layout.sizes, BLOCK, c, a.scale, a.bits, a.scale, a.coef, a.block_tensor),
-            *(None, False, a.live, a.live_row, written, a.partials),
+            *(None, False, a.live, a.live_row, written, a.partials, a.skip),
         )
     for (blocks, sizes), (old, scale) in zip(a.samples(far), before, strict=True):
         bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
@@ -104,7 +104,7 @@ def test_momentum_compress_past_2_to_the_31(device, far):
             triton_kernels.momentum_compress(
                 *(a.cut(grads, blocks), sizes, BLOCK, old, scale, flat(a.bits[0], blocks, BLOCK // 8)[None], scale),
                 *(a.coef, torch.zeros(SAMPLE, dtype=torch.int32, device=device), None, False, a.live),
-                *(a.live_row[blocks], bits, partials),
+                *(a.live_row[blocks], bits, partials, a.skip),
             )
         compare(flat(c, blocks), old)
         compare(flat(written[0], blocks, BLOCK // 8), bits[0])
@@ -124,7 +124,8 @@ def test_server_reduce_past_2_to_the_31(device, far):
     agreement = torch.zeros(2, a.layout.n_blocks, dtype=torch.float64, device=device)
     with using("triton"):
         triton_kernels.server_reduce(
-            *(a.bits, arrived, slot, a.skip, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials, agreement)
+            *(a.bits, arrived, slot, a.skip, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials, agreement),
+            a.skip,
         )
     for (blocks, _), old in zip(a.samples(far), before, strict=True):
         bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
@@ -132,7 +133,7 @@ def test_server_reduce_past_2_to_the_31(device, far):
         with using("plain"):
             triton_kernels.server_reduce(
                 *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, slot[blocks], a.skip, BLOCK, old),
-                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials, agreed),
+                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials, agreed, a.skip),
             )
         compare(agreement[:, blocks].clone(), agreed)
         compare(flat(c, blocks), old)

@@ -1,0 +1,74 @@
+"""DistributedDataParallel with an optimizer that averages by itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .averaging import AveragingOptimizer
+from .comm import agree
+
+
+def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
+    """Makes DDP average gradients only while the optimizer wants averaged ones.
+
+    In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32), and the
+    optimizer does not do it again. In the compression stage nothing is sent in the backward pass: the
+    optimizer compresses the local gradients. ``no_sync()``, ``find_unused_parameters`` and
+    ``static_graph`` work as ever. Call it on every rank, once, before the first backward pass.
+
+    Args:
+        model: Wrapped by DDP, over the optimizer's ranks.
+        optimizer: Any of this package, over all trainable parameters of ``model`` and no others.
+
+    Raises:
+        TypeError, ValueError: on every rank, if the two don't belong together.
+        RuntimeError: if DDP has a communication hook already.
+    """
+    error: Exception | None = None
+    try:
+        _check(model, optimizer)
+    except Exception as caught:
+        error = caught
+        if not isinstance(optimizer, AveragingOptimizer):
+            raise
+    agree(optimizer._transport, [], optimizer.device, error, "attach the same model on every rank")
+    model.register_comm_hook(optimizer, _average_in_the_warm_up)
+
+
+def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
+    if not isinstance(optimizer, AveragingOptimizer):
+        raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}")
+    ours = dict(zip(map(id, optimizer._list.params), optimizer._list.names, strict=True))
+    theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
+    for key in ours.keys() ^ theirs.keys():
+        raise ValueError(
+            f"optimizer and model must have the same parameters, but only one has {ours.get(key) or theirs[key]}; "
+            "make the optimizer from model.parameters()"
+        )
+    averaged, compressed = dist.get_process_group_ranks(model.process_group), optimizer._ranks()
+    if averaged != compressed:
+        raise ValueError(
+            f"model and optimizer must average over the same ranks, got {averaged} and {compressed}; "
+            "pass the same process_group to both"
+        )
+
+
+def _average_in_the_warm_up(optimizer: AveragingOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # The stage of the coming step must be known before its gradients are averaged.
+    optimizer._begin_step()
+    buffer, world_size = bucket.buffer(), optimizer._transport.world_size
+    if optimizer.phase == "compression" or world_size == 1:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    optimizer._averaged = True
+    # As ``flatten`` does: divided before the sum, in float32.
+    wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
+    optimizer._transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
+    work = dist.all_reduce(wide, group=optimizer._transport.group, async_op=True)
+    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

@@ -1,0 +1,88 @@
+"""What gradients are multiplied with before they count: a GradScaler's loss scale, and clipping by the global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .comm import Flag, Transport
+
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+class LossScale(NamedTuple):
+    """What a ``GradScaler`` has handed over for one step; None where it has not."""
+
+    scale: Tensor | None
+    """What the loss, so the gradients, were multiplied with: float32 []."""
+    found_inf: Tensor | None
+    """Above 0 where this rank has an infinite gradient: float32 []."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> LossScale:
+        """Reads the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step."""
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        return cls(*(None if x is None else x.detach().float().reshape(()) for x in (scale, found_inf)))
+
+    def factor(self) -> Tensor | None:
+        """What unscales gradients: float32 [], or None."""
+        return None if self.scale is None else self.scale.reciprocal()
+
+
+def overflow_flags(ranks: Tensor, world_size: int) -> Tensor:
+    """Flags of a step on which ``ranks`` [] of all ranks have found an inf: int32 [1]."""
+    local = (ranks > 0) & (ranks < world_size)
+    return ((ranks > 0).int() * int(Flag.OVERFLOW) + local.int() * int(Flag.LOCAL)).reshape(1)
+
+
+def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """What brings a gradient of norm ``norm`` [] down to ``max_grad_norm``; 1 where the norm is not finite."""
+    factor = (max_grad_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, 1.0)
+
+
+class Agreed(NamedTuple):
+    """What all ranks do with their gradients in one step; None where nobody asked for it."""
+
+    hold: Tensor | None
+    """Flags for which nothing may change: int32 [1]."""
+    factor: Tensor | None
+    """What the gradients are multiplied with; of clipping equal on all ranks: float32 []."""
+    grad_norm: Tensor | None
+    """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
+
+
+def agree_on_scaling(
+    grads: Sequence[Tensor], loss_scale: LossScale, max_grad_norm: float | None, transport: Transport
+) -> Agreed:
+    """Decides what is multiplied with what in a compressed step, by at most one collective of two numbers.
+
+    Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
+    local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
+    direction of their mean, which clipping each by its own norm does not.
+
+    Args:
+        grads: Local gradients, read once where a norm is asked for.
+        loss_scale: From the GradScaler.
+        max_grad_norm: Or None.
+        transport: Between the ranks.
+    """
+    factor, found_inf = loss_scale.factor(), loss_scale.found_inf
+    if found_inf is None and max_grad_norm is None:
+        return Agreed(None, factor, None)
+    told = torch.zeros(2, device=grads[0].device)
+    if found_inf is not None:
+        told[0] = found_inf > 0
+    if max_grad_norm is not None:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+        told[1] = norm if factor is None else norm * factor
+    transport.all_reduce(told)
+    hold = None if found_inf is None else overflow_flags(told[0], transport.world_size)
+    if max_grad_norm is None:
+        return Agreed(hold, factor, None)
+    mean_norm = told[1] / transport.world_size
+    clip = clip_factor(mean_norm, max_grad_norm)
+    return Agreed(hold, clip if factor is None else factor * clip, mean_norm)
