@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .averaging import AveragingOptimizer
 
@@ -32,7 +33,19 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled() or not isinstance(optimizer, AveragingOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._outcomes.scaler_is_told = True
-        result = super().step(optimizer, *args, **kwargs)
+        try:
+            result = super().step(optimizer, *args, **kwargs)
+        except Exception:
+            # The next step would multiply its scale with one that is still there.
+            for name in {"grad_scale", "found_inf"} & vars(optimizer).keys():
+                delattr(optimizer, name)
+            raise
         for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found_inf.copy_(optimizer._overflowed[0])
         return result
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # A rank whose parameters have no gradient takes part as well; torch's own update() would refuse to.
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16) or {found_inf.device: found_inf}

@@ -152,6 +152,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 "construct a new optimizer"
             )
         self._outcomes.catch_up()
+        self._list.refresh_masters()
         kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
         outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
         tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.params)}
@@ -430,7 +431,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     def _held(self) -> list[Tensor]:
         """All other tensors, the scratch maybe among them."""
-        return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live)
+        masters = [self._list.dense[i] for i in self._list.masters]
+        return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
 
     def _ranks(self) -> list[int]:
         """The global ranks that it averages over."""

@@ -12,7 +12,16 @@ equal on all ranks. In the compression stage each rank saves its own file; per p
     server_error       float32 [k]: residual of the k elements of it that this rank serves, from
     server_error_start int, in memory order
 
-and what else an optimizer keeps per element (``_buffers``), as bits (``_momenta``) or, in all stages,
+With ``master_weights=True`` each parameter of 16 bits has in both stages, equal on all ranks:
+
+    master             float32, the parameter's shape: what it is the rounded value of
+
+Loading takes that up exactly, whether the model is loaded before or after; where by the next step a
+parameter is not the rounded value of its master, the parameter counts. Where the checkpoint has none
+(of AdamW, or of ``master_weights=False``) masters begin as their parameters; ``master_weights=False``
+ignores what it has, which leaves the rounded values.
+
+And what else an optimizer keeps per element (``_buffers``), as bits (``_momenta``) or, in all stages,
 per tensor (``_tables``): 1-bit LAMB adds the fresh variance, the last momentum, ``layer`` and ``unit``.
 Momentum and residuals are in the unit in which they
 are compressed. Like torch's, the tensors are references to live state where they can be: copy or
@@ -175,8 +184,8 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
-            if key not in state and key in optimizer._tables() and not compressed:
-                continue  # nor has it what LAMB keeps per tensor
+            if key not in state and (key == "master" or (key in optimizer._tables() and not compressed)):
+                continue  # nor has it what LAMB keeps per tensor, or master weights
             if not isinstance(state[key], Tensor):
                 raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(state[key]).__name__}")
             if tuple(state[key].shape) != expected:
@@ -190,15 +199,16 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
 def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
     layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
     tables = {name: tuple(table.shape[:-1]) for name, table in optimizer._tables().items()}
+    masters = {"master": shape} if i in optimizer._list.masters else {}
     if not compressed:
-        return {"exp_avg": shape, "exp_avg_sq": shape, **tables}
+        return {"exp_avg": shape, "exp_avg_sq": shape, **tables, **masters}
     onebit = cast("OneBitOptimizer", optimizer)
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*onebit._buffers(), "worker_error"), shape)
     shapes |= dict.fromkeys(_planes(onebit), (-(-layout.sizes[i] // 8),))
     shapes |= {f"{name}_scale": (end - first,) for name in onebit._momenta()}
-    return {**shapes, **tables, "server_error": (stop - start,)}
+    return {**shapes, **tables, **masters, "server_error": (stop - start,)}
 
 
 def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -273,6 +283,8 @@ def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]]
         for name, table in optimizer._tables().items():
             if name in states.get(index, {}):
                 table[..., i] = states[index][name].to(optimizer.device)
+    for i in optimizer._list.masters:
+        optimizer._list.load_master(i, states.get(optimizer._list.index_of[i], {}).get("master"))
     if header["phase"] == "compression":
         _fill_compressed(cast("OneBitOptimizer", optimizer), states)
     else:

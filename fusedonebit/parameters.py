@@ -93,7 +93,7 @@ class ParameterList:
             self.dense[i] = self.dense[i].detach().float()
         self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p and i not in set(self.masters)]
         self._targets: Sequence[Tensor] = self.params
-        self._versions = [self.params[i]._version for i in self.masters]
+        self._seen = self._versions()
         self._strides = [d.stride() for d in self.dense]
         self._pointers = [p.data_ptr() for p in self.params]
         self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
@@ -200,15 +200,28 @@ class ParameterList:
         """Brings the dense copies up to date."""
         for i in self._staged:
             self.dense[i].copy_(self._targets[i])
-        if self._targets is self.params and self._versions != [self.params[i]._version for i in self.masters]:
-            self.refresh_masters()
+        self.refresh_masters()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Changes when somebody writes into a 16-bit parameter, or gives it other memory."""
+        return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
+
+    def load_master(self, i: int, saved: Tensor | None) -> None:
+        """Fills the master of parameter ``i``; with the parameter's values where none was saved.
+
+        The parameter may be loaded before or after: by the next update it is looked at once more.
+        """
+        self.dense[i].copy_(self.params[i].detach() if saved is None else saved)
+        self._seen = []
 
     def refresh_masters(self) -> None:
         """Takes over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        if self._seen == self._versions():
+            return
         for i in self.masters:
-            p, master = self.params[i].detach(), self.dense[i]
+            p, master = self._targets[i].detach(), self.dense[i]
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
-        self._versions = [self.params[i]._version for i in self.masters]
+        self._seen = self._versions()
 
     def after_update(self) -> None:
         """Writes the dense copies back."""
@@ -216,7 +229,7 @@ class ParameterList:
             self._targets[i].copy_(self.dense[i])
         if self.masters:
             torch._foreach_copy_([self._targets[i] for i in self.masters], [self.dense[i] for i in self.masters])
-            self._versions = [self.params[i]._version for i in self.masters]
+            self._seen = self._versions()
 
     def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:
         """The elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""

@@ -25,7 +25,8 @@ class LossScale(NamedTuple):
     def of(cls, optimizer: torch.optim.Optimizer) -> LossScale:
         """Reads the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step."""
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        return cls(*(None if x is None else x.detach().float().reshape(()) for x in (scale, found_inf)))
+        # Where no parameter has a gradient the scaler hands over the number 0 instead of a tensor.
+        return cls(*(None if x is None else torch.as_tensor(x).float().reshape(()) for x in (scale, found_inf)))
 
     def factor(self) -> Tensor | None:
         """What unscales gradients: float32 [], or None."""
