@@ -192,7 +192,7 @@ class CompressedAllReduce:
         self.synchronisations += 1
         words[:, Word.STEP] = self.synchronisations
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
-        words[:, Word.TAG] = tag
+        words[:, Word.TAG].fill_(tag)
         self.to_servers.signal[:] = self.worker.error_norm()
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)

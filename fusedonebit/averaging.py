@@ -97,7 +97,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._exp_avg = torch.zeros(self.layout.numel, device=device)
         self._exp_avg_sq = torch.zeros(self.layout.numel, device=device)
         self._step = torch.zeros((), device=device)
-        self._coefficients = CoefficientTable(plist.group_of, device, self.options.bias_correction, self._columns)
+        self._coefficients = CoefficientTable(
+            plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
+        )
         self._taken: list[dict[str, Any]] = []
         self._take_hyper_parameters()
         self._nothing = torch.empty(0, device=device)

@@ -35,7 +35,8 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
         if not isinstance(optimizer, AveragingOptimizer):
             raise
     agree(optimizer._transport, [], optimizer.device, error, "attach the same model on every rank")
-    model.register_comm_hook(optimizer, _average_in_the_warm_up)
+    # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
+    model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 
 
 def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:

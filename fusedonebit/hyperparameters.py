@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .telemetry import upload
+from .telemetry import capturing, upload
 from .triton_kernels import BLOCK_SIZES, SCALE_NORMS, Coef, ScaleScope
 
 _LR = 0  # column of the uploaded rows
@@ -186,12 +186,19 @@ class CoefficientTable:
         device: Where the table lies.
         bias_correction: Adam's; without it both corrections are 1.
         columns: Further columns, and the hyper-parameters of a group that go into them.
+        capturable: Never reads a tensor lr on the host.
     """
 
     def __init__(
-        self, group_of: Sequence[int], device: torch.device, bias_correction: bool, columns: Mapping[Coef, str]
+        self,
+        group_of: Sequence[int],
+        device: torch.device,
+        bias_correction: bool,
+        columns: Mapping[Coef, str],
+        capturable: bool = False,
     ) -> None:
         self.device = device
+        self._reads_lr = not capturable
         self.bias_correction = bias_correction
         self.columns = dict(columns)
         self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
@@ -248,7 +255,7 @@ class CoefficientTable:
     def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
         values = [
             (
-                _host_value(group["lr"]),
+                self._host_value(group["lr"]),
                 *map(float, group["betas"]),
                 float(group["eps"]),
                 float(group["weight_decay"]),
@@ -259,6 +266,11 @@ class CoefficientTable:
             for group in groups
         ]
         if values != self._uploaded:
+            if capturing(self.device):
+                raise RuntimeError(
+                    "hyper-parameters that have changed can't be uploaded while a CUDA graph is captured: take one "
+                    "uncaptured step with them first, or change only a tensor lr, in place"
+                )
             self._rows = upload(values, torch.float64, self.device)
             self._uploaded = values
             self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
@@ -267,7 +279,7 @@ class CoefficientTable:
                 self._rows[index, _LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
         return self._rows
 
-
-def _host_value(lr: float | Tensor) -> float:
-    # A device tensor is not read here: that would wait for the device.
-    return 0.0 if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+    def _host_value(self, lr: float | Tensor) -> float:
+        # A device tensor is not read here: that would wait for the device.
+        on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or not self._reads_lr)
+        return 0.0 if on_device else float(lr)

@@ -1,0 +1,62 @@
+"""What a CUDA graph does, without one: records the ops of a step with the memory they work on, and runs them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount")
+UPLOADING = ("lift_fresh",)
+
+
+class Tape(TorchDispatchMode):
+    """Ops in order. Refuses those that wait for the device, and tensors made from the host's numbers.
+
+    As in a CUDA graph, a replay runs no Python between the ops and leaves results in the memory where
+    the first run did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in WAITING, f"{func} waits for the device"
+        assert name not in UPLOADING, f"{func} uploads what the host has made"
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if hasattr(new, "wait") and not isinstance(new, Tensor):
+                    new.wait()  # a collective's handle
+                elif isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextmanager
+def in_a_capture() -> Iterator[None]:
+    """Makes optimizers believe that a CUDA graph is being captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("averaging", "onebit", "hyperparameters"):
+            patch.setattr(f"fusedonebit.{module}.capturing", lambda device: True)
+        yield
+
+
+@contextmanager
+def capturing() -> Iterator[Tape]:
+    """Records the ops in it; they do run, as they would not in the capture of a CUDA graph."""
+    with in_a_capture(), Tape() as tape:
+        yield tape

@@ -1,0 +1,144 @@
+"""``capturable=True``: a compressed step is ops on fixed memory, which can be replayed without the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizers import EACH_ONEBIT, UNGUARDED, construct
+from ranks import run_ranks
+from tape import capturing, in_a_capture
+
+from fusedonebit import Lamb, OneBitAdam
+
+SHAPES = ((7,), (33, 40), (1024,), (3, 5, 7))
+FREEZE, STEPS = 12, 30
+EXTRAS = {
+    "plain": {},
+    "unguarded layers": {**UNGUARDED, "scale_scope": "layer", "precondition": False},
+    "ternary": {"ternary": True},
+    "clipped": {"max_grad_norm": 0.5},
+    "loss scaled": {},
+}
+
+
+class Run:
+    """A training run on this rank's random gradients, which stay where they are."""
+
+    def __init__(self, rank: int, name: str, extra: str) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        self.optimizer = construct(name, self.params, 1e-2, freeze_step=FREEZE, capturable=True, **EXTRAS[extra])
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+        self.rank, self.scaled = rank, extra == "loss scaled"
+        if self.scaled:  # what a GradScaler sets for the time of a step
+            self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+
+    def step(self, i: int, take) -> None:
+        generator = torch.Generator().manual_seed(100 * i + self.rank)
+        for p in self.params:
+            p.grad.copy_(torch.randn(p.shape, generator=generator))
+        if self.scaled:
+            self.optimizer.found_inf.fill_(float(i in (FREEZE + 8, FREEZE + 11) and self.rank == 1))
+            for p in self.params:
+                p.grad.mul_(8.0)
+        take()
+        self.scheduler.step()
+
+    def outcome(self) -> tuple:
+        stats = self.optimizer.stats()
+        momenta = [self.optimizer.momentum(p) for p in self.params]
+        errors = [self.optimizer.worker_error(p) for p in self.params]
+        told = [stats[key] for key in ("phase", "step", "skipped_steps", "grad_norm", "update_norm")]
+        return [p.detach() for p in self.params], momenta, errors, told
+
+
+def train(rank: int, world_size: int, name: str, extra: str, replayed: bool) -> tuple:
+    run = Run(rank, name, extra)
+    for i in range(FREEZE + 3):
+        run.step(i, run.optimizer.step)
+    take = run.optimizer.step
+    tapes = []
+
+    def capture() -> None:
+        with capturing() as tape:
+            run.optimizer.step()
+        tapes.append(tape)
+
+    run.step(FREEZE + 3, capture if replayed else take)
+    if replayed:
+        take = tapes[0].replay
+    for i in range(FREEZE + 4, STEPS - 3):
+        run.step(i, take)
+    for i in range(STEPS - 3, STEPS):  # and on, without the graph
+        run.step(i, run.optimizer.step)
+    return run.outcome()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@EACH_ONEBIT
+def test_replayed_steps_equal_steps_under_a_changing_learning_rate(name, extra):
+    replayed, stepped = (run_ranks(train, 2, name, extra, way) for way in (True, False))
+    for rank in range(2):
+        *tensors, told = replayed[rank]
+        *expected, told_expected = stepped[rank]
+        for ours, theirs in zip(tensors, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+        assert told == told_expected
+        assert told[:3] == ["compression", STEPS - 2 * (extra == "loss scaled"), 2 * (extra == "loss scaled")]
+        assert all(map(torch.equal, tensors[0], replayed[0][0]))
+    assert not torch.equal(replayed[0][2][1], replayed[1][2][1])
+
+
+def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = OneBitAdam([{"params": [p], "lr": 0.5}], freeze_step=1, capturable=True)
+    lr = optimizer.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor)
+    assert lr == 0.5
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "message"),
+    [
+        ({"freeze_step": 2}, 3, "with capturable=True"),
+        ({"freeze_step": 2, "capturable": True, "nonfinite": "raise"}, 3, 'nonfinite="skip"'),
+        ({"freeze_step": 9, "capturable": True}, 3, "not in 'warmup'"),
+    ],
+)
+def test_what_cannot_be_captured_says_so(options, steps, message):
+    p = torch.nn.Parameter(torch.ones(64))
+    optimizer = OneBitAdam([p], 1e-2, **options)
+    p.grad = torch.randn(64)
+    for _ in range(steps):
+        optimizer.step()
+    before = p.detach().clone()
+    with in_a_capture(), pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_step_of_lamb_cannot_be_captured():
+    p = torch.nn.Parameter(torch.ones(64))
+    p.grad = torch.ones(64)
+    optimizer = Lamb([p], 1e-2, capturable=True)
+    with in_a_capture(), pytest.raises(RuntimeError, match="not in 'uncompressed'"):
+        optimizer.step()
+
+
+def test_hyper_parameters_that_change_at_the_capture_say_so():
+    p = torch.nn.Parameter(torch.ones(64))
+    optimizer = OneBitAdam([p], 1e-2, freeze_step=1, capturable=True, **UNGUARDED)
+    p.grad = torch.ones(64)
+    for _ in range(3):
+        optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with in_a_capture(), pytest.raises(RuntimeError, match="one uncaptured step"):
+        optimizer.step()
