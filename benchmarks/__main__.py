@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from . import bert, step, wire
+from . import bert, compiled, step, wire
 
-CASES = {"wire": wire.run, "step": step.run, "bert": bert.run}
+CASES = {"wire": wire.run, "step": step.run, "compiled": compiled.run, "bert": bert.run}
 
 
 def main(names: list[str]) -> int:

@@ -10,7 +10,8 @@ from fusedonebit import Lamb, OneBitAdam, OneBitLamb
 from .timing import alternate
 
 
-def _parameters(numel: int, tensors: int) -> list[Tensor]:
+def parameters(numel: int, tensors: int) -> list[Tensor]:
+    """``tensors`` parameters of ``numel`` elements together, with gradients."""
     params = [torch.nn.Parameter(torch.randn(numel // tensors)) for _ in range(tensors)]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -20,10 +21,10 @@ def _parameters(numel: int, tensors: int) -> list[Tensor]:
 def run(numel: int = 1 << 23, tensors: int = 64) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    adamw = torch.optim.AdamW(_parameters(numel, tensors), fused=True)
-    lamb = Lamb(_parameters(numel, tensors))
-    adam_bits = OneBitAdam(_parameters(numel, tensors), freeze_step=1)
-    lamb_bits = OneBitLamb(_parameters(numel, tensors), freeze_step=1, beta3=0.0)
+    adamw = torch.optim.AdamW(parameters(numel, tensors), fused=True)
+    lamb = Lamb(parameters(numel, tensors))
+    adam_bits = OneBitAdam(parameters(numel, tensors), freeze_step=1)
+    lamb_bits = OneBitLamb(parameters(numel, tensors), freeze_step=1, beta3=0.0)
     for optimizer in (adam_bits, lamb_bits):
         optimizer.step()
     medians = alternate(

@@ -226,7 +226,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 loss = closure()
         grads = self._list.gradients(self._nothing)
         if torch.compiler.is_compiling():
-            torch.ops.fusedonebit.step(self._list.params, grads, self._number)
+            # What can be seen of tensors while they are traced the compiler guards from then on.
+            torch.ops.fusedonebit.step(self._list.params, grads, self._number, self._list.fits(grads))
         else:
             self._take_step(grads)
         return loss
@@ -234,8 +235,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None) -> None:
-        """A step on ``given`` gradients, updating ``params`` in the parameters' stead."""
+    def _take_step(
+        self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False
+    ) -> None:
+        """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
         self._opt_called = True  # for schedulers
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
@@ -246,7 +249,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             self._take_hyper_parameters()
-            grads = self._list.usable(given, self._nothing)
+            grads = given if checked else self._list.usable(given, self._nothing)
         except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught

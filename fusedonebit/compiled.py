@@ -25,7 +25,7 @@ _optimizers: WeakValueDictionary[int, AveragingOptimizer] = WeakValueDictionary(
 _LIBRARY = torch.library.Library("fusedonebit", "FRAGMENT")
 # What the host decides in a step must be decided in every step: no replay of a CUDA graph that the compiler makes.
 _TAGS = [tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None]
-_LIBRARY.define("step(Tensor(a!)[] params, Tensor[] grads, int optimizer) -> ()", tags=_TAGS)
+_LIBRARY.define("step(Tensor(a!)[] params, Tensor[] grads, int optimizer, bool checked) -> ()", tags=_TAGS)
 
 
 def number_of(optimizer: AveragingOptimizer) -> int:
@@ -35,9 +35,11 @@ def number_of(optimizer: AveragingOptimizer) -> int:
     return number
 
 
-def _step(params: Sequence[Tensor], grads: Sequence[Tensor], optimizer: int) -> None:
-    _optimizers[optimizer]._take_step(grads, params)
+# Or Dynamo would look at every Python frame in it.
+@torch._disable_dynamo
+def _step(params: Sequence[Tensor], grads: Sequence[Tensor], optimizer: int, checked: bool) -> None:
+    _optimizers[optimizer]._take_step(grads, params, checked)
 
 
 _LIBRARY.impl("step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("fusedonebit::step", lambda params, grads, optimizer: None, lib=_LIBRARY)
+torch.library.register_fake("fusedonebit::step", lambda params, grads, optimizer, checked: None, lib=_LIBRARY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +130,27 @@ class ParameterList:
         """The gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
         return [nothing if p.grad is None else p.grad for p in self.params]
 
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
+        if not self._unchanged():
+            return False
+        for p, g in zip(self.params, given, strict=True):
+            if not p.requires_grad:
+                return False
+            if g.numel() and (g.dtype not in SUPPORTED_DTYPES or g.shape != p.shape or g.stride() != p.stride()):
+                return False
+        return not self._staged
+
+    def _unchanged(self) -> bool:
+        # A compiler looks once: tensors that change later it finds by itself.
+        try:
+            self._check_unchanged()
+        except RuntimeError:
+            return False
+        return True
+
+    _unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result's
+
     def usable(self, given: Sequence[Tensor], nothing: Tensor) -> list[Tensor]:
         """Checks gradients and brings them into the memory order of ``dense``.
 
@@ -182,6 +204,9 @@ class ParameterList:
     @contextmanager
     def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Updates ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
+        if all(map(operator.is_, tensors, self.params)):
+            yield
+            return
         dense, staged = self.dense, self._staged
         own = [d is p for d, p in zip(dense, self.params, strict=True)]
         in_place = [t.stride() == strides for t, strides in zip(tensors, self._strides, strict=True)]
