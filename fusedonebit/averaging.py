@@ -60,6 +60,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
             self._list = ParameterList(self.param_groups)
             construction.check_masks(mask or {}, self._list)
+            construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
         except Exception as caught:
@@ -104,6 +105,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._outcomes = Outcomes(device, self.options.nonfinite, self._describe)
         self._broken = ""
         self._publish_state()
+
+    @property
+    def _rounding(self) -> Tensor | None:
+        """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
+        return self._step if self.options.stochastic_rounding else None
 
     def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
         """Which elements count: those no mask keeps still, of tensors that are not excluded."""
@@ -150,6 +156,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             super().add_param_group({**param_group, "added_at": self._outcomes.updates})
             self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
             self._list = ParameterList(self.param_groups)
+            construction.check_rounding(self.options.stochastic_rounding, self._list)
         except Exception as caught:
             error = caught
         try:

@@ -31,12 +31,14 @@ class Options:
     eps_inside_sqrt: bool
     nonfinite: str
     block_size: int | None
+    stochastic_rounding: bool
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
         check_flag("bias_correction", self.bias_correction)
         check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
+        check_flag("stochastic_rounding", self.stochastic_rounding)
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
 

@@ -41,7 +41,7 @@ class LambUpdate(AveragingOptimizer):
         sums = self._exp_avg_sq_sums
         lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
         lamb_coefficient(self._norms, self._layer_start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(params, layout.sizes, layout.block_size, *moments, *where)
+        lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
 
     def _tables(self) -> dict[str, Tensor]:
         return super()._tables() | {"layer": self._layers}
@@ -118,6 +118,8 @@ class Lamb(LambUpdate):
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
+            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
 
@@ -149,6 +151,7 @@ class Lamb(LambUpdate):
         nonfinite: Literal["skip", "raise"] = "skip",
         broadcast_parameters: bool = False,
         block_size: int | None = None,
+        stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -157,6 +160,7 @@ class Lamb(LambUpdate):
             eps_inside_sqrt=eps_inside_sqrt,
             nonfinite=nonfinite,
             block_size=block_size,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,

@@ -18,6 +18,9 @@ from .tiles import Tile, gather, scatter
 
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
 
+WORD = 0xFFFFFFFF  # the 32 bits of a random word
+GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
+
 
 def signs(bits: Tensor, rows: int) -> Tensor:
     """+1.0 and -1.0, float32 [rows, 8 * bytes / rows], from packed bits."""
@@ -90,13 +93,62 @@ def move(
     k: Tensor,
     live: Tensor,
     live_row: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """x = decay*x - step_size*update for the live elements of a tile; overwrites ``update``."""
     x = gather(params, tile, block_size)
     moved = x * column(k, Coef.DECAY)
     moved.sub_(update.mul_(column(k, Coef.STEP_SIZE)))
     mask = _mask(live, live_row, tile)
-    scatter(moved if mask is None else torch.where(mask, moved, x), params, tile)
+    moved = moved if mask is None else torch.where(mask, moved, x)
+    if rounding is not None:
+        _round_bfloat16(moved, params, tile, rounding)
+    scatter(moved, params, tile)
+
+
+def mixed(word: Tensor) -> Tensor:
+    """A hash that permutes 32-bit words, int64 in [0, 2^32); overwrites ``word``.
+
+    C. Wellons' ``lowbias32`` with T. Ettinger's constants: below 2^31, so that no product leaves 63 bits.
+    """
+    word.bitwise_xor_(word >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
+    word.bitwise_xor_(word >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
+    return word.bitwise_xor_(word >> 15)
+
+
+def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
+    """16 bits for each element of a tile, int32 [blocks, block_size].
+
+    A function of the number of updates and of the element's place in the flat index space, nothing
+    else: all ranks draw the same, and so does a run that goes on from a checkpoint.
+    """
+    index = torch.arange(tile.start, tile.start + tile.numel, device=rounding.device).view(-1, block_size)
+    seed = mixed(mixed((index[:, :1] >> 32) + GOLDEN) ^ rounding.long())
+    return (mixed((index & WORD) ^ seed) >> 16).int()
+
+
+def stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """Rounds float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
+
+    What bfloat16 can represent stays as it is, infinities and NaN too. Above the largest finite
+    bfloat16 the upper neighbour is infinity, as it is for rounding to nearest from half-way on.
+
+    Args:
+        bits: int32 of x's shape, uniform in [0, 2^16): added below the bits that are kept, they carry.
+    """
+    kept = (x.view(torch.int32) + bits) & -65536
+    return torch.where(x.isnan(), x, kept.view(torch.float32))
+
+
+def _round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
+    """Rounds in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
+    spans = [span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16]
+    if not spans:
+        return
+    flat, bits = values.view(-1), random_bits(rounding, tile, values.shape[1]).view(-1)
+    for span in spans:
+        own = slice(span.flat - tile.start, span.flat - tile.start + span.stop - span.start)
+        flat[own] = stochastic(flat[own], bits[own])
 
 
 def write_partials(c: Tensor, partials: Tensor) -> bool:
