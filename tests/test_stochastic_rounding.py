@@ -169,6 +169,9 @@ def test_what_bfloat16_can_represent_stays_and_only_above_its_largest_is_infinit
 def with_special(op: str, step: float) -> tuple:
     given = arguments(op, step, (300,))
     given[0][0][:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40]).bfloat16()
+    # The NaN that GPUs make: a carry would make -0.0 of it. In a momentum, or in the scale of the second block.
+    momentum, at = {"adam_update": (4, 200), "apply_momentum": (4, 1), "lamb_move": (3, 200)}[op]
+    given[momentum].view(torch.int32)[at] = 0x7FFFFFFF
     return given
 
 
@@ -339,14 +342,13 @@ def test_a_skipped_step_draws_nothing():
     for bad in ((), (3,)):
         params = make(torch.bfloat16)
         optimizer = OneBitAdam(params, freeze_step=5, stochastic_rounding=True, **UNGUARDED)
-        for step in range(9 + len(bad)):
+        for step in range(5 + len(bad)):
             for p in params:
                 p.grad = torch.full_like(p, torch.nan if step in bad else 0.1)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FusedOneBitWarning)
                 optimizer.step()
-            if step == 4 + len(bad):  # later ones differ: compression keeps what a skipped step had sent
-                prints.append(fingerprint(params))
+        prints.append(fingerprint(params))
     assert prints[0] == prints[1]
 
 

@@ -1,4 +1,4 @@
-"""What the twins are made of, as ``access`` is for the kernels: signs, residuals, denominators, masks.
+"""What the twins are made of, as ``access`` is for the kernels: signs, residuals, denominators, masks, rounding.
 
 Blocks are rows: a tile is float32 [blocks, block_size], what a table holds per block is [blocks, 1].
 Each line is one float32 rounding, in the order in which the kernels round, without contraction.
@@ -109,7 +109,8 @@ def move(
 def mixed(word: Tensor) -> Tensor:
     """A hash that permutes 32-bit words, int64 in [0, 2^32); overwrites ``word``.
 
-    C. Wellons' ``lowbias32`` with T. Ettinger's constants: below 2^31, so that no product leaves 63 bits.
+    The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
+    TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
     """
     word.bitwise_xor_(word >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
     word.bitwise_xor_(word >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
