@@ -43,7 +43,7 @@ _POINTERS = {
     "*i64": "pointers block_start segment_start layer_start",
     "*fp32": (
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x fresh last_scale largest layers"
+        "server_scale grad exp_avg x fresh last_scale largest layers rounding"
     ),
     "*fp64": "partials agreement count exp_avg_sq_sums norms",
     "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
@@ -55,8 +55,9 @@ FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
 COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
 REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
-APPLY = ADAM | {"PRECONDITIONED": False, "TERNARY": False}
-RATIO = APPLY | {"DEEPSPEED": False, "BLEND": False}
+NEAREST = {"ROUNDING": False}
+APPLY = ADAM | NEAREST | {"PRECONDITIONED": False, "TERNARY": False}
+RATIO = ADAM | {"PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
 LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 
 
@@ -86,11 +87,11 @@ CASES = {
     "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
     "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
     "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
-    "adam_update": Case("adam_update", FP32 | {"SUMS": False}),
+    "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
     "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
     "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
     "lamb_coefficient": Case("lamb_coefficient", LAYERS),
-    "lamb_move": Case("lamb_move", ADAM),
+    "lamb_move": Case("lamb_move", ADAM | NEAREST),
     "lamb_ratio": Case("lamb_ratio", RATIO),
     "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
     "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
@@ -107,11 +108,14 @@ VARIANTS = {
     "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
     "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
     "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
-    "adam_update, sums": Case("adam_update", FP32 | {"SUMS": True}),
+    "adam_update, sums": Case("adam_update", FP32 | NEAREST | {"SUMS": True}),
     "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
     "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),
     "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
-    "lamb_move, mixed": Case("lamb_move", ADAM | {"DTYPE": 3, "EPS_INSIDE": True}),
+    "lamb_move, mixed": Case("lamb_move", ADAM | NEAREST | {"DTYPE": 3, "EPS_INSIDE": True}),
+    "apply_momentum, stochastic rounding": Case("apply_momentum", APPLY | {"DTYPE": 1, "ROUNDING": True}),
+    "adam_update, mixed, stochastic rounding": Case("adam_update", FP32 | {"SUMS": True, "DTYPE": 3, "ROUNDING": True}),
+    "lamb_move, stochastic rounding": Case("lamb_move", ADAM | {"DTYPE": 1, "ROUNDING": True}),
     "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
     "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
 }

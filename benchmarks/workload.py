@@ -191,7 +191,7 @@ class Workload:
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
             *(self._scale(0.1, layout.n_blocks), v, False, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip, None),
         )
         return partial(ops.apply_momentum, *arguments)
 
@@ -199,7 +199,7 @@ class Workload:
         layout = self.layout
         arguments = (
             *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
-            *(*self._moments(), self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None),
+            *(*self._moments(), self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None, None),
         )
         return partial(ops.adam_update, *arguments)
 
@@ -226,7 +226,7 @@ class Workload:
         layout = self.layout
         arguments = (
             *(self.params, layout.sizes, layout.block_size, *self._moments(), False, self.coef, self.block_tensor),
-            *(self.table.bits, self.table.row, self.skip),
+            *(self.table.bits, self.table.row, self.skip, None),
         )
         return partial(ops.lamb_move, *arguments)
 

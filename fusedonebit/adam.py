@@ -77,6 +77,11 @@ class OneBitAdam(OneBitOptimizer):
             the device, which schedulers fill in place.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
+            nearest, which loses updates below half a unit in the last place (Gupta et al., 2015; for
+            bfloat16 Zamirai et al., 2020). Which way depends only on the number of updates and the
+            element: it is the same on all ranks and after a resumption. float32 parameters are not
+            rounded; float16 ones are refused.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``.
 
@@ -120,6 +125,7 @@ class OneBitAdam(OneBitOptimizer):
         capturable: bool = False,
         broadcast_parameters: bool = False,
         block_size: int | None = None,
+        stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -143,6 +149,7 @@ class OneBitAdam(OneBitOptimizer):
             master_weights=master_weights,
             capturable=capturable,
             block_size=block_size,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,
@@ -192,6 +199,7 @@ class OneBitAdam(OneBitOptimizer):
             self._live.row,
             skip,
             self._exp_avg_sq_sums,
+            self._rounding,
         )
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
@@ -209,4 +217,5 @@ class OneBitAdam(OneBitOptimizer):
             self._live.bits,
             self._live.row,
             skip,
+            self._rounding,
         )

@@ -62,6 +62,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
             construction.check_masks(mask or {}, self._list)
+            construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
         except Exception as caught:
@@ -115,6 +116,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._broken = ""
         self._publish_state()
 
+    @property
+    def _rounding(self) -> Tensor | None:
+        """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
+        return self._step if self.options.stochastic_rounding else None
+
     def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
         """Which elements count: those no mask keeps still, of tensors that are not excluded."""
         masks = {}
@@ -164,6 +170,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, self.options.master_weights)
+            construction.check_rounding(self.options.stochastic_rounding, self._list)
         except Exception as caught:
             error = caught
         try:

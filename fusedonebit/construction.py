@@ -42,6 +42,23 @@ def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
             )
 
 
+def check_rounding(stochastic: bool, params: ParameterList) -> None:
+    """Raises ValueError if stochastic rounding was asked for and can't be had for every 16-bit parameter."""
+    if not stochastic:
+        return
+    for p, name in zip(params.params, params.names, strict=True):
+        if p.dtype is torch.float16:
+            raise ValueError(
+                f"stochastic_rounding must be False where a parameter is float16, got True and {name} of float16; "
+                "use bfloat16, or master_weights=True"
+            )
+    if all(p.dtype is not torch.bfloat16 for p in params.params):
+        raise ValueError(
+            "stochastic_rounding must be False without bfloat16 parameters, got True and parameters of float32 only: "
+            "those are not rounded; cast the model to bfloat16, or leave the option out"
+        )
+
+
 def facts(optimizer: AveragingOptimizer, broadcast: bool) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
     options, plist, masks = optimizer.options, optimizer._list, optimizer._masks

@@ -34,6 +34,7 @@ class Options:
     max_grad_norm: float | None = None
     master_weights: bool = False
     capturable: bool = False
+    stochastic_rounding: bool = False
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -44,6 +45,11 @@ class Options:
             raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
         check_flag("bias_correction", self.bias_correction)
         check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
+        check_flag("stochastic_rounding", self.stochastic_rounding)
+        if self.stochastic_rounding and self.master_weights:
+            raise ValueError(
+                "stochastic_rounding must be False with master_weights=True, got True: nothing is lost in float32 copies"
+            )
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
 

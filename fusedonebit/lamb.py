@@ -41,7 +41,7 @@ class LambUpdate(AveragingOptimizer):
         sums = self._exp_avg_sq_sums
         lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
         lamb_coefficient(self._norms, self._layer_start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(params, layout.sizes, layout.block_size, *moments, *where)
+        lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
 
     def _tables(self) -> dict[str, Tensor]:
         return super()._tables() | {"layer": self._layers}
@@ -122,6 +122,8 @@ class Lamb(LambUpdate):
         capturable: Learning rates become tensors on the device, which schedulers fill in place.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
+            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
 
@@ -156,6 +158,7 @@ class Lamb(LambUpdate):
         capturable: bool = False,
         broadcast_parameters: bool = False,
         block_size: int | None = None,
+        stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -167,6 +170,7 @@ class Lamb(LambUpdate):
             master_weights=master_weights,
             capturable=capturable,
             block_size=block_size,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,

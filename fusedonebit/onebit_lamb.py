@@ -126,6 +126,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             the device, which schedulers fill in place.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
+            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
 
@@ -185,6 +187,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         capturable: bool = False,
         broadcast_parameters: bool = False,
         block_size: int | None = None,
+        stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -213,6 +216,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             master_weights=master_weights,
             capturable=capturable,
             block_size=block_size,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,
@@ -373,7 +377,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
         v = None if self.options.precondition else self._exp_avg_sq
-        apply_momentum(params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt, *tables)
+        moved = (params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt)
+        apply_momentum(*moved, *tables, self._rounding)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -123,11 +123,17 @@ class Problem:
             *(self.table.bits, self.table.row, self.bits, self.partials, torch.tensor([hold], dtype=torch.int32)),
         )
 
-    def apply_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, skip: int = 0) -> tuple:
+    def apply_arguments(
+        self,
+        exp_avg_sq: Tensor | None = None,
+        eps_inside_sqrt: bool = False,
+        skip: int = 0,
+        rounding: Tensor | None = None,
+    ) -> tuple:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
             *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
-            torch.tensor([skip], dtype=torch.int32),
+            *(torch.tensor([skip], dtype=torch.int32), rounding),
         )
 
     def finish_arguments(self, scope: str, norm: str) -> tuple:
@@ -151,16 +157,17 @@ class Problem:
             torch.tensor([hold], dtype=torch.int32),
         )
 
-    def update_arguments(self, skip: int = 0, sums: bool = True) -> tuple:
+    def update_arguments(self, skip: int = 0, sums: bool = True, rounding: Tensor | None = None) -> tuple:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.normal(self.layout.numel + TAIL)),
             *(self.compensated, self.exp_avg_sq, self.coef, self.block_tensor, self.table.bits, self.table.row),
             torch.tensor([skip], dtype=torch.int32),
             torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
+            rounding,
         )
 
     def lamb_update_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, sums: bool = True) -> tuple:
-        *first, coef, block_tensor, bits, row, skipped, v_sums = self.update_arguments(skip, sums)
+        *first, coef, block_tensor, bits, row, skipped, v_sums, _ = self.update_arguments(skip, sums)
         norms = torch.full((2, self.layout.n_blocks), torch.nan, dtype=torch.float64)
         return (*first, eps_inside_sqrt, coef, block_tensor, bits, row, skipped, v_sums, norms)
 
@@ -177,11 +184,13 @@ class Problem:
         norms = self.normal(2, self.layout.n_blocks).square().double()
         return (norms, self.layer_start, torch.tensor([skip], dtype=torch.int32), deepspeed, self.coef, self.layers)
 
-    def lamb_move_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0) -> tuple:
+    def lamb_move_arguments(
+        self, eps_inside_sqrt: bool = False, skip: int = 0, rounding: Tensor | None = None
+    ) -> tuple:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
             *(eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
-            torch.tensor([skip], dtype=torch.int32),
+            *(torch.tensor([skip], dtype=torch.int32), rounding),
         )
 
     def lamb_ratio_arguments(

@@ -38,6 +38,7 @@ def example(name: str) -> list[tuple]:
     p.partials.fill_(1.0)
     t = Problem((5, 0, 200), world_size=2, ternary=True)
     t.partials.fill_(1.0)
+    step = torch.tensor(3.0)
     return {
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
@@ -45,15 +46,15 @@ def example(name: str) -> list[tuple]:
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
         "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1")],
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],
-        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq), t.apply_arguments()],
-        "adam_update": [p.update_arguments(), p.update_arguments(sums=False), p.update_arguments(skip=1)],
+        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq, False, 0, step), t.apply_arguments()],
+        "adam_update": [p.update_arguments(), p.update_arguments(0, False, step), p.update_arguments(skip=1)],
         "freeze": [p.freeze_arguments(), p.freeze_arguments(True, True, torch.ones(3), torch.ones(3))],
         "thaw": [p.thaw_arguments(), p.thaw_arguments(True, True, True)],
         "update_sums": [p.update_sums_arguments(p.compensated), p.update_sums_arguments(None, True)],
         "live_variance": [(*sizes, p.exp_avg_sq, torch.zeros(2, p.layout.n_blocks, dtype=torch.float64))],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
         "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],
-        "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, skip=1)],
+        "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, 1), p.lamb_move_arguments(rounding=step)],
         "lamb_ratio": [q.lamb_ratio_arguments(*way) for q in (p, t) for way in ((0,), (1, True, True, True, True))],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
         "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],

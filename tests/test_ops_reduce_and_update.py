@@ -183,7 +183,7 @@ def test_adam_update_moves_no_masked_or_excluded_element(dtype):
 def check_adam_update(sizes: tuple[int, ...], block: int, dtype: torch.dtype, **live: object) -> None:
     p, before = (Problem(sizes, 2, block, dtype=dtype, **live) for _ in range(2))
     arguments = p.update_arguments()
-    grad, sums = wide(arguments[3])[: p.layout.numel], arguments[-1]
+    grad, sums = wide(arguments[3])[: p.layout.numel], arguments[-2]
     m, v, x = reference.adam_update(p, grad, wide(p.compensated), wide(p.exp_avg_sq))
     ops.adam_update(*arguments)
     used = p.layout.first_block[-1] * block

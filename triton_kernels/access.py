@@ -42,6 +42,7 @@ RATIO = tl.constexpr(1)
 COEFFICIENT = tl.constexpr(2)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of the finite float32 numbers
+GOLDEN = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
@@ -142,44 +143,90 @@ def load_user(base, kinds, start, i, mask, DTYPE: tl.constexpr, FULL: tl.constex
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """Rounds to nearest even. By hand for bfloat16: Triton's interpreter would cut the bits off."""
+def mixed(word):
+    """The twins' hash of 32-bit words, here uint32."""
+    word = (word ^ (word >> 16)) * 0x21F0AAAD
+    word = (word ^ (word >> 15)) * 0x735A2D97
+    return word ^ (word >> 15)
+
+
+@triton.jit
+def random_words(rounding, b, i, BLOCK: tl.constexpr):
+    """What ``mixed`` makes a block's random bits of, uint32 [BLOCK / 8, 8]; ``rounding`` points at the updates done."""
+    first = b * BLOCK
+    done = tl.load(rounding).to(tl.int32).to(tl.uint32)
+    seed = mixed(mixed((first >> 32).to(tl.uint32) + GOLDEN) ^ done)
+    return (first.to(tl.uint32) + i.to(tl.uint32)) ^ seed
+
+
+@triton.jit
+def _rounded(x, words, dtype: tl.constexpr, ROUNDING: tl.constexpr):
+    """Rounds to nearest even, or bfloat16 stochastically where ROUNDING.
+
+    By hand for bfloat16: Triton's interpreter would cut the bits off.
+    """
     if dtype == tl.bfloat16:
         u = x.to(tl.uint32, bitcast=True)
-        up = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        if ROUNDING:
+            up = (u + (mixed(words) >> 16)) >> 16
+        else:
+            up = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
         return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
 
 
 @triton.jit
-def _store_as(base, start, i, x, mask, dtype: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_as(
+    base,
+    start,
+    i,
+    x,
+    words,
+    mask,
+    dtype: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     pointer = base.to(tl.pointer_type(dtype)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     if FULL:
-        tl.store(pointer + i, _rounded(x, dtype))
+        tl.store(pointer + i, _rounded(x, words, dtype, ROUNDING))
     else:
-        tl.store(pointer + i, _rounded(x, dtype), mask=mask)
+        tl.store(pointer + i, _rounded(x, words, dtype, ROUNDING), mask=mask)
 
 
 @triton.jit
-def store_user(base, kinds, start, i, x, mask, DTYPE: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):
-    """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype."""
+def store_user(
+    base,
+    kinds,
+    start,
+    i,
+    x,
+    words,
+    mask,
+    DTYPE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype, with ``words`` where ROUNDING."""
     if DTYPE == FP32:
-        _store_as(base, start, i, x, mask, tl.float32, FULL, ALIGNED)
+        _store_as(base, start, i, x, words, mask, tl.float32, ROUNDING, FULL, ALIGNED)
     elif DTYPE == BF16:
-        _store_as(base, start, i, x, mask, tl.bfloat16, FULL, ALIGNED)
+        _store_as(base, start, i, x, words, mask, tl.bfloat16, ROUNDING, FULL, ALIGNED)
     elif DTYPE == FP16:
-        _store_as(base, start, i, x, mask, tl.float16, FULL, ALIGNED)
+        _store_as(base, start, i, x, words, mask, tl.float16, ROUNDING, FULL, ALIGNED)
     else:
         kind = tl.load(kinds)
         if kind == FP32:
-            _store_as(base, start, i, x, mask, tl.float32, FULL, ALIGNED)
+            _store_as(base, start, i, x, words, mask, tl.float32, ROUNDING, FULL, ALIGNED)
         elif kind == BF16:
-            _store_as(base, start, i, x, mask, tl.bfloat16, FULL, ALIGNED)
+            _store_as(base, start, i, x, words, mask, tl.bfloat16, ROUNDING, FULL, ALIGNED)
         else:
-            _store_as(base, start, i, x, mask, tl.float16, FULL, ALIGNED)
+            _store_as(base, start, i, x, words, mask, tl.float16, ROUNDING, FULL, ALIGNED)
 
 
 @triton.jit

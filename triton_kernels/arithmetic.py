@@ -1,4 +1,4 @@
-"""What the twins are made of, as ``access`` is for the kernels: signs, residuals, denominators, masks.
+"""What the twins are made of, as ``access`` is for the kernels: signs, residuals, denominators, masks, rounding.
 
 Blocks are rows: a tile is float32 [blocks, block_size], what a table holds per block is [blocks, 1].
 Each line is one float32 rounding, in the order in which the kernels round, without contraction.
@@ -17,6 +17,9 @@ from .live import FULL_ROW
 from .tiles import Tile, gather, scatter
 
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
+
+WORD = 0xFFFFFFFF  # the 32 bits of a random word
+GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
 
 
 def signs(bits: Tensor, rows: int) -> Tensor:
@@ -90,13 +93,63 @@ def move(
     k: Tensor,
     live: Tensor,
     live_row: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """x = decay*x - step_size*update for the live elements of a tile; overwrites ``update``."""
     x = gather(params, tile, block_size)
     moved = x * column(k, Coef.DECAY)
     moved.sub_(update.mul_(column(k, Coef.STEP_SIZE)))
     mask = _mask(live, live_row, tile)
-    scatter(moved if mask is None else torch.where(mask, moved, x), params, tile)
+    moved = moved if mask is None else torch.where(mask, moved, x)
+    if rounding is not None:
+        _round_bfloat16(moved, params, tile, rounding)
+    scatter(moved, params, tile)
+
+
+def mixed(word: Tensor) -> Tensor:
+    """A hash that permutes 32-bit words, int64 in [0, 2^32); overwrites ``word``.
+
+    The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
+    TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
+    """
+    word.bitwise_xor_(word >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
+    word.bitwise_xor_(word >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
+    return word.bitwise_xor_(word >> 15)
+
+
+def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
+    """16 bits for each element of a tile, int32 [blocks, block_size].
+
+    A function of the number of updates and of the element's place in the flat index space, nothing
+    else: all ranks draw the same, and so does a run that goes on from a checkpoint.
+    """
+    index = torch.arange(tile.start, tile.start + tile.numel, device=rounding.device).view(-1, block_size)
+    seed = mixed(mixed((index[:, :1] >> 32) + GOLDEN) ^ rounding.long())
+    return (mixed((index & WORD) ^ seed) >> 16).int()
+
+
+def stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """Rounds float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
+
+    What bfloat16 can represent stays as it is, infinities and NaN too. Above the largest finite
+    bfloat16 the upper neighbour is infinity, as it is for rounding to nearest from half-way on.
+
+    Args:
+        bits: int32 of x's shape, uniform in [0, 2^16): added below the bits that are kept, they carry.
+    """
+    kept = (x.view(torch.int32) + bits) & -65536
+    return torch.where(x.isnan(), x, kept.view(torch.float32))
+
+
+def _round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
+    """Rounds in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
+    spans = [span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16]
+    if not spans:
+        return
+    flat, bits = values.view(-1), random_bits(rounding, tile, values.shape[1]).view(-1)
+    for span in spans:
+        own = slice(span.flat - tile.start, span.flat - tile.start + span.stop - span.start)
+        flat[own] = stochastic(flat[own], bits[own])
 
 
 def write_partials(c: Tensor, partials: Tensor) -> bool:

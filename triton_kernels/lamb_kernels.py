@@ -143,9 +143,11 @@ def lamb_move(
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     skip,  # int32 [1]
+    rounding,  # float32 [], updates done, read where ROUNDING
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """x = decay*x - step_size*m/denom. Grid: B. Bytes per element: x twice, 4 for m, 4 for v."""
@@ -156,7 +158,7 @@ def lamb_move(
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         v = tl.load(exp_avg_sq + b * BLOCK + i)
         update = tl.div_rn(tl.load(exp_avg + b * BLOCK + i), denom(v, k, EPS_INSIDE))
-        move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+        move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)
 
 
 @triton.jit

@@ -87,6 +87,7 @@ def lamb_move(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """See ``lamb_kernels.lamb_move``."""
     pointers = pointer_table(params, exp_avg.device)
@@ -104,9 +105,11 @@ def lamb_move(
         live,
         live_row,
         skip,
+        coef if rounding is None else rounding,
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
         EPS_INSIDE=eps_inside_sqrt,
+        ROUNDING=rounding is not None,
         BLOCK=block_size,
     )
 

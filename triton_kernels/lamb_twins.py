@@ -109,10 +109,11 @@ def lamb_move(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
-    Arguments as for ``lamb_update``; ``params`` are written, nothing else.
+    Arguments as for ``lamb_update``, ``rounding`` as for ``apply_momentum``; ``params`` are written, nothing else.
     """
     if skip:
         return
@@ -120,7 +121,7 @@ def lamb_move(
         b = tile.blocks
         k = coef[block_tensor[b]]
         m, v = exp_avg.view(-1, block_size)[b], exp_avg_sq.view(-1, block_size)[b]
-        move(params, tile, block_size, m / denom(v, k, eps_inside_sqrt), k, live, live_row)
+        move(params, tile, block_size, m / denom(v, k, eps_inside_sqrt), k, live, live_row, rounding)
 
 
 def lamb_ratio(

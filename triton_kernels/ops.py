@@ -46,11 +46,11 @@ SCHEMAS: dict[str, str] = {
     ),
     "apply_momentum": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, "
-        f"bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor skip) -> ()"
+        f"bool eps_inside_sqrt, {_TABLES}, {_LIVE}, Tensor skip, Tensor? rounding) -> ()"
     ),
     "adam_update": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-        f"{_TABLES}, {_LIVE}, Tensor skip, Tensor(d!)? exp_avg_sq_sums) -> ()"
+        f"{_TABLES}, {_LIVE}, Tensor skip, Tensor(d!)? exp_avg_sq_sums, Tensor? rounding) -> ()"
     ),
     "lamb_update": (
         f"(Tensor[] params, {_SIZES}, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, "
@@ -61,7 +61,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "lamb_move": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor exp_avg, Tensor exp_avg_sq, bool eps_inside_sqrt, "
-        f"{_TABLES}, {_LIVE}, Tensor skip) -> ()"
+        f"{_TABLES}, {_LIVE}, Tensor skip, Tensor? rounding) -> ()"
     ),
     "lamb_ratio": (
         f"(Tensor[] params, {_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor(a!) last_bits, "

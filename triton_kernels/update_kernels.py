@@ -18,6 +18,7 @@ from .access import (
     live_elements,
     load_bits,
     load_user,
+    random_words,
     scaled,
     store_user,
     tensor_of,
@@ -25,17 +26,35 @@ from .access import (
 
 
 @triton.jit
-def move(base, kinds, start, i, update, k, live, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def move(
+    base,
+    kinds,
+    start,
+    b,
+    i,
+    update,
+    k,
+    live,
+    row,
+    rounding,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """x = decay*x - step_size*update, for the elements of a block that count."""
+    words = i
+    if ROUNDING:
+        words = random_words(rounding, b, i, BLOCK)
     update = update * tl.load(k + STEP_SIZE)
     decay = tl.load(k + DECAY)
     if row == 0:
         x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
-        store_user(base, kinds, start, i, x * decay - update, None, DTYPE, True, ALIGNED)
+        store_user(base, kinds, start, i, x * decay - update, words, None, DTYPE, ROUNDING, True, ALIGNED)
     else:
         mask = live_elements(live, row, BLOCK)
         x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
-        store_user(base, kinds, start, i, x * decay - update, mask, DTYPE, False, ALIGNED)
+        store_user(base, kinds, start, i, x * decay - update, words, mask, DTYPE, ROUNDING, False, ALIGNED)
 
 
 @triton.jit
@@ -53,12 +72,14 @@ def apply_momentum(
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     skip,  # int32 [1]
+    rounding,  # float32 [], updates done, read where ROUNDING
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,
     PRECONDITIONED: tl.constexpr,
     TERNARY: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """x = (1 - lr*wd)*x - step_size * m/denom, m = scale*sign(bits)/unit.
@@ -79,7 +100,7 @@ def apply_momentum(
         if not PRECONDITIONED:
             v = tl.load(exp_avg_sq + b * BLOCK + i)
             update = tl.div_rn(update, denom(v, k, EPS_INSIDE))
-        move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+        move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)
 
 
 @triton.jit
@@ -111,9 +132,11 @@ def adam_update(
     live_row,  # int32 [B]
     skip,  # int32 [1]
     exp_avg_sq_sums,  # float64 [B], written where SUMS
+    rounding,  # float32 [], updates done, read where ROUNDING
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     SUMS: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """AdamW on averaged gradients. Grid: B. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
@@ -124,4 +147,4 @@ def adam_update(
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
         update = tl.div_rn(m, denom(v, k, False))
-        move(base, kinds, start, i, update, k, live, row, DTYPE, ALIGNED, BLOCK)
+        move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)

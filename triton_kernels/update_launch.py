@@ -23,6 +23,7 @@ def apply_momentum(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """See ``update_kernels.apply_momentum``."""
     pointers = pointer_table(params, exp_avg_scale.device)
@@ -43,12 +44,14 @@ def apply_momentum(
         live,
         live_row,
         skip,
+        coef if rounding is None else rounding,
         blocks // len(exp_avg_bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITIONED=exp_avg_sq is None,
         TERNARY=exp_avg_bits.dim() == 3,
+        ROUNDING=rounding is not None,
         BLOCK=block_size,
     )
 
@@ -66,6 +69,7 @@ def adam_update(
     live_row: Tensor,
     skip: Tensor,
     exp_avg_sq_sums: Tensor | None,
+    rounding: Tensor | None,
 ) -> None:
     """See ``update_kernels.adam_update``."""
     pointers = pointer_table(params, exp_avg.device)
@@ -85,8 +89,10 @@ def adam_update(
         live_row,
         skip,
         exp_avg if exp_avg_sq_sums is None else exp_avg_sq_sums,
+        coef if rounding is None else rounding,
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
         SUMS=exp_avg_sq_sums is not None,
+        ROUNDING=rounding is not None,
         BLOCK=block_size,
     )

@@ -25,6 +25,7 @@ def apply_momentum(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """Applies the synchronised momentum with the frozen variance (1-bit Adam, Algorithm 1).
 
@@ -43,6 +44,8 @@ def apply_momentum(
         block_tensor: int32 [B].
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing moves.
+        rounding: Updates done, float32 []: then bfloat16 parameters are rounded stochastically, with bits
+            drawn from it and from the flat index (``arithmetic.random_bits``); or None: to nearest.
     """
     if skip:
         return
@@ -52,7 +55,7 @@ def apply_momentum(
         update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b] / k[:, Coef.UNIT])
         if exp_avg_sq is not None:
             update.div_(denom(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt))
-        move(params, tile, block_size, update, k, live, live_row)
+        move(params, tile, block_size, update, k, live, live_row, rounding)
 
 
 def adam_update(
@@ -68,6 +71,7 @@ def adam_update(
     live_row: Tensor,
     skip: Tensor,
     exp_avg_sq_sums: Tensor | None,
+    rounding: Tensor | None,
 ) -> None:
     """One step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -83,6 +87,7 @@ def adam_update(
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing changes.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
+        rounding: See ``apply_momentum``.
     """
     if skip:
         return
@@ -90,7 +95,7 @@ def adam_update(
         k = coef[block_tensor[tile.blocks]]
         g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
         m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
-        move(params, tile, block_size, m / denom(v, k, False), k, live, live_row)
+        move(params, tile, block_size, m / denom(v, k, False), k, live, live_row, rounding)
 
 
 def moments(

@@ -70,13 +70,15 @@ class AveragedAdam(FrozenVariance):
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
         defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "maximize": False}
-        options = Options(bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None)
+        options = Options(
+            bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None, stochastic_rounding=False
+        )
         super().__init__(params, defaults, options, process_group=process_group)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         layout, live = self.layout, self._live
         state = (grad, self._exp_avg, self._exp_avg_sq, coef, self._block_tensor, live.bits, live.row)
-        adam_update(self._list.dense, layout.sizes, layout.block_size, *state, skip, None)
+        adam_update(self._list.dense, layout.sizes, layout.block_size, *state, skip, None, None)
 
 
 class NaiveOneBitAdam(AveragedAdam):

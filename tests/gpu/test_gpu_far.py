@@ -148,7 +148,7 @@ def test_apply_momentum_past_2_to_the_31(device, far):
     rest = (a.live, a.live_row, a.skip)
     with using("triton"):
         triton_kernels.apply_momentum(
-            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, v, False, a.coef, a.block_tensor, *rest)
+            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, v, False, a.coef, a.block_tensor, *rest, None)
         )
     for (blocks, sizes), old in zip(a.samples(far), before, strict=True):
         owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
@@ -156,7 +156,7 @@ def test_apply_momentum_past_2_to_the_31(device, far):
         with using("plain"):
             triton_kernels.apply_momentum(
                 *(old, sizes, BLOCK, bits, self_scale(a, blocks), flat(v, blocks), False, a.coef, owner, a.live),
-                *(a.live_row[blocks], a.skip),
+                *(a.live_row[blocks], a.skip, None),
             )
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
@@ -176,14 +176,14 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.adam_update(
-            *(params, a.layout.sizes, BLOCK, out, m, v, a.coef, a.block_tensor, a.live, a.live_row, a.skip, None)
+            *(params, a.layout.sizes, BLOCK, out, m, v, a.coef, a.block_tensor, a.live, a.live_row, a.skip, None, None)
         )
     owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         with using("plain"):
             triton_kernels.adam_update(
                 *(old, sizes, BLOCK, flat(out, blocks), old_m, old_v, a.coef, owner, a.live, a.live_row[blocks]),
-                *(a.skip, None),
+                *(a.skip, None, None),
             )
         compare(flat(m, blocks), old_m)
         compare(flat(v, blocks), old_v)
@@ -223,11 +223,11 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
         torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
 
     with using("triton"):
-        triton_kernels.lamb_move(params, a.layout.sizes, BLOCK, m, v, False, *rest)
+        triton_kernels.lamb_move(params, a.layout.sizes, BLOCK, m, v, False, *rest, None)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
         with using("plain"):
-            triton_kernels.lamb_move(old, sizes, BLOCK, old_m, old_v, False, *tables)
+            triton_kernels.lamb_move(old, sizes, BLOCK, old_m, old_v, False, *tables, None)
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
 

@@ -141,7 +141,7 @@ def test_adam_update_equals_its_twin(check, sizes, dtype):
         for sums in (False, True):
             arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
             if sums:
-                arguments[-1].zero_()  # blocks that are all padding are not written
+                arguments[-2].zero_()  # blocks that are all padding are not written
             check("adam_update", sizes, lambda a=arguments: a)
 
 
@@ -155,6 +155,20 @@ def test_lamb_update_and_move_equal_their_twins(check, sizes, dtype):
         arguments = p.lamb_update_arguments(inside, skip, sums)
         check("lamb_update", sizes, lambda a=arguments: a)  # norms of padding are not written: NaN on both sides
         check("lamb_move", sizes, lambda p=p, i=inside, s=skip: p.lamb_move_arguments(i, s))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_stochastic_rounding_equals_that_of_the_twins(check, sizes, mixed):
+    step = torch.tensor(12_345.0)
+    p = problem(sizes, 2, 128, torch.bfloat16, masks={0: torch.arange(sizes[0]) % 3 > 0})
+    p.exp_avg_sq.mul_(p.live_mask)
+    if mixed:
+        p.params = [x.to(DTYPES[i % 3]) for i, x in enumerate(p.params)]
+    check("apply_momentum", sizes, lambda: p.apply_arguments(p.exp_avg_sq, rounding=step))
+    check("lamb_move", sizes, lambda: p.lamb_move_arguments(rounding=step))
+    arguments = p.update_arguments(sums=False, rounding=step)
+    check("adam_update", sizes, lambda: arguments)
 
 
 @pytest.mark.parametrize("deepspeed", [False, True])

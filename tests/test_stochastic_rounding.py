@@ -1,0 +1,388 @@
+"""bfloat16 parameters with stochastic rounding: unbiased, equal on all ranks, twins and kernels alike."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import combinations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from backends import assert_equal_backends
+from fusedonebit.triton_kernels import Coef, using
+from fusedonebit.triton_kernels.access import elements, mixed, random_words
+from fusedonebit.triton_kernels.arithmetic import random_bits, stochastic
+from fusedonebit.triton_kernels.tiles import Tile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observe import fingerprint
+from optimizers import EACH, UNGUARDED, construct
+from ranks import RankError, run_ranks
+from reference_ops import Problem
+from test_checkpoint import resume
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit import FusedOneBitWarning, Lamb, OneBitAdam, triton_kernels
+
+OPS = ("adam_update", "apply_momentum", "lamb_move")
+EACH_OP = pytest.mark.parametrize("op", OPS)
+SEVERAL = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
+BFLOAT16 = (torch.bfloat16,)
+MASKED = {"masks": {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}, "excluded": [2]}
+
+
+def arguments(
+    op: str,
+    step: float | None,
+    sizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] = BFLOAT16,
+    block: int = 128,
+    skip: int = 0,
+    **layout: object,
+) -> tuple:
+    """An op's arguments after ``step`` updates, or None to round to nearest; dtypes take turns."""
+    p = Problem(sizes, 2, block, **layout)
+    # What bfloat16 can represent, also where a test keeps it in float32 to see what would be rounded.
+    p.params = [x.bfloat16().to(dtypes[i % len(dtypes)]) for i, x in enumerate(p.params)]
+    rounding = None if step is None else torch.tensor(step)
+    if op == "adam_update":
+        p.exp_avg_sq.mul_(p.live_mask)  # as it is where nothing ever counted: kernels leave whole blocks of it alone
+        return p.update_arguments(skip, sums=False, rounding=rounding)
+    if op == "apply_momentum":
+        return p.apply_arguments(p.exp_avg_sq, skip=skip, rounding=rounding)
+    return p.lamb_move_arguments(skip=skip, rounding=rounding)
+
+
+def moved(op: str, *how: object, **layout: object) -> list[Tensor]:
+    """The parameters after the op, as the twin rounds them."""
+    given = arguments(op, *how, **layout)
+    with using("plain"):
+        getattr(triton_kernels, op)(*given)
+    return given[0]
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 at or next to float32 ``x`` towards zero, and the one at or next to it away from zero."""
+    bits = x.view(torch.int32)
+    return (bits & -65536).view(torch.float32), ((bits + 0xFFFF) & -65536).view(torch.float32)
+
+
+def tile(start: int, numel: int) -> Tile:
+    return Tile(0, slice(0), slice(0), numel, start, ())
+
+
+def drawn(step: float, start: int, numel: int) -> Tensor:
+    """The random bits of some elements."""
+    return random_bits(torch.tensor(float(step)), tile(start, numel), 128).view(-1)
+
+
+# ---------------------------------------------------------------- kernels and twins
+
+
+@pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
+@pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
+@EACH_OP
+def test_a_kernel_rounds_as_its_twin(op, sizes, dtypes):
+    for step, block, skip in ((0.0, 128, 0), (12_345.0, 1024, 0), (7.0, 128, 1)):
+        assert_equal_backends(op, lambda s=step, b=block, k=skip: arguments(op, s, sizes, dtypes, b, k))
+
+
+@EACH_OP
+def test_a_kernel_rounds_as_its_twin_what_no_mask_keeps_still(op):
+    sizes = (300, 0, 5, 1100, 129)
+    assert_equal_backends(op, lambda: arguments(op, 3.0, sizes, SEVERAL, **MASKED))
+    before = [x.bfloat16() for x in Problem(sizes, 2, 128).params]
+    after = moved(op, 3.0, sizes, **MASKED)
+    still = ~MASKED["masks"][0]
+    assert torch.equal(after[0][still], before[0][still])
+    assert torch.equal(after[2], before[2])
+    assert not torch.equal(after[0], before[0])
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(OPS),
+    st.lists(st.integers(1, 5000), min_size=1, max_size=2),
+    st.integers(0, 2**24),
+    st.randoms(use_true_random=False),
+)
+def test_any_layout_and_step_rounds_alike(op, sizes, step, random):
+    masks = {i: torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.7 for i, n in enumerate(sizes)}
+    masks = {i: mask for i, mask in masks.items() if random.random() < 0.4}
+    dtypes = random.choice([BFLOAT16, SEVERAL])
+    assert_equal_backends(op, lambda: arguments(op, float(step), tuple(sizes), dtypes, 256, masks=masks))
+
+
+@triton.jit
+def write_bits(rounding, block, out):
+    i = elements(128)
+    words = random_words(rounding, tl.load(block), i, 128)
+    tl.store(out + i, (mixed(words) >> 16).to(tl.int32))
+
+
+@pytest.mark.parametrize("block", [0, 3, 2**25 - 1, 2**25, 2**26 + 5], ids=str)
+def test_the_bits_are_the_same_past_2_to_the_32_elements_and_not_those_of_the_first(block):
+    step, out = torch.tensor(9.0), torch.zeros(128, dtype=torch.int32)
+    write_bits[(1,)](step, torch.tensor([block]), out)
+    assert torch.equal(out, drawn(9, block * 128, 128))
+    if block >= 2**25:
+        assert not torch.equal(out, drawn(9, block * 128 % 2**32, 128))
+
+
+@EACH_OP
+def test_tensors_of_other_dtypes_in_the_list_are_rounded_to_nearest(op):
+    sizes = (300, 200, 100, 50)
+    nearest, found = (moved(op, step, sizes, SEVERAL) for step in (None, 3.0))
+    assert [torch.equal(a, b) for a, b in zip(nearest, found, strict=True)] == [False, True, True, False]
+
+
+# ---------------------------------------------------------------- what is rounded how
+
+
+def test_over_all_random_bits_a_value_goes_up_as_often_as_its_remainder_says():
+    x = torch.tensor([1.001, -1.001, 0.7, 3.3e38, -3e-39, 1e-45, 1 + 2**-9, 1 + 2**-23, 2 - 2**-23])
+    for value, (low, high) in zip(x, zip(*neighbours(x), strict=True), strict=True):
+        rounded = stochastic(value.expand(1 << 16).contiguous(), torch.arange(1 << 16, dtype=torch.int32))
+        assert set(rounded.tolist()) == {low.item(), high.item()}
+        remainder = int(value.view(torch.int32)) & 0xFFFF
+        assert int((rounded == high).sum()) == remainder
+
+
+def test_what_bfloat16_can_represent_stays_and_only_above_its_largest_is_infinity_near():
+    largest = torch.finfo(torch.bfloat16).max
+    exact = torch.tensor([0.0, -0.0, 1.0, -1.5, largest, -largest, 2.0**-133, torch.inf, -torch.inf])
+    for bits in (0, 1, 0x7FFF, 0xFFFF):
+        rounded = stochastic(exact, torch.full((len(exact),), bits, dtype=torch.int32))
+        assert torch.equal(rounded.view(torch.int32), exact.view(torch.int32))
+        # NaN of all payloads: a carry out of the largest would end in -0.0.
+        payloads = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000], dtype=torch.int32)
+        odd = stochastic(payloads.view(torch.float32), torch.full((5,), bits, dtype=torch.int32))
+        assert odd.isnan().all()
+        assert odd.bfloat16().isnan().all()
+    above = torch.tensor([torch.finfo(torch.float32).max])
+    assert stochastic(above, torch.tensor([0], dtype=torch.int32)).item() == largest
+    assert stochastic(above, torch.tensor([1], dtype=torch.int32)).item() == torch.inf
+
+
+def with_special(op: str, step: float) -> tuple:
+    given = arguments(op, step, (300,))
+    given[0][0][:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40]).bfloat16()
+    # The NaN that GPUs make: a carry would make -0.0 of it. In a momentum, or in the scale of the second block.
+    momentum, at = {"adam_update": (4, 200), "apply_momentum": (4, 1), "lamb_move": (3, 200)}[op]
+    given[momentum].view(torch.int32)[at] = 0x7FFFFFFF
+    return given
+
+
+@EACH_OP
+def test_a_kernel_rounds_nan_infinity_and_the_largest_as_its_twin(op):
+    assert_equal_backends(op, lambda: with_special(op, 4.0))
+
+
+@EACH_OP
+def test_an_op_rounds_to_one_of_the_two_neighbours_of_its_float32_result(op):
+    sizes = (5000, 129)
+    exact = torch.cat(moved(op, None, sizes, (torch.float32,)))
+    low, high = neighbours(exact)
+    found = torch.cat(moved(op, 11.0, sizes)).float()
+    assert ((found == low) | (found == high)).all()
+    between = low != high
+    assert 0.45 < (found == high)[between].float().mean() < 0.55
+    nearest = torch.cat(moved(op, None, sizes)).float()
+    assert (found != nearest).any()
+
+
+@EACH_OP
+def test_the_mean_over_many_steps_is_the_unrounded_value(op):
+    steps, n = 1500, 64
+    exact = moved(op, None, (n,), (torch.float32,))[0].double()
+    found = torch.stack([moved(op, float(step), (n,))[0].double() for step in range(steps)])
+    low, high = (x.double() for x in neighbours(exact.float()))
+    share = (exact - low) / (high - low)
+    error = (high - low).abs() * (share * (1 - share) / steps).sqrt()
+    assert (error > 0).all()
+    assert (((found.mean(0) - exact) / error).abs() < 4).all()
+    # Rounding to nearest is off by a quarter of the gap on average, far outside.
+    nearest = moved(op, None, (n,))[0].double()
+    assert (((nearest - exact) / error).abs() > 4).double().mean() > 0.9
+
+
+def test_a_step_of_a_32nd_of_a_unit_moves_every_32nd_element_by_a_unit():
+    p = Problem((4096,), 1, 1024, dtype=torch.bfloat16)
+    p.params[0].fill_(1.0)
+    p.coef[:, Coef.DECAY], p.coef[:, Coef.STEP_SIZE], p.coef[:, Coef.UNIT] = 1.0, 2.0**-12, 1.0
+    p.exp_avg_scale.fill_(1.0)
+    p.exp_avg_bits.zero_()  # minus signs: up by 2^-12, a 32nd of a unit
+    with using("plain"):
+        triton_kernels.apply_momentum(*p.apply_arguments(rounding=torch.tensor(2.0)))
+    up = (p.params[0] == 1 + 2**-7).double().mean()
+    assert ((p.params[0] == 1) | (p.params[0] == 1 + 2**-7)).all()
+    assert abs(up - 1 / 32) < 4 * (31 / 32**2 / 4096) ** 0.5
+
+
+# ---------------------------------------------------------------- the random bits
+
+
+def test_bits_are_uniform_and_independent_between_steps_and_elements():
+    n, steps = 8192, 12
+    uniform = torch.stack([drawn(step, 0, n) for step in range(steps)]).double() / 65536 - 0.5
+    bound = 5 * (1 / 12) / n**0.5  # five standard errors of a mean of products
+    for a, b in combinations(uniform, 2):
+        assert abs((a * b).mean()) < bound
+    for row in uniform:
+        assert abs(row.mean()) < 5 * (1 / 12) ** 0.5 / n**0.5
+        assert abs((row * row).mean() - 1 / 12) < bound
+        for lag in (1, 2, 7, 8, 64, 128, 1024):
+            assert abs((row[lag:] * row[:-lag]).mean()) < 1.1 * bound
+    bits = drawn(5, 0, n)
+    for k in range(16):
+        assert abs(((bits >> k) & 1).double().mean() - 0.5) < 5 * 0.5 / n**0.5
+
+
+def test_one_elements_bits_over_the_steps_are_as_independent():
+    steps = 4096
+    uniform = torch.stack([drawn(step, 0, 128) for step in range(steps)]).double() / 65536 - 0.5
+    bound = 5 * (1 / 12) / steps**0.5
+    for lag in (1, 2, 3, 16, 256):
+        assert ((uniform[lag:] * uniform[:-lag]).mean(0).abs() < 1.1 * bound).all()
+    assert ((uniform[:, 1:] * uniform[:, :-1]).mean(0).abs() < bound).all()
+
+
+def test_an_elements_bits_do_not_depend_on_the_tile_that_it_is_in():
+    whole = drawn(3, 2**32 - 512, 1024)  # a tile across the boundary
+    assert torch.equal(whole[:512], drawn(3, 2**32 - 512, 512))
+    assert torch.equal(whole[512:], drawn(3, 2**32, 512))
+
+
+# ---------------------------------------------------------------- training
+
+
+SHAPES = [(60, 40), (7,), (1,), (1500,)]
+
+
+def make(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter((torch.rand(shape, generator=generator) + 1).bfloat16().to(dtype)) for shape in shapes]
+
+
+def train(
+    name: str, params: list[Parameter], steps: int, rank: int = 0, lr: float = 1e-3, **options: object
+) -> list[str]:
+    """Minimises |x - 1.5|^2 with noisy gradients; returns the parameters' fingerprints after each step."""
+    optimizer = construct(name, params, lr=lr, weight_decay=0.0, freeze_step=10, **UNGUARDED, **options)
+    generator, prints = torch.Generator().manual_seed(rank), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedOneBitWarning)
+        for _ in range(steps):
+            for p in params:
+                noise = torch.randn(p.shape, generator=generator) * 0.02
+                p.grad = (p.detach().float() - 1.5 + noise).to(p.dtype)
+            optimizer.step()
+            prints.append(fingerprint(params))
+    return prints
+
+
+def off(params: list[Parameter]) -> float:
+    return float(torch.cat([(p.detach().float() - 1.5).square().view(-1) for p in params]).mean())
+
+
+@EACH
+def test_steps_far_below_half_a_unit_train_as_in_float32_and_are_lost_to_nearest(name):
+    # Half a unit in the last place of what is between 1 and 2 is 2^-8, four steps of lr; LAMB's are longer.
+    lr = 1e-3 if name == "onebit-adam" else 5e-4
+    options = {} if name == "onebit-adam" else {"c_max": 1.0} | ({"r_max": 1.0} if name == "onebit-lamb" else {})
+    start, full, nearest, rounded = (make(t) for t in (torch.float32, torch.float32, *[torch.bfloat16] * 2))
+    train(name, full, 150, lr=lr, **options)
+    train(name, nearest, 150, lr=lr, **options)
+    train(name, rounded, 150, lr=lr, stochastic_rounding=True, **options)
+    assert off(full) < 0.75 * off(start)
+    assert off(nearest) > 0.98 * off(start)
+    assert abs(off(rounded) - off(full)) < 0.05 * off(start)
+
+
+def on_a_rank(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
+    shapes = [*SHAPES, (0,), ()]
+    return tuple(
+        train(name, make(torch.bfloat16, shapes), 20, rank, stochastic_rounding=rounding) for rounding in (True, False)
+    )
+
+
+@EACH
+def test_ranks_stay_bit_identical_across_the_freeze(name):
+    (first, nearest), (second, _) = run_ranks(on_a_rank, 2, name)
+    assert first == second
+    assert not set(first) & set(nearest)
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
+def test_a_run_through_the_kernels_gives_identical_parameters(name):
+    runs = []
+    for backend in ("plain", "triton"):
+        params = [*make(torch.bfloat16, [(7,), (10, 20), (1,)]), *make(torch.float32, [(33,)])]
+        with using(backend):
+            runs.append(train(name, params, 14, stochastic_rounding=True))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 14
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("cut", [4, 13])
+@EACH
+def test_resuming_continues_bit_for_bit(name, cut, world_size):
+    options = {"freeze_step": 6, "stochastic_rounding": True}
+    for same_parameters, same_state, _ in run_ranks(resume, world_size, name, cut, torch.bfloat16, options):
+        assert same_parameters
+        assert same_state
+
+
+def test_a_skipped_step_draws_nothing():
+    """The bits go with the updates done: a run with a skipped step continues as one without."""
+    prints = []
+    for bad in ((), (3,)):
+        params = make(torch.bfloat16)
+        optimizer = OneBitAdam(params, freeze_step=5, stochastic_rounding=True, **UNGUARDED)
+        for step in range(5 + len(bad)):
+            for p in params:
+                p.grad = torch.full_like(p, torch.nan if step in bad else 0.1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FusedOneBitWarning)
+                optimizer.step()
+        prints.append(fingerprint(params))
+    assert prints[0] == prints[1]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("dtypes", "value", "message"),
+    [
+        ((torch.float16,), True, "stochastic_rounding must be False .* got True and parameter 0 of float16; use bfl"),
+        ((torch.bfloat16, torch.float16), True, "got True and parameter 1 of float16; .* or master_weights=True"),
+        ((torch.float32,), True, "stochastic_rounding must be False without bfloat16 parameters, got True and"),
+        ((torch.bfloat16,), 1, "stochastic_rounding must be True or False, got 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name, dtypes, value, message):
+    params = [p for dtype in dtypes for p in make(dtype, [(3,)])]
+    with pytest.raises(ValueError, match=message):
+        construct(name, params, freeze_step=5, stochastic_rounding=value)
+
+
+def test_float16_parameters_can_not_be_added_later():
+    optimizer = Lamb(make(torch.bfloat16), stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"got True and parameter 4 of float16; use bfloat16"):
+        optimizer.add_param_group({"params": make(torch.float16, [(3,)])})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": make(torch.float32, [(3,)])})
+
+
+def disagree(rank: int, world_size: int) -> None:
+    Lamb(make(torch.bfloat16), stochastic_rounding=rank == 0)
+
+
+def test_ranks_that_disagree_are_refused():
+    with pytest.raises(RankError, match="stochastic_rounding"):
+        run_ranks(disagree, 2)
