@@ -1,0 +1,287 @@
+"""DistributedDataParallel with ``ddp.attach``: the same bits as without DDP, sent once, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fusedonebit.triton_kernels import TAIL
+from observe import fingerprint, flat, parameters
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, UNGUARDED, construct
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fusedonebit import AbortedStepError, OneBitAdam, ddp
+
+FREEZE, STEPS, MICROS = 20, 50, 4
+
+
+class Net(nn.Module):
+    """Has a layer that a step can do without."""
+
+    def __init__(self, middle: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first, self.side, self.last = nn.Linear(12, 40), nn.Linear(40, 40, dtype=middle), nn.Linear(40, 5)
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if side:
+            hidden = hidden + self.side(hidden.to(self.side.weight.dtype)).float()
+        return self.last(hidden)
+
+
+def make(name: str, wrap: dict | None, middle: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
+    """A model, by itself or (``wrap``) in DDP and attached, and its optimizer."""
+    torch.manual_seed(0)
+    net = Net(middle)
+    model = net if wrap is None else DistributedDataParallel(net, **wrap)
+    optimizer = construct(name, net.parameters(), **{"lr": 1e-3, "freeze_step": FREEZE} | UNGUARDED | options)
+    if wrap is not None:
+        ddp.attach(model, optimizer)
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro: int = 0, side: bool = True) -> Tensor:
+    """Of data that no other rank, step or micro-batch has."""
+    generator = torch.Generator().manual_seed(rank + 10 * micro + 100 * step)
+    x = torch.randn(8, 12, generator=generator)
+    return (model(x, side) - x[:, :5].sin()).square().mean()
+
+
+class Sent(TorchDispatchMode):
+    """Notes what reaches torch.distributed's own ops, whoever calls them, and how many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            elements = sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.calls.append((func._opname, elements))
+        return func(*args, **(kwargs or {}))
+
+
+def backward(
+    model: nn.Module, rank: int, step: int, side: bool, micros: int, poison: bool, synced: bool
+) -> list[list[tuple[str, int]]]:
+    """Accumulates; returns what each micro-batch's backward pass has sent."""
+    passes = []
+    for micro in range(micros):
+        local = isinstance(model, DistributedDataParallel) and (micro < micros - 1 or not synced)
+        with model.no_sync() if local else contextlib.nullcontext():
+            loss = loss_of(model, rank, step, micro, side) * (float("nan") if poison else 1.0)
+            # DDP tells all ranks its buckets once: in a forward pass.
+            with Sent() as sent:
+                (loss / micros).backward()
+        passes.append(sent.calls)
+    return passes
+
+
+def used(rank: int, step: int, sometimes: bool) -> bool:
+    """Whether the side layer is: in turns on all ranks, on all but rank 1, on none."""
+    return not sometimes or step % 3 == 0 or (step % 3 == 1 and rank != 1)
+
+
+def side_by_side(
+    rank: int,
+    world_size: int,
+    name: str,
+    wrap: dict,
+    options: dict | None = None,
+    sometimes: bool = False,
+    micros: int = 1,
+    poison: tuple = (),
+    spoil: tuple = (),
+    unsynced: bool = False,
+) -> dict[str, Any]:
+    """Trains without DDP and with; returns what was equal, and what was sent with DDP, step by step.
+
+    In the steps of ``poison`` one rank's loss is NaN, in those of ``spoil`` one of its gradients unusable;
+    with ``unsynced`` every other step has no backward pass outside of ``no_sync``.
+    """
+    plain, attached = make(name, None, **options or {}), make(name, wrap, **options or {})
+    start = [optimizer.stats()["bytes_total"] for _, optimizer in (plain, attached)]
+    seen: dict[str, Any] = {"equal": 0, "phases": [], "early": [], "backward": [], "step": [], "counted": []}
+    for step in range(STEPS):
+        bad, side, synced = rank == step % world_size, used(rank, step, sometimes), not (unsynced and step % 2)
+        for model, optimizer in (plain, attached):
+            *early, last = backward(model, rank, step, side, micros, bad and step in poison, synced)
+            if bad and step in spoil:
+                parameters(optimizer)[0].grad = torch.eye(40, 12).to_sparse()
+            with Sent() as in_step, refused(step in spoil):
+                optimizer.step()
+            optimizer.zero_grad()
+        seen["equal"] += fingerprint(parameters(plain[1])) == fingerprint(parameters(attached[1]))
+        seen["phases"].append(attached[1].phase)
+        seen["early"] += [call for calls in early for call in calls]
+        seen["backward"].append(last)
+        seen["step"].append(in_step.calls)
+        seen["counted"].append(attached[1].stats()["collectives_step"])
+    seen["stats"] = [optimizer.stats() for _, optimizer in (plain, attached)]
+    seen["bytes"] = [told["bytes_total"] - before for told, before in zip(seen["stats"], start, strict=True)]
+    seen["bits"] = fingerprint(parameters(attached[1]))
+    return seen
+
+
+@contextlib.contextmanager
+def refused(expected: bool) -> Iterator[None]:
+    with pytest.raises((TypeError, AbortedStepError)) if expected else contextlib.nullcontext():
+        yield
+
+
+def check(ranks: list[dict], name: str, final: str = "compression") -> None:
+    equal = [seen["equal"] for seen in ranks]
+    print(f"{name}: steps after which all bits are those without DDP, by rank: {equal} (limit: all {STEPS})")
+    assert equal == [STEPS] * len(ranks)
+    assert len({seen["bits"] for seen in ranks}) == 1
+    for seen in ranks:
+        assert seen["phases"][-1] == final
+        plain, attached = seen["stats"]
+        same = ("phase", "step", "skipped_steps", "freeze_step")
+        assert [plain[key] for key in same] == [attached[key] for key in same]
+
+
+# ---------------------------------------------------------------- the same bits
+
+MANY = 0.0005  # megabytes: several buckets
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
+def test_the_bits_are_those_without_ddp_and_everything_is_sent_once(name):
+    ranks = run_ranks(side_by_side, 2, name, {})
+    final = "uncompressed" if name == "lamb" else "compression"
+    check(ranks, name, final)
+    for seen in ranks:
+        elements, padding = (seen["stats"][1][key] for key in ("parameters", "padding"))
+        averaged = sum(phase != "compression" for phase in seen["phases"])
+        assert averaged == (STEPS if name == "lamb" else FREEZE)
+        for phase, in_backward, in_step in zip(seen["phases"], seen["backward"], seen["step"], strict=True):
+            if phase == "compression":
+                assert in_backward == []
+                assert [call for call, _ in in_step] == ["alltoall_base_", "_allgather_base_"]
+            else:
+                assert {call for call, _ in in_backward} == {"allreduce_"}
+                assert sum(n for _, n in in_backward) == elements
+                assert in_step == [("allreduce_", TAIL)]
+        told, extra = seen["bytes"][1], seen["bytes"][0] - seen["bytes"][1]
+        print(f"{name}: bytes with DDP: {told}, without: {extra} more (limit: the padding's {4 * padding * averaged})")
+        assert extra == 4 * padding * averaged
+
+
+CASES: dict[str, dict] = {
+    "gradients are views": {"wrap": {"gradient_as_bucket_view": True}},
+    "several buckets": {"wrap": {"bucket_cap_mb": MANY}},
+    "static graph": {"wrap": {"static_graph": True}},
+    "unused": {"wrap": {"find_unused_parameters": True}, "sometimes": True},
+    "unused, views of several buckets": {
+        "wrap": {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": MANY},
+        "sometimes": True,
+    },
+}
+
+
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_without_ddp_however_ddp_is_set_up(name, case):
+    given = CASES[case]
+    ranks = run_ranks(side_by_side, 2, name, given["wrap"], {}, given.get("sometimes", False))
+    check(ranks, f"{name}, {case}")
+    # Which parameters are unused is DDP's own to agree on, in either stage.
+    own = [("allreduce_", 6)] * ("find_unused_parameters" in given["wrap"])
+    for seen in ranks:
+        assert seen["backward"][FREEZE:] == [own] * (STEPS - FREEZE)
+        if "bucket_cap_mb" in given["wrap"]:
+            assert seen["counted"][FREEZE - 1] > 3
+
+
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("wrap", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+def test_accumulating_under_no_sync_sends_at_the_boundary_only(name, wrap):
+    ranks = run_ranks(side_by_side, 2, name, wrap, {}, False, MICROS)
+    check(ranks, f"{name}, {MICROS} micro-batches")
+    for seen in ranks:
+        assert seen["early"] == []
+        assert all(seen["backward"][:FREEZE])
+        assert not any(seen["backward"][FREEZE:])
+
+
+@ADAM_AND_LAMB
+def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
+    ranks = run_ranks(side_by_side, 2, name, {}, {}, False, MICROS, (), (), True)
+    check(ranks, name)
+    for seen in ranks:
+        assert [bool(calls) for calls in seen["backward"]] == [True, False] * (FREEZE // 2) + [False] * (STEPS - FREEZE)
+
+
+@ADAM_AND_LAMB
+def test_a_re_warm_up_has_the_bits_of_one_without_ddp(name):
+    ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {"rewarm_every": 10, "rewarm_steps": 10})
+    check(ranks, name)
+    for seen in ranks:
+        assert seen["phases"] == ["warmup"] * FREEZE + ["compression"] * 10 + ["warmup"] * 10 + ["compression"] * 10
+        assert seen["stats"][1]["rewarms"] == 1
+
+
+@EACH_ONEBIT
+def test_a_bad_gradient_on_one_rank_makes_all_skip_alike(name):
+    poison, spoil = (6, 35), (9, 40)
+    ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {}, False, 1, poison, spoil)
+    check(ranks, name)
+    for seen in ranks:
+        assert seen["stats"][1]["skipped_steps"] == len(poison) + len(spoil)
+        assert seen["phases"].index("compression") == FREEZE + 2
+
+
+# ---------------------------------------------------------------- 16 bits
+
+
+def mixed(rank: int, world_size: int, name: str) -> tuple[list[str], str, float, float]:
+    """The bits after each step; and how far from training without DDP, over the way, before and after the freeze."""
+    plain, attached = (make(name, wrap, middle=torch.bfloat16) for wrap in (None, {}))
+    start = flat(parameters(plain[1]))
+    bits, apart = [], []
+    for step in range(STEPS):
+        for model, optimizer in (plain, attached):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        x, y = (flat(parameters(optimizer)) for _, optimizer in (plain, attached))
+        apart.append(float(((x - y) ** 2).sum() ** 0.5 / ((x - start) ** 2).sum() ** 0.5))
+        bits.append(fingerprint(parameters(attached[1])))
+    return bits, attached[1].phase, max(apart[:FREEZE]), apart[-1]
+
+
+@ADAM_AND_LAMB
+def test_layers_of_16_bits_train_and_stay_equal_on_all_ranks(name):
+    ranks = run_ranks(mixed, 2, name)
+    bits, phases, before, after = zip(*ranks, strict=True)
+    print(f"{name}: distance from training without DDP, over the way: {before[0]:.1e}, {after[0]:.1e} (limits below)")
+    assert bits[0] == bits[1]
+    assert len(set(bits[0])) == STEPS
+    assert phases == ("compression",) * 2
+    assert before[0] < 0.02
+    assert after[0] < 0.2
+
+
+def summed_in_16_bits(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    net = nn.Linear(1, 400, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.zeros_(net.weight)
+    model = DistributedDataParallel(net)
+    ddp.attach(model, OneBitAdam(net.parameters(), freeze_step=9))
+    # Whole numbers of 8 bits: exact in bfloat16, their sums exact in float32, but not in bfloat16.
+    numbers = [torch.randint(128, 256, (400,), generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    (model(torch.ones(1, 1, dtype=torch.bfloat16)) * numbers[rank].bfloat16()).sum().backward()
+    mean = sum(n.float() for n in numbers) / world_size
+    return net.weight.grad.flatten().tolist(), mean.bfloat16().tolist()
+
+
+def test_gradients_of_16_bits_are_averaged_in_32_and_rounded_once():
+    for averaged, mean in run_ranks(summed_in_16_bits, 4):
+        assert averaged == mean

@@ -1,0 +1,96 @@
+"""What ``ddp.attach`` refuses, and what is said where it is missing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimizers import EACH_ONEBIT
+from ranks import run_ranks
+from test_ddp import Net, loss_of, make
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedonebit import FusedOneBitWarning, OneBitAdam, ddp
+
+# ---------------------------------------------------------------- what does not belong together
+
+NOT_WRAPPED = "TypeError: model must be wrapped in DistributedDataParallel, got Net"
+OTHERS = "ValueError: optimizer and model must have the same parameters, but only one has"
+RANKS = "ValueError: model and optimizer must average over the same ranks, got"
+ERRORS = {
+    "not wrapped": NOT_WRAPPED,
+    "not wrapped on rank 1": NOT_WRAPPED,
+    "not ours": "TypeError: optimizer must be one of fusedonebit's, got AdamW",
+    "fewer": f"{OTHERS} first.weight of model; make the optimizer from model.parameters()",
+    "more": f"{OTHERS} parameter 6; make the optimizer from model.parameters()",
+    "the optimizer is alone": f"{RANKS} [0, 1] and [RANK]; pass the same process_group to both",
+    "the model is alone": f"{RANKS} [RANK] and [0, 1]; pass the same process_group to both",
+    "twice": "RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called once.",
+}
+FROM_RANK_1 = "DisagreementError: failed on rank 1: model must be wrapped in DistributedDataParallel, got Net; "
+
+
+def ill_matched(rank: int, world_size: int, what: str) -> str:
+    """The error that attaching raises."""
+    torch.manual_seed(0)
+    net, alone = Net(), [dist.new_group([r]) for r in range(world_size)][rank]
+    params = [*net.parameters(), *([nn.Parameter(torch.ones(3))] if what == "more" else [])][what == "fewer" :]
+    optimizer: Any = OneBitAdam(params, freeze_step=9, process_group=alone if "optimizer is alone" in what else None)
+    model: Any = DistributedDataParallel(net, process_group=alone if "model is alone" in what else None)
+    if what == "twice":
+        ddp.attach(model, optimizer)
+    if what == "not wrapped" or (what == "not wrapped on rank 1" and rank == 1):
+        model = net
+    if what == "not ours":
+        optimizer = torch.optim.AdamW(params)
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        ddp.attach(model, optimizer)
+    dist.barrier()  # nobody still waits for something else
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_does_not_belong_together_is_refused_on_every_rank(what):
+    for rank, text in enumerate(run_ranks(ill_matched, 2, what, timeout=30, group_timeout=20)):
+        expected = FROM_RANK_1 if "on rank 1" in what and rank == 0 else ERRORS[what].replace("RANK", str(rank))
+        print(f"{what}, rank {rank}: {text}")
+        assert text.startswith(expected)
+
+
+# ---------------------------------------------------------------- without attach
+
+SEEDS = 5
+
+
+def warned(rank: int, world_size: int, name: str, how: str) -> list[int]:
+    """The steps, counted over some seeds, that warn of averaged gradients; all steps take other data."""
+    steps = []
+    for seed in range(SEEDS):
+        model, optimizer = make(name, {} if how == "attached" else None, freeze_step=5)
+        if how == "averaged by DDP":
+            model = DistributedDataParallel(model)
+        for step in range(8):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss_of(model, rank, step + 8 * seed).backward()
+                optimizer.step()
+            ours = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
+            steps += [step] * sum("fusedonebit.ddp.attach(model, optimizer)" in text for text in ours)
+            optimizer.zero_grad()
+        assert optimizer.phase == "compression"
+    return steps
+
+
+@EACH_ONEBIT
+def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_compressed_step(name):
+    assert run_ranks(warned, 2, name, "averaged by DDP") == [[5] * SEEDS] * 2
+
+
+@EACH_ONEBIT
+@pytest.mark.parametrize(("world_size", "how"), [(2, "local"), (2, "attached"), (1, "averaged by DDP")])
+def test_nobody_warns_of_other_gradients(name, world_size, how):
+    assert run_ranks(warned, world_size, name, how) == [[]] * world_size
