@@ -273,10 +273,16 @@ class CompressedAllReduce:
         return float(ratio), float(agreement)
 
     def looks_alike(self) -> Tensor:
-        """Whether all ranks seem to have sent the same values in the last step: bool [1], equal on all ranks."""
+        """Whether all ranks seem to have sent the same values in the last step, for no extra collective.
+
+        Returns:
+            int32 [1], equal on all ranks: 1 or 0, or -1 if it was skipped.
+        """
         residual = self.arrived_words[:, Word.SIGNAL]
         agreement = self.gathered.signal.nan_to_num(1.0)  # a chunk of padding has none
-        return ((residual == residual[0]).all() & (agreement > 1 - 1e-6).all() & (self.flags == 0)).reshape(1)
+        # Tensors of one element leave no residual, whatever they hold.
+        alike = (residual == residual[0]).all() & (residual[0] != 0) & (agreement > 1 - 1e-6).all()
+        return torch.where(self.flags == 0, alike.int(), -1)
 
     def resume(self, synchronisations: int, digest: int) -> None:
         """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""

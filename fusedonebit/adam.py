@@ -27,8 +27,8 @@ class OneBitAdam(OneBitOptimizer):
         x \leftarrow x - \gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda x\Big)
 
     where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
-    server) carry what it lost. Do not average gradients yourself (no DDP, or DDP under
-    ``no_sync()``): give the optimizer local ones. After every step parameters are bit-identical on
+    server) carry what it lost. Do not average gradients yourself: give the optimizer local ones; with
+    DDP call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on
     all ranks.
 
     Args:

@@ -272,6 +272,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if error is not None:
             raise error
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``torch.optim.Optimizer.zero_grad``."""
+        super().zero_grad(set_to_none)
+        self._averaged = False  # what DDP's hook has averaged is gone
+
     def _captured(self) -> bool:
         """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
         if not capturing(self.device):

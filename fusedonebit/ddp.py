@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .averaging import AveragingOptimizer
-from .comm import agree
+from .comm import agree, make_transport
 
 
 def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
@@ -16,7 +16,8 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
 
     In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32), and the
     optimizer does not do it again. In the compression stage nothing is sent in the backward pass: the
-    optimizer compresses the local gradients. ``no_sync()``, ``find_unused_parameters`` and
+    optimizer compresses the local gradients. The stage then changes in the backward pass before the
+    step, and what the freeze warns of or raises comes from there. ``no_sync()``, ``find_unused_parameters`` and
     ``static_graph`` work as ever. Call it on every rank, once, before the first backward pass.
 
     Args:
@@ -32,9 +33,12 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
         _check(model, optimizer)
     except Exception as caught:
         error = caught
-        if not isinstance(optimizer, AveragingOptimizer):
-            raise
-    agree(optimizer._transport, [], optimizer.device, error, "attach the same model on every rank")
+    if isinstance(optimizer, AveragingOptimizer):
+        transport, device = optimizer._transport, optimizer.device
+    else:  # then the others' optimizers most likely use the default group
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        transport = make_transport(None, device)
+    agree(transport, [], device, error, "attach the same model on every rank")
     # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
     model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 

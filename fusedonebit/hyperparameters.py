@@ -48,7 +48,7 @@ class Options:
         check_flag("stochastic_rounding", self.stochastic_rounding)
         if self.stochastic_rounding and self.master_weights:
             raise ValueError(
-                "stochastic_rounding must be False with master_weights=True, got True: nothing is lost in float32 copies"
+                "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
             )
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")

@@ -95,8 +95,8 @@ class Lamb(LambUpdate):
         c = \mathrm{clip}\Big(\frac{\|x\|}{\|u\|}, c_{min}, c_{max}\Big), \quad x \leftarrow x - \gamma c u
 
     with one coefficient c per tensor, 1 where a norm is zero (1-bit LAMB, Li et al., 2021, eq. 2).
-    Three kernels, whatever the number of tensors, one fp32 all-reduce. Give it local gradients (no
-    DDP, or DDP under ``no_sync()``). After every step parameters are bit-identical on all ranks.
+    Three kernels, whatever the number of tensors, one fp32 all-reduce. Give it local gradients; with DDP
+    call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on all ranks.
 
     Args:
         params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or

@@ -139,8 +139,9 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._first_look is None or capturing(self.device):
             return
         for alike in self._first_look.push(self._reduce.looks_alike()):
-            self._first_look = None
-            if alike:
+            if alike >= 0:
+                self._first_look = None
+            if alike > 0:
                 warn(
                     "all ranks had the same gradients at the first compressed step: something has averaged them "
                     "already, so that compression saves nothing, or all ranks see the same data. With "
