@@ -18,10 +18,11 @@ from torch import Tensor
 from . import checkpoint, compiled, construction, inspection
 from .comm import CollectiveError, Flag, Transport, agree, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group
+from .marks import Mark, Marks
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
 from .scaling import LossScale, clip_factor, overflow_flags
-from .telemetry import capturing, upload
+from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, block_table, choose_block_size, flatten, live_table
 
 Phase = Literal["uncompressed", "warmup", "compression"]
@@ -333,7 +334,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
-        own = self._mark(tail, abort, loss_scale.found_inf)
+        marks = Marks(self._transport.world_size, self._outcomes.attempts, self._coefficients.tag)
+        marks.write(tail, abort, loss_scale.found_inf)
         # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
         flatten(
             grads,
@@ -345,7 +347,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
         if (factor := loss_scale.factor()) is not None:
             values *= factor
         self._transport.all_reduce(tail if self._averaged else self._grad)
-        flags = self._read_marks(tail, own, loss_scale.found_inf)
+        flags, self._marks_differ = marks.read(tail)
+        if loss_scale.found_inf is not None:
+            overflow = overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
+            self._overflowed, flags = (overflow > 0).float(), flags | overflow
         if self.options.max_grad_norm is not None:
             self._grad_norm = torch.linalg.vector_norm(values)
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
@@ -353,34 +358,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._update(self._grad, coef, flags)
         self._list.after_update()
         return flags
-
-    def _mark(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> Tensor:
-        """Writes behind the gradients what else must be known of all ranks; returns this rank's marks.
-
-        Those are: whether any gradient is not finite, whether this rank aborts, two numbers that all must
-        agree on, told by sum and sum of squares, small enough to be exact in float32; and an overflow.
-        """
-        modulus = int((2**24 / self._transport.world_size) ** 0.5)
-        marks = [self._outcomes.attempts % modulus, self._coefficients.tag % modulus]
-        words = [0.0, float(abort), *marks, *(mark * mark for mark in marks), 0.0, 0.0]
-        tail.copy_(upload(words, torch.float32, self.device))
-        if found_inf is not None:
-            tail[6] = found_inf > 0
-        return tail[2:6] * self._transport.world_size
-
-    def _read_marks(self, tail: Tensor, own: Tensor, found_inf: Tensor | None) -> Tensor:
-        """The flags of a step, int32 [1], from the marks of all ranks."""
-        self._marks_differ = tail[2:6] != own
-        flags = (
-            (tail[0] > 0).int() * int(Flag.NONFINITE)
-            + (tail[1] > 0).int() * int(Flag.ABORT)
-            + self._marks_differ.any().int() * int(Flag.MISMATCH)
-        ).reshape(1)
-        if found_inf is None:
-            return flags
-        overflow = overflow_flags(tail[6], self._transport.world_size)
-        self._overflowed = (overflow > 0).float()
-        return flags | overflow
 
     def _advance(self, flags: Tensor) -> None:
         """Counts the update, unless it was skipped."""
@@ -450,13 +427,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """All other tensors, the scratch maybe among them."""
         masters = [self._list.dense[i] for i in self._list.masters]
         return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
-
-    def _ranks(self) -> list[int]:
-        """The global ranks that it averages over."""
-        group = getattr(self._transport, "group", None)
-        if group is not None:
-            return dist.get_process_group_ranks(group)
-        return [dist.get_rank() if dist.is_initialized() else 0]
 
     def _index(self, param: Tensor) -> int:
         for i, p in enumerate(self._list.params):

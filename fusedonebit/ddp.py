@@ -55,12 +55,21 @@ def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
             f"optimizer and model must have the same parameters, but only one has {ours.get(key) or theirs[key]}; "
             "make the optimizer from model.parameters()"
         )
-    averaged, compressed = dist.get_process_group_ranks(model.process_group), optimizer._ranks()
+    averaged, compressed = dist.get_process_group_ranks(model.process_group), _ranks(optimizer)
     if averaged != compressed:
         raise ValueError(
             f"model and optimizer must average over the same ranks, got {averaged} and {compressed}; "
             "pass the same process_group to both"
         )
+
+
+def _group(optimizer: AveragingOptimizer) -> dist.ProcessGroup | None:
+    return getattr(optimizer._transport, "group", None)  # a transport of one rank has none
+
+
+def _ranks(optimizer: AveragingOptimizer) -> list[int]:
+    group = _group(optimizer)
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def _average_in_the_warm_up(optimizer: AveragingOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -75,5 +84,5 @@ def _average_in_the_warm_up(optimizer: AveragingOptimizer, bucket: dist.GradBuck
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
     optimizer._transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
-    work = dist.all_reduce(wide, group=optimizer._transport.group, async_op=True)
+    work = dist.all_reduce(wide, group=_group(optimizer), async_op=True)
     return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

@@ -17,11 +17,12 @@ from torch import Tensor
 from .averaging import AveragingOptimizer
 from .comm import CompressedAllReduce, Flag, Word, describe_mismatch
 from .errors import warn
+from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
 from .scaling import LossScale, agree_on_scaling
-from .telemetry import HostMirror, capturing
+from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
 
@@ -56,7 +57,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
         self._frozen_at: int | None = None
         self._guard = DivergenceGuard(device, options.precondition)
-        self._first_look: HostMirror | None = None
+        self._first_look: FirstLook | None = None
         self._rewarms = 0
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
@@ -119,34 +120,21 @@ class OneBitOptimizer(AveragingOptimizer):
             self._grad_norm = agreed.grad_norm
         reduce(
             grads,
-            coef=coef if agreed.factor is None else _with_gradients_scaled(coef, agreed.factor),
+            coef=agreed.scaled(coef),
             exp_avg_sq=self._exp_avg_sq if self.options.precondition else None,
             eps_inside_sqrt=self.options.eps_inside_sqrt,
             tag=self._coefficients.tag,
             abort=abort,
             hold=agreed.hold,
         )
-        self._look_for_averages()
+        if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
+            self._first_look = None
         if self.options.guard != "off":
             reduce.veto(self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor]))
         self._list.before_update()
         self._apply(coef, reduce.flags)
         self._list.after_update()
         return reduce.flags
-
-    def _look_for_averages(self) -> None:
-        """At the first compressed step: warns where all ranks have the same gradients, for no extra collective."""
-        if self._first_look is None or capturing(self.device):
-            return
-        for alike in self._first_look.push(self._reduce.looks_alike()):
-            if alike >= 0:
-                self._first_look = None
-            if alike > 0:
-                warn(
-                    "all ranks had the same gradients at the first compressed step: something has averaged them "
-                    "already, so that compression saves nothing, or all ranks see the same data. With "
-                    "DistributedDataParallel write fusedonebit.ddp.attach(model, optimizer) after making both"
-                )
 
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
@@ -224,7 +212,7 @@ class OneBitOptimizer(AveragingOptimizer):
         )
         self._phase = "compression"
         if self._frozen_at is None and self._transport.world_size > 1:
-            self._first_look = HostMirror(self.device, depth=1 if self.device.type == "cuda" else 0)
+            self._first_look = FirstLook(self.device)
         self._frozen_at = self._outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors:
@@ -455,9 +443,3 @@ class OneBitOptimizer(AveragingOptimizer):
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
         return [f"freeze_step: {options.freeze_step!r}", scale]
-
-
-def _with_gradients_scaled(coef: Tensor, factor: Tensor) -> Tensor:
-    scaled = coef.clone()
-    scaled[:, Coef.ONE_MINUS_BETA1] *= factor
-    return scaled

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import Flag, Transport
+from .triton_kernels import Coef
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -54,6 +55,14 @@ class Agreed(NamedTuple):
     """What the gradients are multiplied with; of clipping equal on all ranks: float32 []."""
     grad_norm: Tensor | None
     """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
+
+    def scaled(self, coef: Tensor) -> Tensor:
+        """The coefficient table with gradients multiplied by ``factor``."""
+        if self.factor is None:
+            return coef
+        coef = coef.clone()
+        coef[:, Coef.ONE_MINUS_BETA1] *= self.factor
+        return coef
 
 
 def agree_on_scaling(

@@ -1,0 +1,68 @@
+"""What goes with averaged gradients through the same all-reduce: eight words that all ranks must know of each other."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from .comm import Flag
+from .telemetry import upload
+from .triton_kernels import TAIL
+
+
+class Mark(IntEnum):
+    """The words, float32, summed over the ranks; small enough to be exact."""
+
+    NONFINITE = 0
+    """Ranks with a gradient that is not finite; ``flatten`` writes it."""
+    ABORT = 1
+    """Ranks that can't take the step."""
+    STEP = 2
+    TAG = 3
+    STEP_SQUARED = 4
+    TAG_SQUARED = 5
+    OVERFLOW = 6
+    """Ranks whose GradScaler has found an inf."""
+
+
+_COMPARED = slice(Mark.STEP, Mark.OVERFLOW)
+
+
+class Marks:
+    """Two numbers that must be equal on all ranks, told by their sums and sums of squares; and three counts.
+
+    Args:
+        world_size: W.
+        step: Number of the step.
+        tag: Hash of the hyper-parameters.
+    """
+
+    def __init__(self, world_size: int, step: int, tag: int) -> None:
+        modulus = int((2**24 / world_size) ** 0.5)
+        marks = (step % modulus, tag % modulus)
+        self._compared = [*marks, *(mark * mark for mark in marks)]
+        self._world_size = world_size
+
+    def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> None:
+        """Writes this rank's words to ``tail`` float32 [TAIL]."""
+        words = [0.0, float(abort), *self._compared]
+        tail.copy_(upload(words + [0.0] * (TAIL - len(words)), torch.float32, tail.device))
+        if found_inf is not None:
+            tail[Mark.OVERFLOW] = found_inf > 0
+        self._expected = tail[_COMPARED] * self._world_size
+
+    def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """What all ranks' words say.
+
+        Returns:
+            Flags int32 [1]; and where marks differ: bool [4], step and tag, twice.
+        """
+        differ = tail[_COMPARED] != self._expected
+        flags = (
+            (tail[Mark.NONFINITE] > 0).int() * int(Flag.NONFINITE)
+            + (tail[Mark.ABORT] > 0).int() * int(Flag.ABORT)
+            + differ.any().int() * int(Flag.MISMATCH)
+        )
+        return flags.reshape(1), differ
