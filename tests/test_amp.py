@@ -308,6 +308,16 @@ def test_a_rank_without_any_gradient_takes_part():
     assert one[1:] == (2, 2.0**8)
 
 
+def test_torchs_scaler_hands_over_a_bare_number_where_nothing_has_a_gradient():
+    optimizer, scaler = construct("onebit-adam", make(), freeze_step=1), torch.amp.GradScaler("cpu", 4.0)
+    set_gradients(optimizer, 0, 0, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    assert (optimizer.phase, optimizer.stats()["skipped_steps"]) == ("compression", 0)
+
+
 def test_a_step_that_fails_leaves_no_loss_scale_behind():
     p = Parameter(torch.ones(4))
     optimizer, scaler = construct("onebit-adam", [p], freeze_step=5), amp.GradScaler("cpu", 4.0)
