@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import checkpoint, compiled, construction, inspection
 from .comm import CollectiveError, Flag, Transport, agree, make_transport
-from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group
+from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .marks import Mark, Marks
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
@@ -50,6 +50,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self.options = options
         self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
         self._built = False
+        self._lr: list[Tensor] = []
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
@@ -103,6 +104,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
         )
         self._taken: list[dict[str, Any]] = []
+        self._put_lr_on_the_device()
         self._take_hyper_parameters()
         self._nothing = torch.empty(0, device=device)
         self._grad: Tensor | None = None
@@ -198,9 +200,16 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 )
 
     def _put_lr_on_the_device(self) -> None:
-        if self.options.capturable:
-            for group in self.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.device)
+        """Where capturable: keeps learning rates in tensors that stay, as captured graphs read them again."""
+        if not self.options.capturable:
+            return
+        for i, group in enumerate(self.param_groups):
+            if i == len(self._lr):
+                self._lr.append(torch.zeros((), device=self.device))
+            if group["lr"] is not self._lr[i]:
+                check_lr(group["lr"], f" in group {i}")
+                self._lr[i].fill_(group["lr"])
+                group["lr"] = self._lr[i]
 
     def _take_hyper_parameters(self) -> None:
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
@@ -256,6 +265,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._begin_step(captured)
         error: Exception | None = None
         try:
+            self._put_lr_on_the_device()
             self._take_hyper_parameters()
             grads = given if checked else self._list.usable(given, self._nothing)
         except Exception as caught:
@@ -308,9 +318,9 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Changes the stage if it is time; the same on all ranks."""
 
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
-        coef = self._coefficient_table()
-        self._outcomes.attempts += not captured
         try:
+            coef = self._coefficient_table()
+            self._outcomes.attempts += not captured
             with self._breaking():
                 return self._exchange(grads, coef, abort)
         finally:

@@ -113,7 +113,7 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
         ValueError: naming the argument, its value and what is expected.
     """
     where = f" in {name}" if name else ""
-    _check_lr(group["lr"], where)
+    check_lr(group["lr"], where)
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
@@ -165,7 +165,8 @@ def check_count(name: str, value: object, alternative: str | None = None) -> Non
         raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
 
 
-def _check_lr(lr: object, where: str) -> None:
+def check_lr(lr: object, where: str) -> None:
+    """Raises ValueError unless ``lr`` is a number or a tensor of one, finite and >= 0 as far as the host can see."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")

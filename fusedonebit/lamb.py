@@ -119,7 +119,8 @@ class Lamb(LambUpdate):
         max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
             parameters are their rounded values. What you write into parameters, they take over.
-        capturable: Learning rates become tensors on the device, which schedulers fill in place.
+        capturable: Learning rates become tensors on the device, which schedulers fill in place, and are no
+            longer compared between ranks.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to

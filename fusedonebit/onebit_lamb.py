@@ -123,7 +123,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
             parameters are their rounded values. What you write into parameters, they take over.
         capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on
-            the device, which schedulers fill in place.
+            the device, which schedulers fill in place, and are no longer compared between ranks.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         block_size: Elements per block of the layout; None chooses.
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to

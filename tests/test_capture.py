@@ -142,3 +142,27 @@ def test_hyper_parameters_that_change_at_the_capture_say_so():
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with in_a_capture(), pytest.raises(RuntimeError, match="one uncaptured step"):
         optimizer.step()
+
+
+def test_a_learning_rate_that_is_set_or_loaded_goes_into_the_tensor_that_graphs_read():
+    def make(**options) -> OneBitAdam:
+        p = torch.nn.Parameter(torch.ones(64))
+        p.grad = torch.ones(64)
+        return OneBitAdam([p], 1e-2, freeze_step=1, **UNGUARDED, **options)
+
+    optimizer, floating = make(capturable=True), make()
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    floating.param_groups[0]["lr"] = 0.5
+    optimizer.load_state_dict(floating.state_dict())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.5
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.25
+    floating.load_state_dict(optimizer.state_dict())
+    floating.step()
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0, got -1"):
+        optimizer.step()

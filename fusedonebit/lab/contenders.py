@@ -145,16 +145,16 @@ def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
     return OneBitLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, **options)
 
 
-def _warm(of: Setting) -> Any:
+def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
     """Ours without a warm-up: with the variance of another seed's run at its freeze."""
     with _EARLIER_LOCK:
-        earlier = (of.task, of.key.seed, of.model)
+        earlier = (make, of.task, of.key.seed, of.model)
         if earlier not in _EARLIER:
             from .run import earlier_states
 
-            for model, state in enumerate(earlier_states(of.key)):
-                _EARLIER[of.task, of.key.seed, model] = state
-    return _onebit_adam(of, freeze_step=0, warm_start=_EARLIER[earlier])
+            for model, state in enumerate(earlier_states(of.key, of.key.optimizer.removesuffix("-warm-start"))):
+                _EARLIER[make, of.task, of.key.seed, model] = state
+    return make(of, freeze_step=0, warm_start=_EARLIER[earlier])
 
 
 _EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -180,6 +180,7 @@ CONTENDERS: dict[str, Make] = {
     "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
     "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
     "onebit-adam-warm-start": _warm,
+    "onebit-lamb-warm-start": partial(_warm, make=_onebit_lamb),
     "onebit-adam-freeze-3": partial(_onebit_adam, freeze_step=3),
     "onebit-adam-ternary": partial(_onebit_adam, ternary=True),
     "adam-frozen-no-floor": partial(_adam, frozen=True),

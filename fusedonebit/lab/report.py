@@ -56,6 +56,7 @@ CLAIMS = (
     ("onebit-lamb", "lamb"),
     ("lamb-frozen", "lamb"),
     ("onebit-adam-warm-start", "onebit-adam"),
+    ("onebit-lamb-warm-start", "onebit-lamb"),
     ("onebit-adam-rewarm", "onebit-adam"),
     ("onebit-adam-ternary", "onebit-adam"),
     ("onebit-adam-freeze-3", "onebit-adam"),

@@ -48,9 +48,9 @@ def begin(key: Key) -> Trial:
     return TASKS[key.task].make()
 
 
-def earlier_states(key: Key) -> list[dict[str, Any]]:
+def earlier_states(key: Key, optimizer: str) -> list[dict[str, Any]]:
     """Rank 0's optimizers, just frozen, of an earlier run of the same task: other values, other batches."""
-    earlier = Key(key.task, "onebit-adam", key.seed + EARLIER_SEED, key.workers)
+    earlier = Key(key.task, optimizer, key.seed + EARLIER_SEED, key.workers)
     start = begin(earlier)
 
     def until_the_freeze(rank: int, transport: Transport) -> list[dict[str, Any]]:
