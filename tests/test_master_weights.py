@@ -220,6 +220,14 @@ def put(params: list[Parameter], saved: list[Tensor]) -> None:
             p.copy_(v)
 
 
+def load(optimizer: AveragingOptimizer, saved: list, model_first: bool) -> None:
+    if model_first:
+        put(parameters(optimizer), saved[1])
+    optimizer.load_state_dict(saved[0])
+    if not model_first:
+        put(parameters(optimizer), saved[1])
+
+
 def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, dtype: torch.dtype) -> bool:
     options = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "master_weights": True}
     straight = construct(name, make(dtype), **options)
@@ -230,11 +238,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, d
 
     again = construct(name, make(dtype, seed=1), **options)
     train(again, rank, range(2), dtype)
-    if model_first:
-        put(parameters(again), saved[1])
-    again.load_state_dict(saved[0])
-    if not model_first:
-        put(parameters(again), saved[1])
+    load(again, saved, model_first)
     found = train(again, rank, range(cut, STEPS), dtype)
     return found == expected and all(map(torch.equal, masters(straight), masters(again)))
 
@@ -244,6 +248,16 @@ def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, d
 @pytest.mark.parametrize(("name", "cut"), [("onebit-adam", 5), ("onebit-adam", 12), ("onebit-lamb", 12), ("lamb", 5)])
 def test_resuming_is_exact_in_either_order(name, cut, model_first, dtype):
     assert run_ranks(resume, 2, name, cut, model_first, dtype) == [True, True]
+
+
+@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
+def test_what_was_written_right_before_saving_counts_after_loading(model_first):
+    first, again = (OneBitAdam(make(torch.bfloat16, s), 1e-4, freeze_step=9, master_weights=True) for s in (0, 1))
+    train(first, 0, range(2), torch.bfloat16)
+    overwrite(parameters(first)[0], "in place")
+    load(again, through_a_file([first.state_dict(), [p.detach() for p in parameters(first)]]), model_first)
+    train(again, 0, range(2, 3), torch.bfloat16)
+    assert (masters(again)[0] - 3.0).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize(
