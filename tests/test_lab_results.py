@@ -54,6 +54,14 @@ def test_the_claims_hold_where_the_documentation_says_so():
     assert holds["lamb"] >= 6
 
 
+@pytest.mark.parametrize("task", ["mlp", "regression"])
+def test_64_workers_behave_as_4_do(task):
+    found = comparison(RUNS, "onebit-adam, 64 workers", "onebit-adam", task)
+    print(f"64 workers against 4 on {task}: {found['percent']:+.2f} ± {found['error']:.2f} % worse")
+    assert found["seeds"] == 5
+    assert found["holds"]
+
+
 def test_the_guard_saves_vgg_from_deepspeeds_numerics():
     runs = runs_of("onebit-adam-deepspeed-guarded", "vgg")
     print(f"accuracy {[round(r['metric'], 1) for r in runs]}, updates refused {[r['vetoed'] for r in runs]}")
