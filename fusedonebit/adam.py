@@ -72,7 +72,8 @@ class OneBitAdam(OneBitOptimizer):
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
             which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over.
+            parameters are their rounded values. What you write into parameters, they take over, unless it
+            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
         capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on
             the device, which schedulers fill in place, and are no longer compared between ranks.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
@@ -167,6 +168,7 @@ class OneBitAdam(OneBitOptimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         config: Mapping[str, Any],
         process_group: dist.ProcessGroup | Transport | None = None,
+        **options: Any,
     ) -> OneBitAdam:
         """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
 
@@ -178,11 +180,12 @@ class OneBitAdam(OneBitOptimizer):
             params: As for the constructor; per-group settings override the config's.
             config: The optimizer block, ``{"type": "OneBitAdam", "params": {...}}``, or its params.
             process_group: As for the constructor.
+            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
 
         Raises:
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
-        return cls(params, **onebit_adam_arguments(config), process_group=process_group)
+        return cls(params, **(onebit_adam_arguments(config) | options), process_group=process_group)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         layout = self.layout

@@ -33,13 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled() or not isinstance(optimizer, AveragingOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._outcomes.scaler_is_told = True
-        try:
-            result = super().step(optimizer, *args, **kwargs)
-        except Exception:
-            # The next step would multiply its scale with one that is still there.
-            for name in {"grad_scale", "found_inf"} & vars(optimizer).keys():
-                delattr(optimizer, name)
-            raise
+        result = super().step(optimizer, *args, **kwargs)
         for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found_inf.copy_(optimizer._overflowed[0])
         return result

@@ -21,7 +21,7 @@ from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, 
 from .marks import Mark, Marks
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
-from .scaling import LossScale, clip_factor, overflow_flags
+from .scaling import SCALER_ATTRIBUTES, LossScale, clip_factor, overflow_flags
 from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, block_table, choose_block_size, flatten, live_table
 
@@ -51,6 +51,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
         self._built = False
         self._lr: list[Tensor] = []
+        self._ddp_attached = False
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
@@ -215,9 +216,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
             taken = {key: group[key] for key in (*self._hyper_parameters, *({"added_at"} & group.keys()))}
+            if isinstance(group["lr"], Tensor) and not self.options.capturable:
+                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
             if i == len(self._taken):
                 self._taken.append(taken)
-            elif taken != self._taken[i]:
+            elif not _same(taken, self._taken[i]):
                 self._check_group(group, f"group {i}")
                 self._taken[i] = taken
 
@@ -256,6 +259,15 @@ class AveragingOptimizer(torch.optim.Optimizer):
         self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False
     ) -> None:
         """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        try:
+            self._step_or_raise(given, params, checked)
+        except Exception:
+            # A GradScaler removes what it has set only after a step that ends well.
+            for name in SCALER_ATTRIBUTES:
+                vars(self).pop(name, None)
+            raise
+
+    def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
         if self._broken:
             raise CollectiveError(f"this optimizer can't go on: {self._broken}")
@@ -282,11 +294,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._outcomes.record_own_failure(flags)
         if error is not None:
             raise error
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``torch.optim.Optimizer.zero_grad``."""
-        super().zero_grad(set_to_none)
-        self._averaged = False  # what DDP's hook has averaged is gone
 
     def _captured(self) -> bool:
         """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
@@ -354,6 +361,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             1.0 if self._averaged else 1 / self._transport.world_size,
             self._grad,
         )
+        if self._averaged:  # somebody may have changed or dropped them since, on one rank
+            marks.add_values(tail, values)
         if (factor := loss_scale.factor()) is not None:
             values *= factor
         self._transport.all_reduce(tail if self._averaged else self._grad)
@@ -376,7 +385,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _describe(self, flag: Flag) -> str:
         """Details of why a step was skipped."""
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
-        return self._say_where("number of steps" if steps else "hyper-parameters (learning rate and the like)")
+        what = "hyper-parameters (learning rate and the like)"
+        if self._ddp_attached:
+            what += ", or the gradients that DDP has averaged: change or drop them on all ranks alike"
+        return self._say_where("number of steps" if steps else what)
 
     def _say_where(self, what: str) -> str:
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
@@ -465,3 +477,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
                 nothing was changed.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
+
+
+def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    # Tensors are the same or not: comparing values would wait for the device.
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

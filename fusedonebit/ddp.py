@@ -14,11 +14,13 @@ from .comm import agree, make_transport
 def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
     """Makes DDP average gradients only while the optimizer wants averaged ones.
 
-    In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32), and the
-    optimizer does not do it again. In the compression stage nothing is sent in the backward pass: the
-    optimizer compresses the local gradients. The stage then changes in the backward pass before the
-    step, and what the freeze warns of or raises comes from there. ``no_sync()``, ``find_unused_parameters`` and
-    ``static_graph`` work as ever. Call it on every rank, once, before the first backward pass.
+    In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32; 16-bit
+    gradients are rounded again afterwards), and the optimizer does not do it again. It only compares a
+    checksum: all ranks must find the same averages in their gradients when they step. In the
+    compression stage nothing is sent in the backward pass: the optimizer compresses the local
+    gradients. The stage then changes in the backward pass before the step, and what the freeze warns
+    of or raises comes from there. ``no_sync()``, ``find_unused_parameters`` and ``static_graph`` work
+    as ever. Call it on every rank, once, before the first backward pass.
 
     Args:
         model: Wrapped by DDP, over the optimizer's ranks.
@@ -36,9 +38,11 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
     if isinstance(optimizer, AveragingOptimizer):
         transport, device = optimizer._transport, optimizer.device
     else:  # then the others' optimizers most likely use the default group
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        nccl = dist.is_initialized() and "nccl" in dist.get_backend()
+        device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
     agree(transport, [], device, error, "attach the same model on every rank")
+    optimizer._ddp_attached = True
     # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
     model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 
@@ -47,7 +51,9 @@ def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
     if not isinstance(optimizer, AveragingOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
+        )
     ours = dict(zip(map(id, optimizer._list.params), optimizer._list.names, strict=True))
     theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
     for key in ours.keys() ^ theirs.keys():

@@ -64,7 +64,10 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
     for key, off in _UNSUPPORTED.items():
         value = given.pop(key, off)
         if value != off:
-            raise ValueError(f"{key} must be {off!r} to be carried over, got {value!r}; see {name}'s arguments")
+            raise ValueError(
+                f"{key} must be {off!r} to be carried over, got {value!r}; "
+                f"take it out of the config and pass what {name} has instead as a keyword argument"
+            )
     freeze_step = given.pop("freeze_step", 100_000)
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
         raise ValueError(

@@ -10,6 +10,9 @@ from .triton_kernels import backend
 if TYPE_CHECKING:
     from .averaging import AveragingOptimizer
 
+RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
+"""Options that ``repr`` only shows where they are on."""
+
 
 def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
     """See ``AveragingOptimizer.stats``."""
@@ -49,5 +52,6 @@ def describe(optimizer: AveragingOptimizer, groups: str, more: Sequence[str]) ->
         f"backend: {backend(optimizer.device)}",
         f"transport: {optimizer._transport!r}",
     ]
+    lines += [f"{name}: {getattr(optimizer.options, name)!r}" for name in RUNNING if getattr(optimizer.options, name)]
     rest = groups.split("\n", 1)[1]
     return "\n".join([f"{type(optimizer).__name__} (", *lines, rest])

@@ -118,7 +118,8 @@ class Lamb(LambUpdate):
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over.
+            parameters are their rounded values. What you write into parameters, they take over, unless it
+            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
         capturable: Learning rates become tensors on the device, which schedulers fill in place, and are no
             longer compared between ranks.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.

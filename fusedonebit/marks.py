@@ -40,7 +40,7 @@ class Marks:
     """
 
     def __init__(self, world_size: int, step: int, tag: int) -> None:
-        modulus = int((2**24 / world_size) ** 0.5)
+        self._modulus = modulus = int((2**24 / world_size) ** 0.5)
         marks = (step % modulus, tag % modulus)
         self._compared = [*marks, *(mark * mark for mark in marks)]
         self._world_size = world_size
@@ -51,6 +51,12 @@ class Marks:
         tail.copy_(upload(words + [0.0] * (TAIL - len(words)), torch.float32, tail.device))
         if found_inf is not None:
             tail[Mark.OVERFLOW] = found_inf > 0
+        self._expected = tail[_COMPARED] * self._world_size
+
+    def add_values(self, tail: Tensor, values: Tensor) -> None:
+        """Makes ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
+        tag = (tail[Mark.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
+        tail[Mark.TAG], tail[Mark.TAG_SQUARED] = tag, tag * tag
         self._expected = tail[_COMPARED] * self._world_size
 
     def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
             which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over.
+            parameters are their rounded values. What you write into parameters, they take over, unless it
+            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
         capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on
             the device, which schedulers fill in place, and are no longer compared between ranks.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
@@ -234,6 +235,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         config: Mapping[str, Any],
         process_group: dist.ProcessGroup | Transport | None = None,
+        **options: Any,
     ) -> OneBitLamb:
         """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
 
@@ -245,11 +247,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             params: As for the constructor; per-group settings override the config's.
             config: The optimizer block, ``{"type": "OneBitLamb", "params": {...}}``, or its params.
             process_group: As for the constructor.
+            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
 
         Raises:
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
-        return cls(params, **onebit_lamb_arguments(config), process_group=process_group)
+        return cls(params, **(onebit_lamb_arguments(config) | options), process_group=process_group)
 
     def _build(self) -> None:
         super()._build()

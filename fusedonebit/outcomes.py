@@ -129,16 +129,16 @@ class Outcomes:
         self._count(flags)
         if not flags:
             return
+        if flags & Flag.ABORT:
+            raise AbortedStepError(
+                f"another rank could not take the step after {self.updates} updates (its own error says why); "
+                "no parameter was changed on any rank"
+            )
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
                 f"ranks are out of step after {self.updates} updates: {self._describe(Flag.MISMATCH)}. "
                 "No parameter was changed; every rank must call step() equally often, with equal hyper-parameters, "
                 "resuming from the same checkpoint"
-            )
-        if flags & Flag.ABORT:
-            raise AbortedStepError(
-                f"another rank could not take the step after {self.updates} updates (its own error says why); "
-                "no parameter was changed on any rank"
             )
         if flags & Flag.OVERFLOW:
             self._act_on_overflow(flags)

@@ -139,7 +139,7 @@ class ParameterList:
                 return False
             if g.numel() and (g.dtype not in SUPPORTED_DTYPES or g.shape != p.shape or g.stride() != p.stride()):
                 return False
-        return not self._staged
+        return not self._staged and not any(p.requires_grad for p in self.frozen)
 
     def _unchanged(self) -> bool:
         # A compiler looks once: tensors that change later it finds by itself.

@@ -11,6 +11,7 @@ from torch import Tensor
 from .comm import Flag, Transport
 from .triton_kernels import Coef
 
+SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -25,7 +26,7 @@ class LossScale(NamedTuple):
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> LossScale:
         """Reads the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step."""
-        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        scale, found_inf = (getattr(optimizer, name, None) for name in SCALER_ATTRIBUTES)
         # Where no parameter has a gradient the scaler hands over the number 0 instead of a tensor.
         return cls(*(None if x is None else torch.as_tensor(x).float().reshape(()) for x in (scale, found_inf)))
 

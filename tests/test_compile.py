@@ -112,9 +112,10 @@ def test_inductor_takes_a_step_without_copying_parameters(name):
     optimizer = compiled.optimizer
     take = optimizer._take_step
 
-    def watched(grads, params=None):
+    def watched(grads, params, checked):
+        assert checked
         written.append([p.data_ptr() for p in params[: len(addresses)]])
-        take(grads, params)
+        take(grads, params, checked)
 
     optimizer._take_step = watched
     parameters = compiled.train_compiled_step(FREEZE + 5, "inductor")
@@ -179,6 +180,18 @@ def test_errors_in_a_compiled_step_are_those_of_an_eager_one():
     run.optimizer.param_groups[0]["eps"] = 1e-8
     update()
     assert run.optimizer.stats()["step"] == 2
+
+
+def test_a_frozen_parameter_that_trains_later_is_an_error_in_a_compiled_step_too():
+    run = Run("onebit-adam")
+    still = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = construct("onebit-adam", [*run.model.parameters(), still], 1e-2, freeze_step=9)
+    update = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    run.model(torch.ones(2, 8)).sum().backward()
+    update()
+    still.requires_grad_()
+    with pytest.raises(RuntimeError, match="requires gradients now but did not"):
+        update()
 
 
 def test_a_closure_is_compiled_with_the_step():

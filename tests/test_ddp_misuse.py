@@ -94,3 +94,36 @@ def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_compressed_ste
 @pytest.mark.parametrize(("world_size", "how"), [(2, "local"), (2, "attached"), (1, "averaged by DDP")])
 def test_nobody_warns_of_other_gradients(name, world_size, how):
     assert run_ranks(warned, world_size, name, how) == [[]] * world_size
+
+
+# ---------------------------------------------------------------- averages that are not what was averaged
+
+
+def dropped_or_changed(rank: int, world_size: int, what: str) -> tuple[str, list[torch.Tensor]]:
+    """The error of the third step, if something happens to the averages before it, and the parameters then."""
+    model, optimizer = make("onebit-adam", wrap={})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if step == 2:
+            if what == "another backward pass":
+                with model.no_sync():
+                    loss_of(model, rank, 9).backward()
+            elif what == "dropped" and rank == 1:
+                model.zero_grad()
+            elif what == "changed" and rank == 1:
+                next(model.parameters()).grad[0] += 1e-3
+        try:
+            optimizer.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", [p.detach() for p in model.parameters()]
+    return "", []
+
+
+@pytest.mark.parametrize("what", ["another backward pass", "dropped", "changed"])
+def test_averages_that_differ_between_ranks_stop_all_of_them(what):
+    (error, ours), (other, theirs) = run_ranks(dropped_or_changed, 2, what)
+    for text in (error, other):
+        assert text.startswith("OutOfStepError: ")
+        assert "or the gradients that DDP has averaged: change or drop them on all ranks alike" in text
+    assert all(map(torch.equal, ours, theirs))
