@@ -68,22 +68,6 @@ def test_looking_at_a_run_does_not_change_what_stats_say(name, plain):
 
 
 @EACH
-def test_a_grad_scaler_is_refused_on_every_rank_instead_of_a_hang(name):
-    for text in run_ranks(with_grad_scaler, 2, name, group_timeout=20):
-        assert "GradScaler is not supported yet" in text
-
-
-def with_grad_scaler(rank: int, world_size: int, name: str) -> str:
-    (p,) = params = [Parameter(torch.ones(4))]
-    optimizer = construct(name, params, freeze_step=1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale((p * (torch.inf if rank else 1.0)).sum()).backward()
-    with pytest.raises(RuntimeError) as error:
-        scaler.step(optimizer)
-    return str(error.value)
-
-
-@EACH
 def test_copying_or_pickling_says_what_to_do_instead(name):
     optimizer = construct(name, parameters(), freeze_step=1)
     for attempt in (copy.deepcopy, pickle.dumps):
