@@ -1,7 +1,7 @@
 """The wire format and the collectives on packed uint8 buffers.
 
 They know process groups and tensors, not optimizers. What moves the bytes is a ``Transport``: made
-by ``make_transport`` from a process group, or any object with its four collectives, such as a rank
+by ``make_transport`` from a process group, or any object with its four collectives and one exchange, such as a rank
 of a ``SimulatedGroup`` (threads of one process).
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from .agree import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
+from .hops import Topology
+from .marsit import MarsitAllReduce
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
 from .wire import Flag, Messages, Word, describe_mismatch
@@ -19,11 +21,13 @@ __all__ = [
     "DisagreementError",
     "Flag",
     "LocalTransport",
+    "MarsitAllReduce",
     "Messages",
     "SimulatedGroup",
     "SimulatedTransport",
     "TorchTransport",
     "Traffic",
+    "Topology",
     "Transport",
     "Word",
     "agree",

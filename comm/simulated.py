@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .transport import CollectiveError, Traffic
+from .transport import CollectiveError, Pending, Traffic
 
 T = TypeVar("T")
 
@@ -88,13 +88,14 @@ class SimulatedTransport:
         self.group, self.rank, self.world_size = group, rank, group.world_size
         self.traffic, self._others = Traffic(), group.world_size - 1
 
-    def _offered(self, what: str, sent: Tensor, nbytes: int) -> list[Tensor]:
+    def _offered(self, what: str, sent: Tensor, nbytes: int, alike: bool = True) -> list[Tensor]:
         """What all ranks send, once all have come; they may overwrite it after the next meeting."""
         if not self.group.offers:
             raise RuntimeError("simulated ranks can only meet inside SimulatedGroup.run(function)")
         self.group.offers[self.rank] = (what, sent)
         self.group.meet(what)
-        if len({(name, tensor.shape, tensor.dtype) for name, tensor in self.group.offers}) > 1:
+        kinds = {(name, tensor.dtype, tensor.shape if alike else None) for name, tensor in self.group.offers}
+        if len(kinds) > 1:
             called = ", ".join(f"{name} of {t.dtype} {tuple(t.shape)}" for name, t in self.group.offers)
             raise CollectiveError(f"ranks called different collectives: {called}")
         self.traffic.add(nbytes)
@@ -125,5 +126,22 @@ class SimulatedTransport:
         tensor.copy_(self._offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])
         self.group.meet("broadcast")
 
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """See ``Transport``; ranks meet when they wait."""
+        return _Exchange(self, received, source, sent)
+
     def __repr__(self) -> str:
         return f"simulated (rank {self.rank} of {self.world_size})"
+
+
+class _Exchange:
+    """What a simulated rank has sent and is about to receive."""
+
+    def __init__(self, transport: SimulatedTransport, received: Tensor, source: int, sent: Tensor) -> None:
+        self._transport, self._received, self._source, self._sent = transport, received, source, sent
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        theirs = self._transport._offered("exchange", self._sent, self._sent.nbytes, alike=False)
+        self._received.copy_(theirs[self._source])
+        self._transport.group.meet("exchange")

@@ -40,6 +40,13 @@ class Traffic:
         self.collectives_step += 1
 
 
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Returns when it has arrived (on CUDA: when what is launched next will find it)."""
+
+
 @runtime_checkable
 class Transport(Protocol):
     """What the collectives need of a communication library."""
@@ -59,6 +66,19 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites ``tensor`` with rank 0's."""
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """Starts to send ``sent`` to one rank while ``received`` comes from another, in equal lengths there.
+
+        All ranks exchange at the same time, along a ring. Neither tensor may be touched before ``wait``.
+        """
+
+
+class Done:
+    """What need not be waited for."""
+
+    def wait(self) -> None:
+        """Returns."""
 
 
 class LocalTransport:
@@ -83,6 +103,11 @@ class LocalTransport:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Does nothing."""
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """Copies."""
+        received.copy_(sent)
+        return Done()
 
     def __repr__(self) -> str:
         return "local (world size 1)"
@@ -135,6 +160,18 @@ class TorchTransport:
             dist.broadcast(tensor, group=self.group, group_src=0)
         self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
 
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """See ``Transport``; point to point."""
+        with self._named("exchange"):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=self.group, group_peer=destination),
+                    dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+                ]
+            )
+        self.traffic.add(sent.nbytes)
+        return _Works(self, works)
+
     @contextmanager
     def _named(self, collective: str) -> Iterator[None]:
         try:
@@ -148,6 +185,19 @@ class TorchTransport:
 
     def __repr__(self) -> str:
         return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"
+
+
+class _Works:
+    """An exchange of a ``TorchTransport``."""
+
+    def __init__(self, transport: TorchTransport, works: list[dist.Work]) -> None:
+        self._transport, self._works = transport, works
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        with self._transport._named("exchange"):
+            for work in self._works:
+                work.wait()
 
 
 def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.device) -> Transport:

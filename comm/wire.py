@@ -146,7 +146,12 @@ def describe_mismatch(arrived: Tensor) -> str:
 
 
 def digest(messages: Messages) -> Tensor:
-    """Wrapping 64-bit sum of all payloads, its halves combined, int32 []."""
+    """``checksum_of`` all payloads."""
+    return checksum_of(messages.payload)
+
+
+def checksum_of(values: Tensor) -> Tensor:
+    """Wrapping 64-bit sum of the bits of ``values``, its halves combined, int32 []; stays on the device."""
     # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
-    total = messages.payload.view(torch.int64).sum()
+    total = values.view(torch.int64).sum()
     return (total ^ (total >> 32)).to(torch.int32)

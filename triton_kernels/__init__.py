@@ -2,7 +2,7 @@
 
 They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce``
 and the others are the registered ops ``torch.ops.fusedonebit.*``; their docstrings are those of
-their plain-torch twins in ``twins``, ``update_twins`` and ``lamb_twins``.
+their plain-torch twins in ``twins``, ``update_twins``, ``lamb_twins`` and ``marsit_twins``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ finish = torch.ops.fusedonebit.finish
 server_reduce = torch.ops.fusedonebit.server_reduce
 apply_momentum = torch.ops.fusedonebit.apply_momentum
 adam_update = torch.ops.fusedonebit.adam_update
+local_update = torch.ops.fusedonebit.local_update
+merge_signs = torch.ops.fusedonebit.merge_signs
+pick_owned = torch.ops.fusedonebit.pick_owned
+place_owned = torch.ops.fusedonebit.place_owned
+add_values = torch.ops.fusedonebit.add_values
 lamb_update = torch.ops.fusedonebit.lamb_update
 lamb_coefficient = torch.ops.fusedonebit.lamb_coefficient
 lamb_move = torch.ops.fusedonebit.lamb_move
@@ -60,6 +65,11 @@ def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 __all__ = [
+    "add_values",
+    "place_owned",
+    "pick_owned",
+    "merge_signs",
+    "local_update",
     "BLOCK_SIZES",
     "SCALE_NORMS",
     "TAIL",

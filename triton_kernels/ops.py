@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import lamb_twins, twins, update_twins
+from . import lamb_twins, marsit_twins, twins, update_twins
 
 Backend = Literal["triton", "plain"]
 
@@ -87,6 +87,18 @@ SCHEMAS: dict[str, str] = {
     "live_variance": f"({_SIZES}, Tensor exp_avg_sq, Tensor(a!) partials) -> ()",
     "exponents": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) counts) -> ()",
     "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
+    "local_update": (
+        f"(Tensor(a!)[] params, Tensor[] grads, {_SIZES}, int first, int last, Tensor(b!)? exp_avg, "
+        f"Tensor(c!)? exp_avg_sq, Tensor(d!) compensated, Tensor scale, Tensor(e!) bits, {_TABLES}, {_LIVE}, "
+        "Tensor factor, Tensor hold, bool decays, bool moves, Tensor(f!) flags) -> ()"
+    ),
+    "merge_signs": (
+        "(Tensor(a!) bits, Tensor arrived_bits, int threshold, int seed, Tensor(b!) words, Tensor arrived_words, "
+        "int checked, int flags, int mismatch) -> ()"
+    ),
+    "pick_owned": "(Tensor bits, int rank, int seed, Tensor(a!) owners, Tensor(b!) picked) -> ()",
+    "place_owned": "(Tensor gathered, Tensor owners, Tensor(a!) bits) -> ()",
+    "add_values": f"(Tensor(a!)[] params, {_SIZES}, Tensor values, bool replaces, {_LIVE}, Tensor skip) -> ()",
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
@@ -142,7 +154,7 @@ def _interpreting() -> bool:
 
 def twin(name: str) -> Callable[..., None]:
     """The plain-torch twin of an op: what it computes, and its documentation."""
-    return _find(name, twins, update_twins, lamb_twins)
+    return _find(name, twins, update_twins, lamb_twins, marsit_twins)
 
 
 def _implementation(name: str, device_type: str) -> Callable[..., None]:
@@ -155,9 +167,9 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
             plain(*arguments)
         else:
             # Imported late: importing triton takes time that CPU users need not spend.
-            from . import lamb_launch, launch, update_launch
+            from . import lamb_launch, launch, marsit_launch, update_launch
 
-            _find(name, launch, update_launch, lamb_launch)(*arguments)
+            _find(name, launch, update_launch, lamb_launch, marsit_launch)(*arguments)
 
     return run
 
