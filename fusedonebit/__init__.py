@@ -1,6 +1,7 @@
 """1-bit optimizers for PyTorch: one bit per parameter on the wire.
 
-``OneBitAdam`` stands where ``torch.optim.AdamW`` stood, ``OneBitLamb`` where ``Lamb`` did. ``comm`` holds
+``OneBitAdam`` stands where ``torch.optim.AdamW`` stood, ``OneBitLamb`` where ``Lamb`` did, ``MarsitSGD``
+where ``torch.optim.SGD`` did. ``comm`` holds
 the compressed collectives, ``triton_kernels`` the kernels; both can be used by themselves.
 """
 
@@ -11,6 +12,7 @@ from .adam import OneBitAdam
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
 from .lamb import Lamb
+from .marsit import MarsitAdam, MarsitSGD
 from .onebit import OneBitOptimizer
 from .onebit_lamb import OneBitLamb
 
@@ -22,6 +24,8 @@ __all__ = [
     "DisagreementError",
     "FusedOneBitWarning",
     "Lamb",
+    "MarsitAdam",
+    "MarsitSGD",
     "NonFiniteGradientError",
     "OneBitAdam",
     "OneBitLamb",

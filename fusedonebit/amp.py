@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .averaging import AveragingOptimizer
+from .distributed import DistributedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See ``torch.amp.GradScaler.step``; every rank must call it."""
-        if not self.is_enabled() or not isinstance(optimizer, AveragingOptimizer):
+        if not self.is_enabled() or not isinstance(optimizer, DistributedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._outcomes.scaler_is_told = True
         result = super().step(optimizer, *args, **kwargs)

@@ -42,7 +42,7 @@ from .errors import warn
 from .hyperparameters import LAMB_KEYS
 
 if TYPE_CHECKING:
-    from .averaging import AveragingOptimizer
+    from .distributed import DistributedOptimizer
     from .onebit import OneBitOptimizer
 
 KEY = "fusedonebit"
@@ -54,7 +54,7 @@ _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_si
 _OF_ONE_RANK = ("worker_error", "server_error")
 
 
-def save(optimizer: AveragingOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
+def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Completes torch's own ``state_dict``."""
     optimizer._outcomes.catch_up()
     packed["state"] = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
@@ -104,7 +104,7 @@ def _compressed_state(optimizer: OneBitOptimizer, i: int, lines: Mapping[str, Te
     }
 
 
-def _served(optimizer: AveragingOptimizer, i: int) -> tuple[int, int]:
+def _served(optimizer: DistributedOptimizer, i: int) -> tuple[int, int]:
     """The range of parameter ``i``'s elements that this rank serves, maybe empty."""
     layout = optimizer.layout
     lo = optimizer._transport.rank * layout.chunk_numel - layout.offset(i)
@@ -113,7 +113,7 @@ def _served(optimizer: AveragingOptimizer, i: int) -> tuple[int, int]:
     return start, stop
 
 
-def _header(optimizer: AveragingOptimizer) -> dict[str, Any]:
+def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "algorithm": type(optimizer).__name__,
@@ -131,14 +131,14 @@ def _header(optimizer: AveragingOptimizer) -> dict[str, Any]:
     }
 
 
-def _masks(optimizer: AveragingOptimizer) -> dict[int, int]:
+def _masks(optimizer: DistributedOptimizer) -> dict[int, int]:
     """Checksums of the masks by parameter."""
     params = enumerate(optimizer._list.params)
     return {i: checksum(optimizer._masks[p].contiguous()) for i, p in params if p in optimizer._masks}
 
 
 def load(
-    optimizer: AveragingOptimizer,
+    optimizer: DistributedOptimizer,
     state_dict: Mapping[str, Any],
     load_groups: Callable[[dict[str, Any]], None],
 ) -> None:
@@ -163,7 +163,7 @@ def load(
         _fill(optimizer, state_dict["state"], header)
 
 
-def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the header; makes one up for a checkpoint of AdamW."""
     _check_groups(optimizer, state_dict)
     header = state_dict.get(KEY)
@@ -196,12 +196,12 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> Mapp
     return header
 
 
-def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
+def _shapes(optimizer: DistributedOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
     layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
     tables = {name: tuple(table.shape[:-1]) for name, table in optimizer._tables().items()}
     masters = {"master": shape} if i in optimizer._list.masters else {}
     if not compressed:
-        return {"exp_avg": shape, "exp_avg_sq": shape, **tables, **masters}
+        return {**dict.fromkeys(optimizer._moments(), shape), **tables, **masters}
     onebit = cast("OneBitOptimizer", optimizer)
     first, end = layout.first_block[i : i + 2]
     start, stop = _served(optimizer, i)
@@ -211,7 +211,7 @@ def _shapes(optimizer: AveragingOptimizer, i: int, compressed: bool) -> dict[str
     return {**shapes, **tables, **masters, "server_error": (stop - start,)}
 
 
-def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
         raise ValueError(
@@ -226,7 +226,7 @@ def _check_groups(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) 
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
 
 
-def _merged_groups(optimizer: AveragingOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The saved groups; what a checkpoint of another optimizer lacks is as it is, what only that has is dropped."""
     foreign = set(LAMB_KEYS) - set(optimizer._hyper_parameters)
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -234,7 +234,7 @@ def _merged_groups(optimizer: AveragingOptimizer, saved: Sequence[Mapping[str, A
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
-def _check_compressed(optimizer: AveragingOptimizer, header: Mapping[str, Any]) -> None:
+def _check_compressed(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
     own = {
         "algorithm": type(optimizer).__name__,
         "world_size": optimizer._transport.world_size,
@@ -263,18 +263,18 @@ def _adamw_updates(state_dict: Mapping[str, Any]) -> int:
 
 
 def _facts(
-    optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
+    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     keys = ("phase", "updates", "synchronisations", "started")
     facts = [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
     for index, name in zip(optimizer._list.index_of, optimizer._list.names, strict=True):
         for key, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and key not in _OF_ONE_RANK:
+            if isinstance(value, Tensor) and key not in (*_OF_ONE_RANK, *optimizer._of_one_rank):
                 facts.append((f"the checksum of {key} of {name}", str(checksum(value.contiguous()))))
     return facts
 
 
-def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]], header: Mapping[str, Any]) -> None:
+def _fill(optimizer: DistributedOptimizer, states: Mapping[int, Mapping[str, Any]], header: Mapping[str, Any]) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
@@ -290,12 +290,12 @@ def _fill(optimizer: AveragingOptimizer, states: Mapping[int, Mapping[str, Any]]
     else:
         for i, index in enumerate(optimizer._list.index_of):
             if index in states:
-                _fill_flat(optimizer, i, states[index], exp_avg=optimizer._exp_avg, exp_avg_sq=optimizer._exp_avg_sq)
+                _fill_flat(optimizer, i, states[index], **optimizer._moments())
     optimizer._resumed(header)
     optimizer._publish_state()
 
 
-def _fill_flat(optimizer: AveragingOptimizer, i: int, state: Mapping[str, Any], **flat: Tensor) -> None:
+def _fill_flat(optimizer: DistributedOptimizer, i: int, state: Mapping[str, Any], **flat: Tensor) -> None:
     for name, buffer in flat.items():
         optimizer._list.shaped(buffer, i, optimizer.layout.offset(i)).copy_(state[name])
 

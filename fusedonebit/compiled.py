@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .averaging import AveragingOptimizer
+    from .distributed import DistributedOptimizer
 
 _numbers = itertools.count()
-_optimizers: WeakValueDictionary[int, AveragingOptimizer] = WeakValueDictionary()
+_optimizers: WeakValueDictionary[int, DistributedOptimizer] = WeakValueDictionary()
 
 _LIBRARY = torch.library.Library("fusedonebit", "FRAGMENT")
 # What the host decides in a step must be decided in every step: no replay of a CUDA graph that the compiler makes.
@@ -28,7 +28,7 @@ _TAGS = [tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, nam
 _LIBRARY.define("step(Tensor(a!)[] params, Tensor[] grads, int optimizer, bool checked) -> ()", tags=_TAGS)
 
 
-def number_of(optimizer: AveragingOptimizer) -> int:
+def number_of(optimizer: DistributedOptimizer) -> int:
     """Registers an optimizer; the number by which the op finds it, while it lives."""
     number = next(_numbers)
     _optimizers[number] = optimizer

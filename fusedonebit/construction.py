@@ -13,7 +13,7 @@ from .comm import checksum
 from .parameters import ParameterList
 
 if TYPE_CHECKING:
-    from .averaging import AveragingOptimizer
+    from .distributed import DistributedOptimizer
 
 
 def check_device(device: torch.device) -> None:
@@ -59,7 +59,7 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
         )
 
 
-def facts(optimizer: AveragingOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
     options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
     groups = [

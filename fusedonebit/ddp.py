@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .averaging import AveragingOptimizer
 from .comm import agree, make_transport
+from .distributed import DistributedOptimizer
 
 
-def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
+def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
     """Makes DDP average gradients only while the optimizer wants averaged ones.
 
     In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32; 16-bit
@@ -35,7 +35,7 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
         _check(model, optimizer)
     except Exception as caught:
         error = caught
-    if isinstance(optimizer, AveragingOptimizer):
+    if isinstance(optimizer, DistributedOptimizer):
         transport, device = optimizer._transport, optimizer.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
@@ -47,8 +47,8 @@ def attach(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
     model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 
 
-def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> None:
-    if not isinstance(optimizer, AveragingOptimizer):
+def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
+    if not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -69,20 +69,20 @@ def _check(model: DistributedDataParallel, optimizer: AveragingOptimizer) -> Non
         )
 
 
-def _group(optimizer: AveragingOptimizer) -> dist.ProcessGroup | None:
+def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
     return getattr(optimizer._transport, "group", None)  # a transport of one rank has none
 
 
-def _ranks(optimizer: AveragingOptimizer) -> list[int]:
+def _ranks(optimizer: DistributedOptimizer) -> list[int]:
     group = _group(optimizer)
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
-def _average_in_the_warm_up(optimizer: AveragingOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     # The stage of the coming step must be known before its gradients are averaged.
     optimizer._begin_step()
     buffer, world_size = bucket.buffer(), optimizer._transport.world_size
-    if optimizer.phase == "compression" or world_size == 1:
+    if not optimizer.averages_gradients or world_size == 1:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done

@@ -114,14 +114,20 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
     """
     where = f" in {name}" if name else ""
     check_lr(group["lr"], where)
-    betas = group["betas"]
+    if "momentum" in group and not _in_unit(group["momentum"]):
+        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}{where}")
+    betas = _betas(group)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
     for key in ("eps", "weight_decay"):
-        if not _is_number(group[key]) or group[key] < 0:
+        if key in group and (not _is_number(group[key]) or group[key] < 0):
             raise ValueError(f"{key} must be a finite number >= 0, got {group[key]!r}{where}")
     if not isinstance(group["maximize"], bool):
         raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    return group["betas"] if "betas" in group else (group["momentum"], 0.0)
 
 
 LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
@@ -232,7 +238,7 @@ class CoefficientTable:
         Returns:
             float32 [tensors, len(Coef)].
         """
-        lr, beta1, beta2, eps, decay, sign, added_at, *further = self._upload(groups).unbind(1)
+        lr, beta1, beta2, gain, eps, decay, sign, added_at, *further = self._upload(groups).unbind(1)
         one = torch.ones_like(lr)
         bias1 = bias2 = one
         if self.bias_correction:
@@ -242,7 +248,7 @@ class CoefficientTable:
             bias2 = 1 - beta2 ** updates_of_v.clamp(min=1)
         columns = {
             Coef.BETA1: beta1,
-            Coef.ONE_MINUS_BETA1: (1 - beta1) * sign,
+            Coef.ONE_MINUS_BETA1: gain * sign,
             Coef.BETA2: beta2,
             Coef.ONE_MINUS_BETA2: 1 - beta2,
             Coef.STEP_SIZE: lr / bias1,
@@ -263,8 +269,10 @@ class CoefficientTable:
         values = [
             (
                 self._host_value(group["lr"]),
-                *map(float, group["betas"]),
-                float(group["eps"]),
+                *map(float, _betas(group)),
+                # SGD's momentum takes all of the gradient.
+                1.0 if "momentum" in group else 1.0 - float(group["betas"][0]),
+                float(group.get("eps", 0.0)),
                 float(group["weight_decay"]),
                 -1.0 if group["maximize"] else 1.0,
                 float(group.get("added_at", 0)),

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from .triton_kernels import backend
 
 if TYPE_CHECKING:
-    from .averaging import AveragingOptimizer
+    from .distributed import DistributedOptimizer
 
 RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
 
 
-def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
-    """See ``AveragingOptimizer.stats``."""
+def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """See ``DistributedOptimizer.stats``."""
     optimizer._outcomes.catch_up()
     transport, layout = optimizer._transport, optimizer.layout
     return {
@@ -36,15 +36,15 @@ def stats(optimizer: AveragingOptimizer) -> dict[str, Any]:
     }
 
 
-def state_bytes(optimizer: AveragingOptimizer) -> int:
+def state_bytes(optimizer: DistributedOptimizer) -> int:
     """Bytes of all that the next step needs, tables included; each piece of memory counts once."""
     scratch = {t.untyped_storage().data_ptr() for t in optimizer._scratch()}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in optimizer._held()}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
 
 
-def describe(optimizer: AveragingOptimizer, groups: str, more: Sequence[str]) -> str:
-    """See ``AveragingOptimizer.__repr__``; ``groups`` is torch's own text, ``more`` what a subclass adds."""
+def describe(optimizer: DistributedOptimizer, groups: str, more: Sequence[str]) -> str:
+    """See ``DistributedOptimizer.__repr__``; ``groups`` is torch's own text, ``more`` what a subclass adds."""
     lines = [
         f"phase: {optimizer.phase}, {optimizer._outcomes.updates} updates",
         *more,

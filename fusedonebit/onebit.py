@@ -77,7 +77,7 @@ class OneBitOptimizer(AveragingOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``AveragingOptimizer``; not after a warm start or a re-warm-up either."""
+        """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
         if self._built and float(self._behind) < 0:  # v is corrected: new parameters' would have to be as well
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "

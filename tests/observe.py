@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit import OneBitOptimizer
-from fusedonebit.averaging import AveragingOptimizer
+from fusedonebit.distributed import DistributedOptimizer
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -21,7 +21,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def observe(optimizer: AveragingOptimizer) -> dict[str, np.ndarray]:
+def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """All of the state, momentum and residuals in momentum units.
 
     Parameters x, momentum m, variance v, this rank's residual and its part of the servers'; of LAMB

@@ -50,7 +50,7 @@ class Tape(TorchDispatchMode):
 def in_a_capture() -> Iterator[None]:
     """Makes optimizers believe that a CUDA graph is being captured."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("averaging", "onebit", "hyperparameters"):
+        for module in ("distributed", "onebit", "hyperparameters"):
             patch.setattr(f"fusedonebit.{module}.capturing", lambda device: True)
         yield
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, amp
-from fusedonebit.averaging import AveragingOptimizer
+from fusedonebit.distributed import DistributedOptimizer
 
 STEPS, FREEZE = 200, 60
 WARMUP_OVERFLOWS = (0, 5, 6, 20, 33, 47)
@@ -39,19 +39,19 @@ def make() -> list[Parameter]:
 
 
 def set_gradients(
-    optimizer: AveragingOptimizer, rank: int, step: int, scaler: torch.amp.GradScaler | None = None
+    optimizer: DistributedOptimizer, rank: int, step: int, scaler: torch.amp.GradScaler | None = None
 ) -> None:
     for i, p in enumerate(parameters(optimizer)):
         g = gradient(rank, step, p, i)
         p.grad = g if scaler is None else scaler.scale(g)
 
 
-def spoil(optimizer: AveragingOptimizer, step: int, value: float = float("inf")) -> None:
+def spoil(optimizer: DistributedOptimizer, step: int, value: float = float("inf")) -> None:
     grads = [p.grad for p in parameters(optimizer)]
     grads[step % len(grads)].view(-1)[-1] = value
 
 
-def whole_state(optimizer: AveragingOptimizer) -> dict[str, Any]:
+def whole_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Copies of all that a step may change."""
     saved, params = optimizer.state_dict(), parameters(optimizer)
     state: dict[str, Any] = {f"x {i}": p.detach().clone() for i, p in enumerate(params)}
@@ -72,7 +72,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [key for key in before if not same(before[key], after[key])]
 
 
-def reloaded(optimizer: AveragingOptimizer, name: str, options: dict) -> AveragingOptimizer:
+def reloaded(optimizer: DistributedOptimizer, name: str, options: dict) -> DistributedOptimizer:
     params = [Parameter(p.detach().clone()) for p in parameters(optimizer)]
     fresh = construct(name, params, 1e-2, **options)
     fresh.load_state_dict(optimizer.state_dict())

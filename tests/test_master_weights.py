@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitAdam, amp
-from fusedonebit.averaging import AveragingOptimizer
+from fusedonebit.distributed import DistributedOptimizer
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
@@ -41,12 +41,12 @@ def make(dtype: torch.dtype, seed: int = 0, rounded_to: torch.dtype | None = Non
     return made
 
 
-def set_gradients(optimizer: AveragingOptimizer, rank: int, step: int, dtype: torch.dtype) -> None:
+def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int, dtype: torch.dtype) -> None:
     for i, p in enumerate(parameters(optimizer)):
         p.grad = gradient(rank, step, p, i).to(dtype).to(p.dtype)
 
 
-def train(optimizer: AveragingOptimizer, rank: int, steps: range, dtype: torch.dtype) -> list[str]:
+def train(optimizer: DistributedOptimizer, rank: int, steps: range, dtype: torch.dtype) -> list[str]:
     prints = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
@@ -57,11 +57,11 @@ def train(optimizer: AveragingOptimizer, rank: int, steps: range, dtype: torch.d
     return prints
 
 
-def masters(optimizer: AveragingOptimizer) -> list[Tensor]:
+def masters(optimizer: DistributedOptimizer) -> list[Tensor]:
     return [optimizer.state[p]["master"] for p in parameters(optimizer)]
 
 
-def are_rounded_masters(optimizer: AveragingOptimizer) -> bool:
+def are_rounded_masters(optimizer: DistributedOptimizer) -> bool:
     pairs = zip(parameters(optimizer), masters(optimizer), strict=True)
     return all(m.dtype == torch.float32 and m.shape == p.shape and torch.equal(m.to(p.dtype), p) for p, m in pairs)
 
@@ -220,7 +220,7 @@ def put(params: list[Parameter], saved: list[Tensor]) -> None:
             p.copy_(v)
 
 
-def load(optimizer: AveragingOptimizer, saved: list, model_first: bool) -> None:
+def load(optimizer: DistributedOptimizer, saved: list, model_first: bool) -> None:
     if model_first:
         put(parameters(optimizer), saved[1])
     optimizer.load_state_dict(saved[0])

@@ -65,11 +65,6 @@ def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 __all__ = [
-    "add_values",
-    "place_owned",
-    "pick_owned",
-    "merge_signs",
-    "local_update",
     "BLOCK_SIZES",
     "SCALE_NORMS",
     "TAIL",
@@ -80,6 +75,7 @@ __all__ = [
     "ScaleScope",
     "Span",
     "adam_update",
+    "add_values",
     "apply_momentum",
     "backend",
     "block_table",
@@ -95,8 +91,12 @@ __all__ = [
     "lamb_update",
     "live_table",
     "live_variance",
+    "local_update",
+    "merge_signs",
     "momentum_compress",
     "pack",
+    "pick_owned",
+    "place_owned",
     "server_reduce",
     "settle",
     "square_sums",

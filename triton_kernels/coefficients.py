@@ -39,6 +39,8 @@ class Coef(IntEnum):
     """Bounds of the ratio (line 19), and of its change in one step (line 18)."""
     R_MAX = 16
     R_THRESHOLD = 17
+    GLOBAL_RATIO = 18
+    """eta_s / eta_l (Marsit, Algorithm 2)."""
 
 
 class Layer(IntEnum):

@@ -11,6 +11,7 @@ import triton.language as tl
 from .access import (
     BETA1,
     BETA2,
+    COLUMNS,
     GOLDEN,
     LARGEST,
     LR,
@@ -62,6 +63,7 @@ def local_update(
     exp_avg_sq,  # v, float32 [P], read and written where ADAM
     compensated,  # c, float32 [P], read and written
     scale,  # s, float32 [B]
+    limit,  # float32 [B]
     bits,  # uint8 [W, stride], read, and written unless MOVES
     bits_stride,  # bytes between its rows
     coef,  # float32 [tensors, COLUMNS]
@@ -75,7 +77,6 @@ def local_update(
     flags_stride,  # words between them
     first_block,  # the first block that is worked on
     blocks_per_chunk,  # B / W
-    COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
@@ -86,7 +87,7 @@ def local_update(
     MOVES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """c = c - s*sign(bits) + u; bits = c >= 0; or x = x - u where MOVES.
+    """c = clip(c - s*sign(bits), limit) + u; bits = c >= 0; or x = x - u where MOVES.
 
     Grid: blocks of the chunks worked on. Bytes per element: the gradient, 8 for c, 8 for m, 8 for v
     where ADAM, 1/8 each way for bits; the parameter where DECAYS, twice where MOVES.
@@ -102,7 +103,9 @@ def local_update(
     byte = bits + chunk * bits_stride + (b - chunk * blocks_per_chunk) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
 
     s = tl.load(scale + b)
+    most = tl.load(limit + b)
     kept = tl.load(compensated + b * BLOCK + i) - tl.where(bits_of(tl.load(byte)) != 0, s, -s)
+    kept = tl.minimum(tl.maximum(kept, -most), most)
     g = _user_block(grads, tensors, t, start, i, mask, row, GRAD_DTYPE, GRAD_ALIGNED) * tl.load(factor)
     d = g * tl.load(k + ONE_MINUS_BETA1)
     x = g

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import marsit_kernels
-from .coefficients import Coef
 from .launch import block_starts, launch, pointer_table
 from .layout import block_table, flat_layout
 from .marsit_twins import threshold_of, trailing_zeros
@@ -28,6 +27,7 @@ def local_update(
     exp_avg_sq: Tensor | None,
     compensated: Tensor,
     scale: Tensor,
+    limit: Tensor,
     bits: Tensor,
     coef: Tensor,
     block_tensor: Tensor,
@@ -53,6 +53,7 @@ def local_update(
         compensated if exp_avg_sq is None else exp_avg_sq,
         compensated,
         scale,
+        limit,
         bits,
         bits.stride(0),
         coef,
@@ -66,7 +67,6 @@ def local_update(
         flags.stride(0),
         first * per_chunk,
         per_chunk,
-        COLUMNS=len(Coef),
         DTYPE=targets.dtype,
         ALIGNED=targets.aligned,
         GRAD_DTYPE=sources.dtype,

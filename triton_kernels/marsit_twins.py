@@ -34,6 +34,7 @@ def local_update(
     exp_avg_sq: Tensor | None,
     compensated: Tensor,
     scale: Tensor,
+    limit: Tensor,
     bits: Tensor,
     coef: Tensor,
     block_tensor: Tensor,
@@ -47,7 +48,7 @@ def local_update(
 ) -> None:
     """A worker's own update, on top of what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
-        c = c - s*sign(bits) + u;  bits = c >= 0
+        c = clip(c - s*sign(bits), limit) + u;  bits = c >= 0
 
     with u of SGD, m = momentum*m + g + wd*x, u = lr*m; or, with a variance, of AdamW. The compensation
     of the last round (line 10) is deferred: it is formed when ``c`` is read again. An element whose
@@ -63,6 +64,7 @@ def local_update(
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
         compensated: c, float32 [>= P], read and written.
         scale: s, float32 [B]: how far the last global update went.
+        limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's.
         bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
         coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
         block_tensor: int32 [B].
@@ -79,7 +81,8 @@ def local_update(
             continue
         b = tile.blocks
         own_bits = bits[tile.chunk, tile.bytes]
-        kept = flat[b] - signs(own_bits, len(scale[b])) * scale[b][:, None]
+        most = limit[b][:, None]
+        kept = (flat[b] - signs(own_bits, len(most)) * scale[b][:, None]).clamp(-most, most)
         g = gather(grads, tile, block_size).mul_(factor)
         x = gather(params, tile, block_size) if decays or moves else None
         m, v, u = _update(g, x if decays else None, exp_avg, exp_avg_sq, tile, coef[block_tensor[b]])

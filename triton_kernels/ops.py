@@ -89,8 +89,8 @@ SCHEMAS: dict[str, str] = {
     "square_sums": f"({_SIZES}, Tensor x, {_LIVE}, Tensor(a!) partials) -> ()",
     "local_update": (
         f"(Tensor(a!)[] params, Tensor[] grads, {_SIZES}, int first, int last, Tensor(b!)? exp_avg, "
-        f"Tensor(c!)? exp_avg_sq, Tensor(d!) compensated, Tensor scale, Tensor(e!) bits, {_TABLES}, {_LIVE}, "
-        "Tensor factor, Tensor hold, bool decays, bool moves, Tensor(f!) flags) -> ()"
+        "Tensor(c!)? exp_avg_sq, Tensor(d!) compensated, Tensor scale, Tensor limit, Tensor(e!) bits, "
+        f"{_TABLES}, {_LIVE}, Tensor factor, Tensor hold, bool decays, bool moves, Tensor(f!) flags) -> ()"
     ),
     "merge_signs": (
         "(Tensor(a!) bits, Tensor arrived_bits, int threshold, int seed, Tensor(b!) words, Tensor arrived_words, "

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..averaging import AveragingOptimizer
 from ..comm import SimulatedGroup, Transport
+from ..distributed import DistributedOptimizer
 from .contenders import CONTENDERS, Setting
 from .tasks import TASKS, Trial
 
@@ -105,7 +105,7 @@ class Worker:
             if step + 1 in evaluate:
                 metrics.append(self.trial.metric())
         complete = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
-        told = [o.stats() for o in self.optimizers if isinstance(o, AveragingOptimizer)]
+        told = [o.stats() for o in self.optimizers if isinstance(o, DistributedOptimizer)]
         return {
             "metric": sum(metrics) / len(metrics) if complete else None,
             "diverged_at": diverged_at(losses, self.freeze_step),

@@ -1,0 +1,199 @@
+"""What Marsit is measured against (its table 2), on the same ring and with a real wire.
+
+    MajorityVote   signSGD (Bernstein et al., 2018): the sign of the sum of the signs; a tie is +1, as sgn(0) is
+    ErrorFeedback  EF-signSGD (Karimireddy et al., 2019): the mean of scaled signs; each worker keeps its error
+    StochasticSign SSDM (Safaryan & Richtarik, 2021): the mean of random signs
+    Cascading      random signs, recovered, added to and compressed again at every hop: one bit, and what fails
+
+PSGD is ``MarsitAllReduce`` with ``full_precision_every=1``. The first three sum signs along the ring, so
+that numbers grow: after j workers a sum has one of j + 1 values, which takes ceil(log2(j + 1)) bits
+(at most ceil(log2 M) + 1), or, as in the paper's experiments, Elias' gamma code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout
+from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
+from .hops import stages
+from .rounds import Prepare, RoundAllReduce
+from .transport import Transport
+
+Coding = Literal["elias", "fixed"]
+
+
+class RingBaseline(RoundAllReduce):
+    """Skeleton: a subclass makes the global update, and what a worker keeps, of all workers' vectors.
+
+    Args:
+        layout: As for ``RoundAllReduce``.
+        transport: As for ``RoundAllReduce``.
+        coding: Of sums of signs on the wire: "elias", or "fixed" width.
+        seed: Of the random signs.
+        where: ``device`` and ``live``.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        transport: Transport | None = None,
+        *,
+        coding: Coding = "elias",
+        seed: int = 0,
+        **where: Any,
+    ) -> None:
+        if coding not in ("elias", "fixed"):
+            raise ValueError(f"coding must be 'elias' or 'fixed', got {coding!r}")
+        super().__init__(layout, transport, **where)
+        self.coding, self.seed = coding, seed
+        self._ring = stages("ring", layout.world_size, self.transport.rank)
+
+    def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
+        prepare(self.everything)
+        self._agree(hold)
+        update, kept = self._aggregate(self.compensated, step)
+        self.values = update * self._counts()
+        self.compensated = torch.where(self.flags == 0, kept, self.compensated)
+
+    def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """The global update and what this worker keeps, float32 [P] each, of v float32 [P] and eta_s float32 [B]."""
+        raise NotImplementedError
+
+    def _by_element(self, values: Tensor) -> Tensor:
+        """What a table holds per block, float32 [B], for each element [P]."""
+        return values.repeat_interleave(self.layout.block_size)
+
+    def _generator(self) -> torch.Generator:
+        """Of this worker's random numbers in this round."""
+        seed = (self.seed * 1_000_003 + self.rounds) * 4099 + self.transport.rank
+        return torch.Generator(self.device).manual_seed(seed)
+
+    # ---------------------------------------------------------------- sums of signs on a ring
+
+    def _sum_of_signs(self, positive: Tensor) -> Tensor:
+        """The sum over the workers of +1 where ``positive`` bool [P], else -1: int64 [P], equal on all ranks."""
+        counts, world_size = self._reduce_counts(positive), self.layout.world_size
+        for stage in self._ring:
+            for hop in stage.gather():
+                counts[hop.received] = self._exchange(counts[hop.sent][0], stage.previous, stage.next, world_size)
+        return 2 * counts.view(-1) - world_size
+
+    def _majority(self, positive: Tensor) -> Tensor:
+        """Whether at least half of the workers have +1, bool [P], equal on all ranks; told in one bit."""
+        most = 2 * self._reduce_counts(positive) >= self.layout.world_size
+        for stage in self._ring:
+            for hop in stage.gather():
+                sent = pack_bits(most[hop.sent][0])
+                received = torch.empty_like(sent)
+                self.transport.exchange(received, stage.previous, sent, stage.next).wait()
+                most[hop.received] = unpack_bits(received)
+        return most.view(-1)
+
+    def _reduce_counts(self, positive: Tensor) -> Tensor:
+        """How many workers have +1, int64 [M, P / M]; complete where this worker's reduction ends."""
+        counts = positive.to(torch.int64).view(self.layout.world_size, -1)
+        for stage in self._ring:
+            for position, hop in enumerate(stage.reduce()):
+                counts[hop.received] += self._exchange(counts[hop.sent][0], stage.previous, stage.next, position + 1)
+        return counts
+
+    def _exchange(self, counts: Tensor, source: int, destination: int, workers: int) -> Tensor:
+        """Sends how many of ``workers`` signs were +1, int64 [n], and returns what arrives."""
+        if self.coding == "fixed":
+            width = width_of(workers)
+            sent = encode_fixed(counts, width)
+            received = torch.empty_like(sent)
+            self.transport.exchange(received, source, sent, destination).wait()
+            return decode_fixed(received, width, len(counts))
+        # Sums lie around zero: 0, 1, -1, 2, ... become 1, 2, 3, 4, ...
+        middle = workers // 2
+        off = counts - middle
+        received = self._exchange_any(encode_gamma(torch.where(off > 0, 2 * off, 1 - 2 * off)), source, destination)
+        numbers = decode_gamma(received, len(counts))
+        return middle + torch.where(numbers % 2 == 0, numbers // 2, -(numbers // 2))
+
+    def _exchange_any(self, sent: Tensor, source: int, destination: int) -> Tensor:
+        """An exchange of messages whose lengths the receivers don't know: those go first."""
+        length = torch.tensor([sent.numel()], device=self.device)
+        coming = torch.empty_like(length)
+        self.transport.exchange(coming, source, length, destination).wait()
+        received = torch.empty(int(coming), dtype=torch.uint8, device=self.device)
+        self.transport.exchange(received, source, sent, destination).wait()
+        return received
+
+
+class MajorityVote(RingBaseline):
+    """signSGD with majority vote: eta_s times the sign that most workers have; nothing is kept."""
+
+    def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        update = torch.where(self._majority(v >= 0), 1.0, -1.0) * self._by_element(step)
+        return update, torch.zeros_like(v)
+
+
+class ErrorFeedback(RingBaseline):
+    """EF-signSGD: the mean of s*sign(v), s the workers' mean of the mean of abs(v), one for each tensor.
+
+    That all have one s, by an all-reduce of a number for each tensor, keeps sums of signs whole numbers.
+    """
+
+    def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = self.block_tensor.long()
+        sums = torch.zeros(max(1, len(self.layout.sizes)), device=self.device)
+        sums.index_add_(0, blocks, v.abs().view(self.layout.n_blocks, -1).sum(1))
+        count = torch.zeros_like(sums).index_add_(0, blocks, self.live.numel.float())
+        scale = sums / count.clamp(min=1)
+        self.transport.all_reduce(scale)
+        s = self._by_element((scale / self.layout.world_size)[blocks])
+        positive = v >= 0
+        mean = self._sum_of_signs(positive) / self.layout.world_size
+        return s * mean, (v - torch.where(positive, s, -s)) * self._counts()
+
+
+class StochasticSign(RingBaseline):
+    """SSDM: eta_s times the mean of random signs, +1 with probability 1/2 + v/(2|v|) (appendix A); nothing is kept."""
+
+    def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self._sum_of_signs(stochastic_sign(v, self._generator())) / self.layout.world_size
+        return mean * self._by_element(step), torch.zeros_like(v)
+
+
+class Cascading(RingBaseline):
+    """Cascading compression (section 3.2): Q(... Q(Q(v1) + v2) ... + vM) / M, Q(v) = |v| times random signs.
+
+    One bit for each element and one norm for each segment, on every hop.
+    """
+
+    def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        own = v.view(self.layout.world_size, -1)
+        result, draw = own.clone(), self._generator()
+        for stage in self._ring:
+            message = self._compress(own[stage.first][0], draw)
+            for hop in stage.reduce():
+                arrived = torch.empty_like(message)
+                self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
+                message = self._compress(self._recover(arrived) + own[hop.received][0], draw)
+            result[stage.finished] = self._recover(message)
+            for hop in stage.gather():
+                arrived = torch.empty_like(message)
+                self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
+                message = arrived
+                result[hop.received] = self._recover(message)
+        return result.view(-1) / self.layout.world_size, torch.zeros_like(v)
+
+    def _compress(self, v: Tensor, draw: torch.Generator) -> Tensor:
+        norm = v.norm().reshape(1)
+        return torch.cat([norm.view(torch.uint8), pack_bits(stochastic_sign(v, draw))])
+
+    def _recover(self, message: Tensor) -> Tensor:
+        norm = message[:4].view(torch.float32)
+        return torch.where(unpack_bits(message[4:]), norm, -norm)
+
+
+def stochastic_sign(v: Tensor, draw: torch.Generator) -> Tensor:
+    """Whether each element's random sign is +1: with probability 1/2 + v/(2|v|) (appendix A); bool of v's shape."""
+    norm = v.norm().clamp(min=torch.finfo(v.dtype).tiny)
+    return torch.rand(v.shape, generator=draw, device=v.device) < 0.5 + v / (2 * norm)

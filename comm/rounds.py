@@ -1,0 +1,236 @@
+"""What all ways of making one global update of all workers' updates share.
+
+A round: each worker adds its update to what it has kept from earlier rounds; the workers agree on one
+global update; each keeps what that has not taken from it. ``MarsitAllReduce`` and the baselines it is
+measured against differ in how they agree, and in what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
+from .transport import LocalTransport, Transport
+from .wire import Flag, Messages, Word, agreed_flags, checksum_of, union
+
+Prepare = Callable[[slice], None]
+"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks: see ``RoundAllReduce.add``."""
+
+
+class RoundAllReduce:
+    """Skeleton: a subclass makes ``flags`` and either ``messages`` or ``values`` in ``_round``.
+
+    Args:
+        layout: The flat index space; its ``world_size`` is the transport's.
+        transport: How messages travel; None for world size 1.
+        device: Where everything lies.
+        live: Which elements count; None: all but padding.
+        compensation_limit: Largest compensation of a coordinate after a 1-bit round, in steps (eta_s); None:
+            the paper's, without limit.
+
+    Attributes:
+        compensated: float32 [P], the vector v of this worker: what it has kept, and its update.
+        messages: M messages; their bits are this worker's signs, after a 1-bit round those of the global update.
+        scale: float32 [B]: how far a 1-bit round went; 0 if it was skipped, or made ``values``.
+        values: float32 [P], the global update where it is no signs; else None.
+        full_precision: Whether the last round sent float32.
+        flags: int32 [1], ``Flag``s of the last round, equal on all ranks; not 0: skipped.
+        rounds: How many there were, t of the next.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        transport: Transport | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        live: LiveTable | None = None,
+        compensation_limit: float | None = None,
+    ) -> None:
+        self.layout = layout
+        self.transport: Transport = transport if transport is not None else LocalTransport()
+        if layout.world_size != self.transport.world_size:
+            raise ValueError(
+                f"layout.world_size must be the transport's {self.transport.world_size}, got {layout.world_size}"
+            )
+        self.device = torch.device(device)
+        self.live = live_table(layout).to(self.device) if live is None else live
+        self.block_tensor = block_table(layout, self.device)
+        self.compensated = torch.zeros(layout.numel, device=self.device)
+        self.scale = torch.zeros(layout.n_blocks, device=self.device)
+        self.compensation_limit = compensation_limit
+        self._unlimited = torch.full_like(self.scale, torch.inf)
+        self._limit = self._unlimited
+        self.messages = Messages(layout.world_size, 0, layout, self.device)
+        self.values: Tensor | None = None
+        self.full_precision = False
+        self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.rounds = 0
+        self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.arrived_words: Tensor | None = None
+
+    @property
+    def everything(self) -> slice:
+        """All chunks."""
+        return slice(0, self.layout.world_size)
+
+    def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
+        """One round on tensors themselves; see ``synchronise``.
+
+        Args:
+            tensors: Of this worker: dense, of any float dtype and the layout's sizes; an empty one is zeros.
+            step: eta_s, how far each coordinate goes in a round of signs.
+            tag: See ``synchronise``.
+            abort: See ``synchronise``.
+
+        Returns:
+            The global update, float32 [P], equal on all ranks; zero if the round was skipped.
+        """
+        coef = torch.ones(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+        def prepare(chunks: slice) -> None:
+            self.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], nothing, False)
+
+        self.synchronise(prepare, torch.full_like(self.scale, step), tag=tag, abort=abort)
+        update = self.result()
+        self.forget()
+        return update
+
+    def add(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        chunks: slice,
+        coef: Tensor,
+        exp_avg: Tensor | None,
+        exp_avg_sq: Tensor | None,
+        factor: Tensor,
+        hold: Tensor,
+        decays: bool,
+        moves: bool = False,
+    ) -> None:
+        """Adds this worker's update to ``compensated``, for some chunks: the op ``local_update``."""
+        layout = self.layout
+        local_update(
+            params,
+            grads,
+            layout.sizes,
+            layout.block_size,
+            chunks.start,
+            chunks.stop,
+            exp_avg,
+            exp_avg_sq,
+            self.compensated,
+            self.scale,
+            self._limit,
+            self.messages.bits,
+            coef,
+            self.block_tensor,
+            self.live.bits,
+            self.live.row,
+            factor,
+            hold,
+            decays,
+            moves,
+            self.messages.words[:, Word.FLAGS],
+        )
+
+    def synchronise(
+        self, prepare: Prepare, step: Tensor, *, tag: int = 0, abort: bool = False, hold: Tensor | None = None
+    ) -> None:
+        """One round. Afterwards the global update is ``values``, or ``scale`` times the signs.
+
+        Where any rank has a non-finite update or aborts, all ranks skip: there is no update, and each
+        worker keeps what it has, so that nothing is lost.
+
+        Args:
+            prepare: Called for each chunk once, maybe while others' bits are on their way.
+            step: eta_s, float32 [B].
+            tag: A 31-bit number that must be equal on all ranks; else all skip.
+            abort: Makes every rank skip this round.
+            hold: int32 [1], further flags, equal on all ranks.
+
+        Raises:
+            CollectiveError: if a collective fails; then this object can't be used further.
+        """
+        words = self.messages.words
+        words[:, Word.STEP] = self.rounds
+        words[:, Word.DIGEST] = self._digest
+        words[:, Word.TAG].fill_(tag)
+        words[:, Word.SIGNAL] = 0
+        if abort:
+            words[:, Word.FLAGS] |= int(Flag.ABORT)
+        self.values = None
+        self._round(prepare, step, hold)
+        words[:, Word.FLAGS] = 0
+        self._take(step)
+        self._digest = checksum_of(self.messages.payload if self.values is None else self.values)
+        self.rounds += 1
+
+    def _take(self, step: Tensor) -> None:
+        """Notes how far the global update goes; the compensation is formed when v is read again."""
+        if self.values is not None:
+            self.formed()
+            return
+        # Skipped: s := 0 turns all of v into what is kept.
+        self.scale = step * (self.flags == 0)
+        if self.compensation_limit is not None:
+            self._limit = torch.where(self.flags == 0, step * self.compensation_limit, torch.inf)
+
+    def formed(self) -> None:
+        """Notes that the compensation of the last round has been formed."""
+        self.scale, self._limit = torch.zeros_like(self.scale), self._unlimited
+
+    def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
+        """Makes the global update; sets ``flags``, with ``hold``, on all ranks alike."""
+        raise NotImplementedError
+
+    def _agree(self, hold: Tensor | None) -> None:
+        """Makes ``flags`` of all ranks' headers; everything is prepared. 32 bytes to each rank."""
+        own = self.messages.words[:1].clone()
+        own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
+        arrived = torch.empty(self.layout.world_size, len(Word), dtype=torch.int32, device=self.device)
+        self.transport.all_gather(arrived, own)
+        self.flags = agreed_flags(arrived, own[0])
+        if hold is not None:
+            self.flags = self.flags | hold
+        self.arrived_words = arrived
+
+    def forget(self) -> None:
+        """Called when ``values`` have been taken: drops what they need not have left."""
+
+    # ---------------------------------------------------------------- what people look at
+
+    def settle(self) -> None:
+        """Forms the deferred compensation in place. Changes no later round."""
+        kept = self.compensated.view(self.layout.n_blocks, -1)
+        kept.sub_(self.signs().mul_(self.scale[:, None]))
+        kept.clamp_(-self._limit[:, None], self._limit[:, None])
+        self.compensated.mul_(self._counts())
+        self.formed()
+
+    def signs(self) -> Tensor:
+        """Those of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
+        return unpack(self.messages.bits.contiguous()).view(self.layout.n_blocks, -1)
+
+    def _counts(self) -> Tensor:
+        return unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
+
+    def result(self) -> Tensor:
+        """The last global update, float32 [P], zero where nothing is live or it was skipped; allocates."""
+        if self.values is not None:
+            return self.values * (self.flags == 0)
+        return (self.signs() * self.scale[:, None]).view(-1) * self._counts()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of what only serves within a round."""
+        return 0
+
+    def state(self) -> list[Tensor]:
+        """All that the next round needs, tables included."""
+        return [self.compensated, self.scale, self._limit, self.messages.buffer, self.block_tensor, *self.live]

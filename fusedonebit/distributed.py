@@ -1,0 +1,468 @@
+"""What all distributed optimizers share: construction, agreement, the step's frame, counters, checkpoints.
+
+A subclass says with ``_exchange`` what ranks do with each other's gradients: ``averaging.AveragingOptimizer``
+averages them, ``onebit.OneBitOptimizer`` adds the stage in which bits travel instead, and
+``rounds.RoundOptimizer`` lets workers update by themselves and agree in rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import checkpoint, compiled, construction, inspection
+from .comm import CollectiveError, Flag, Transport, agree, make_transport
+from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
+from .outcomes import Outcomes
+from .parameters import ParameterList, first_device, materialise
+from .scaling import SCALER_ATTRIBUTES
+from .telemetry import capturing
+from .triton_kernels import Coef, FlatLayout, LiveTable, block_table, choose_block_size, live_table
+
+Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
+
+    # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
+    _step_supports_amp_scaling = True
+
+    _columns: ClassVar[dict[Coef, str]] = {}
+    """Hyper-parameters of a group that go into the coefficient table as they are."""
+
+    _of_one_rank: ClassVar[tuple[str, ...]] = ()
+    """What each rank has of its own in ``state``; each then saves and loads its own file."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        defaults: dict[str, Any],
+        options: Options,
+        *,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        broadcast_parameters: bool = False,
+    ) -> None:
+        self.options = options
+        self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
+        self._built = False
+        self._lr: list[Tensor] = []
+        self._ddp_attached = False
+        # From here to the agreement no rank may leave on its own: the others would wait for it.
+        params, error = materialise(params)
+        self.device = first_device(params)
+        self._transport = make_transport(process_group, self.device)
+        try:
+            if error is not None:
+                raise error
+            options.check()
+            self._check_group(defaults)
+            super().__init__(params, defaults)
+            self._put_lr_on_the_device()
+            self._list = ParameterList(self.param_groups, options.master_weights)
+            construction.check_masks(mask or {}, self._list)
+            construction.check_rounding(options.stochastic_rounding, self._list)
+            self._masks = dict(mask or {})
+            construction.check_device(self.device)
+        except Exception as caught:
+            error = caught
+        self._agree_on_construction(error, broadcast_parameters)
+        self._build()
+        self._built = True
+        self._number = compiled.number_of(self)
+
+    # ---------------------------------------------------------------- construction
+
+    def _agree_on_construction(self, error: Exception | None, broadcast: bool) -> None:
+        """Compares everything that must be equal on all ranks, values last."""
+        facts = [] if error else construction.facts(self, broadcast)
+        agree(self._transport, facts, self.device, error, "construct the optimizer alike on every rank")
+        if broadcast:
+            self._list.before_update()
+            for dense in self._list.dense:
+                self._transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
+            with torch.no_grad():
+                self._list.after_update()
+        hint = "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
+        agree(self._transport, self._list.values(), self.device, hint=hint)
+
+    def _build(self) -> None:
+        """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
+        plist, device = self._list, self.device
+        world_size = self._transport.world_size
+        block_size = self.options.block_size or choose_block_size(plist.sizes, world_size)
+        self.layout = FlatLayout(plist.sizes, world_size, block_size)
+        self._block_tensor = block_table(self.layout, device)
+        self._live = self._live_table()
+        self._make_moments()
+        self._step = torch.zeros((), device=device)
+        self._coefficients = CoefficientTable(
+            plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
+        )
+        self._taken: list[dict[str, Any]] = []
+        self._put_lr_on_the_device()
+        self._take_hyper_parameters()
+        self._nothing = torch.empty(0, device=device)
+        self._phase: Phase = "uncompressed"
+        self._outcomes = Outcomes(device, self.options.nonfinite, self._describe)
+        if self.options.capturable:
+            self._outcomes.count_replays(device)
+        self._overflowed = torch.zeros(1, device=device)
+        self._grad_norm = torch.zeros((), device=device)
+        self._begun = self._averaged = False
+        self._broken = ""
+        self._publish_state()
+
+    def _make_moments(self) -> None:
+        """Allocates what is kept per element, float32 [P] each."""
+        self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
+        self._exp_avg_sq = torch.zeros(self.layout.numel, device=self.device)
+
+    def _moments(self) -> dict[str, Tensor]:
+        """What is kept per element while nothing is compressed, by its name in ``state``."""
+        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+
+    @property
+    def _rounding(self) -> Tensor | None:
+        """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
+        return self._step if self.options.stochastic_rounding else None
+
+    def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
+        """Which elements count: those no mask keeps still, of tensors that are not excluded."""
+        masks = {}
+        for i, p in enumerate(self._list.params):
+            if p in self._masks:
+                ordered = torch.empty_strided(p.shape, self._list.dense[i].stride(), dtype=torch.bool)
+                masks[i] = ordered.copy_(self._masks[p]).as_strided((p.numel(),), (1,))
+        return live_table(self.layout, masks, excluded).to(self.device)
+
+    def _publish_state(self) -> None:
+        """Fills ``self.state`` with views of the flat buffers, under torch's names."""
+        self.state.clear()
+        for i, p in enumerate(self._list.params):
+            offset = self.layout.offset(i)
+            views = {name: self._list.shaped(flat, i, offset) for name, flat in self._moments().items()}
+            self.state[p] = {"step": self._step, **views}
+        for i in self._list.masters:
+            self.state[self._list.params[i]]["master"] = self._list.dense[i]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, before any variance is frozen. Every rank must call it.
+
+        Raises:
+            RuntimeError: in the compression stage.
+            ValueError: for bad hyper-parameters, or if ranks add different groups.
+        """
+        if not self._built:
+            super().add_param_group(param_group)
+            self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+            return
+        if self._phase == "compression":
+            raise RuntimeError(
+                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
+                "construct a new optimizer"
+            )
+        self._outcomes.catch_up()
+        self._list.refresh_masters()
+        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
+        outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
+        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.params)}
+        error: Exception | None = None
+        try:
+            super().add_param_group({**param_group, "added_at": self._outcomes.updates})
+            self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+            self._put_lr_on_the_device()
+            self._list = ParameterList(self.param_groups, self.options.master_weights)
+            construction.check_rounding(self.options.stochastic_rounding, self._list)
+        except Exception as caught:
+            error = caught
+        try:
+            self._agree_on_construction(error, broadcast=False)
+        except Exception:
+            self.param_groups, self._list = old_groups, old_list
+            raise
+        self._build()
+        self._outcomes = outcomes
+        for i, p in enumerate(self._list.params):
+            for key, value in tables.get(id(p), {}).items():
+                self._tables()[key][..., i] = value
+        for p, state in kept.items():
+            for key, value in state.items():
+                self.state[p][key].copy_(value)
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
+        check_group(group, name)
+        for key in LAMB_KEYS:
+            if key in group and key not in self._hyper_parameters:
+                raise ValueError(
+                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
+                )
+
+    def _put_lr_on_the_device(self) -> None:
+        """Where capturable: keeps learning rates in tensors that stay, as captured graphs read them again."""
+        if not self.options.capturable:
+            return
+        for i, group in enumerate(self.param_groups):
+            if i == len(self._lr):
+                self._lr.append(torch.zeros((), device=self.device))
+            if group["lr"] is not self._lr[i]:
+                check_lr(group["lr"], f" in group {i}")
+                self._lr[i].fill_(group["lr"])
+                group["lr"] = self._lr[i]
+
+    def _take_hyper_parameters(self) -> None:
+        """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
+        for i, group in enumerate(self.param_groups):
+            taken = {key: group[key] for key in (*self._hyper_parameters, *({"added_at"} & group.keys()))}
+            if isinstance(group["lr"], Tensor) and not self.options.capturable:
+                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
+            if i == len(self._taken):
+                self._taken.append(taken)
+            elif not _same(taken, self._taken[i]):
+                self._check_group(group, f"group {i}")
+                self._taken[i] = taken
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages over the ranks and updates the parameters. Every rank must call it equally often.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Raises:
+            NonFiniteGradientError: with ``nonfinite="raise"``, on every rank.
+            AbortedStepError, OutOfStepError: on every rank. After any of these parameters and step
+                counts are as before; compressing optimizers keep the gradients as residual.
+            CollectiveError: if a rank died or hangs; restart from a checkpoint.
+            RuntimeError, TypeError, ValueError: if this rank's parameters or gradients can't be used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = self._list.gradients(self._nothing)
+        if torch.compiler.is_compiling():
+            # What can be seen of tensors while they are traced the compiler guards from then on.
+            torch.ops.fusedonebit.step(self._list.params, grads, self._number, self._list.fits(grads))
+        else:
+            self._take_step(grads)
+        return loss
+
+    # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _take_step(
+        self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False
+    ) -> None:
+        """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        try:
+            self._step_or_raise(given, params, checked)
+        except Exception:
+            # A GradScaler removes what it has set only after a step that ends well.
+            for name in SCALER_ATTRIBUTES:
+                vars(self).pop(name, None)
+            raise
+
+    def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
+        self._opt_called = True  # for schedulers
+        if self._broken:
+            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+        captured = self._captured()
+        if not captured:
+            self._outcomes.absorb_replays()
+        self._begin_step(captured)
+        error: Exception | None = None
+        try:
+            self._put_lr_on_the_device()
+            self._take_hyper_parameters()
+            grads = given if checked else self._list.usable(given, self._nothing)
+        except Exception as caught:
+            # The others must not wait for this rank: it takes part, and says that it can't go on.
+            grads, error = [self._nothing] * len(self._list), caught
+        with self._list.standing_in(self._list.params if params is None else params):
+            flags = self._synchronise_and_update(grads, error is not None, captured)
+        self._advance(flags)
+        error = self._error_due(error)
+        if captured:
+            self._outcomes.record_captured(flags)
+        elif error is None:
+            self._outcomes.record(flags)
+        else:
+            self._outcomes.record_own_failure(flags)
+        if error is not None:
+            raise error
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        """What this step raises, if this rank had an error: all ranks know of it now."""
+        return error
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
+        if not capturing(self.device):
+            return False
+        if not self.options.capturable or self.options.nonfinite == "raise":
+            raise RuntimeError(
+                'a step can only be captured in a CUDA graph with capturable=True and nonfinite="skip": what changes '
+                "from step to step must lie on the device; construct the optimizer so"
+            )
+        if self._phase != "compression":
+            raise RuntimeError(
+                f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
+                'until optimizer.phase == "compression"'
+            )
+        return True
+
+    def _begin_step(self, captured: bool = False) -> None:
+        """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
+        if self._begun:
+            return
+        self._transport.traffic.start_step()
+        if not captured:
+            with self._breaking():
+                self._enter_phase()
+        self._begun = True
+
+    def _enter_phase(self) -> None:
+        """Changes the stage if it is time; the same on all ranks."""
+
+    def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
+        try:
+            coef = self._coefficient_table()
+            self._outcomes.attempts += not captured
+            with self._breaking():
+                return self._exchange(grads, coef, abort)
+        finally:
+            self._begun = self._averaged = False
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Half an exchange has left its traces: after it failed no further step may build on it."""
+        try:
+            yield
+        except CollectiveError as failure:
+            self._broken = f"after {self._outcomes.updates - 1} updates, {failure}"
+            raise CollectiveError(self._broken) from failure
+
+    def _coefficient_table(self) -> Tensor:
+        return self._coefficients(self._taken, self._step)
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
+        raise NotImplementedError
+
+    def _advance(self, flags: Tensor) -> None:
+        """Counts the update, unless it was skipped."""
+        self._step += (flags[0] == 0).float()
+
+    def _describe(self, flag: Flag) -> str:
+        """Details of why a step was skipped."""
+        raise NotImplementedError
+
+    def _say_where(self, what: str) -> str:
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
+        return f"{what}. On rank {self._transport.rank}: {here}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")
+
+    def _tables(self) -> dict[str, Tensor]:
+        """What a subclass keeps per tensor, in all stages: [..., tensors] each."""
+        return {}
+
+    def _header(self) -> dict[str, Any]:
+        """What a checkpoint's header says of a subclass's stages: plain values."""
+        return {}
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        """Raises ValueError if a checkpoint's stages can't be taken up."""
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        """Takes up a checkpoint's stage, with all buffers it needs, still empty."""
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        """Called when the buffers are filled."""
+
+    # ---------------------------------------------------------------- what users look at
+
+    @property
+    def phase(self) -> Phase:
+        """The stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
+
+        Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
+        """
+        return self._phase
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
+        return self._phase != "compression"
+
+    def stats(self) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Returns:
+            phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
+            padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
+            others); state_bytes (allocated); freeze_step (None); grad_norm (before clipping, of the last
+            step; None without ``max_grad_norm``).
+        """
+        return inspection.stats(self)
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """The momentum of one parameter, equal on all ranks, float32 of its shape."""
+        i = self._index(param)
+        return self._list.shaped(self._exp_avg, i, self.layout.offset(i)).clone()
+
+    def _scratch(self) -> list[Tensor]:
+        """Tensors that only serve within a step."""
+        return []
+
+    def _held(self) -> list[Tensor]:
+        """All other tensors, the scratch maybe among them."""
+        masters = [self._list.dense[i] for i in self._list.masters]
+        return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
+
+    def _index(self, param: Tensor) -> int:
+        for i, p in enumerate(self._list.params):
+            if p is param:
+                return i
+        raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")
+
+    def __repr__(self) -> str:
+        return inspection.describe(self, super().__repr__(), self._described())
+
+    def _described(self) -> list[str]:
+        """Lines of a subclass for ``repr``."""
+        return []
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors and plain values only. See ``checkpoint``."""
+        return checkpoint.save(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint is of another model, world size or rank;
+                nothing was changed.
+        """
+        checkpoint.load(self, state_dict, super().load_state_dict)
+
+
+def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    # Tensors are the same or not: comparing values would wait for the device.
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

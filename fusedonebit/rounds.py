@@ -1,0 +1,282 @@
+"""Optimizers whose workers update by themselves, and agree on one global update in rounds.
+
+A round is ``local_steps`` steps (Marsit, Algorithm 2, with several local updates): in all but the last
+each worker moves its own parameters, and nothing is sent. In the last all workers' updates of the
+round become one (``comm.rounds``), which is applied to the parameters that all had when the round
+began; so after it they are bit-identical on all ranks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .comm import Flag, LocalTransport, describe_mismatch
+from .comm.rounds import RoundAllReduce
+from .distributed import DistributedOptimizer
+from .hyperparameters import Options, check_count
+from .scaling import LossScale, agree_on_scaling
+from .triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum, block_table, flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions(Options):
+    """Settings of an optimizer that works in rounds. See ``MarsitSGD`` for their meaning."""
+
+    local_steps: int
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        check_count("local_steps", self.local_steps)
+        if self.local_steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {self.local_steps}: 1 synchronises every step")
+        if self.capturable:
+            raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
+
+
+class RoundOptimizer(DistributedOptimizer):
+    """Skeleton of an optimizer that works in rounds; see the module's docstring and ``MarsitSGD``."""
+
+    options: RoundOptions
+    _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
+    _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation")
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        where = f" in {name}" if name else ""
+        ratio = group["global_ratio"]
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < torch.inf:
+            raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
+        if group.get("eps") == 0:
+            raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
+
+    def _make_moments(self) -> None:
+        """Of Adam both; of SGD only a momentum, if any group has one."""
+        adam = "betas" in self.param_groups[0]
+        has_momentum = adam or any(group["momentum"] for group in self.param_groups)
+        self._exp_avg = torch.zeros(self.layout.numel if has_momentum else 0, device=self.device)
+        self._exp_avg_sq = torch.zeros(self.layout.numel if adam else 0, device=self.device)
+
+    def _make_reduce(self) -> RoundAllReduce:
+        """What makes one global update of all workers' updates."""
+        raise NotImplementedError
+
+    def _build(self) -> None:
+        self._local = 0
+        self._held_error: Exception | None = None
+        super()._build()
+        layout, device = self.layout, self.device
+        self._reduce = self._make_reduce()
+        self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, device=device)
+        self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
+        # One tensor of the same blocks: the parameters as all ranks had them when the round began.
+        self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
+        anchored = layout.numel + TAIL if self.options.local_steps > 1 else 0
+        self._anchor = torch.zeros(anchored, device=device)
+        self._publish_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self._local:
+            raise RuntimeError(
+                f"add_param_group must be called between two rounds, not after {self._local} of "
+                f"{self.options.local_steps} local steps; take the others first"
+            )
+        self._reduce.settle()
+        before = self._reduce
+        super().add_param_group(param_group)
+        self._reduce.rounds, self._reduce._digest = before.rounds, before._digest
+
+    @property
+    def averages_gradients(self) -> bool:
+        """False: workers update with their own."""
+        return False
+
+    # ---------------------------------------------------------------- the step
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        self._list.before_update()
+        if self._local < self.options.local_steps - 1:
+            self._move_alone(grads, coef)
+            flags = self._no_flags.clone()
+        else:
+            flags = self._synchronise(grads, coef, abort or self._held_error is not None)
+        self._list.after_update()
+        return flags
+
+    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
+        """A step between two rounds: x = x - u, and u into what will be agreed on."""
+        if self._local == 0:
+            self._remember()
+        scaling = self._scaling(grads, alone=True)
+        self._add(grads, coef, self._reduce.everything, *scaling, moves=True)
+        self._reduce.formed()
+        self._local += 1
+        self._phase = "local"
+
+    def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        reduce = self._reduce
+        factor, hold = self._scaling(grads, alone=False)
+        reduce.synchronise(
+            lambda chunks: self._add(grads, coef, chunks, factor, hold),
+            self._global_step(coef),
+            tag=self._coefficients.tag,
+            abort=abort,
+            hold=hold,
+        )
+        self._apply()
+        reduce.forget()
+        self._local = 0
+        self._phase = "uncompressed" if reduce.full_precision else "one-bit"
+        return reduce.flags
+
+    def _global_step(self, coef: Tensor) -> Tensor:
+        """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
+        each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
+        return each[self._block_tensor]
+
+    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> tuple[Tensor, Tensor]:
+        """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
+        transport = LocalTransport() if alone else self._transport
+        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport)
+        if agreed.hold is not None:
+            self._overflowed = (agreed.hold > 0).float()
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
+        return factor, self._no_flags if agreed.hold is None else agreed.hold
+
+    def _add(
+        self, grads: Sequence[Tensor], coef: Tensor, chunks: slice, factor: Tensor, hold: Tensor, moves: bool = False
+    ) -> None:
+        exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self._exp_avg, self._exp_avg_sq))
+        decays = any(group["weight_decay"] for group in self._taken)
+        self._reduce.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+
+    def _remember(self) -> None:
+        """Keeps the parameters that all ranks have."""
+        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
+
+    def _apply(self) -> None:
+        """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""
+        layout, reduce, live = self.layout, self._reduce, self._live
+        anchored = self.options.local_steps > 1
+        anchor = self._anchor[: layout.numel]
+        target, sizes = ([anchor], (layout.numel,)) if anchored else (self._list.dense, layout.sizes)
+        if reduce.values is not None:
+            add_values(target, sizes, layout.block_size, reduce.values, False, live.bits, live.row, reduce.flags)
+        else:
+            apply_momentum(
+                target,
+                sizes,
+                layout.block_size,
+                reduce.messages.bits,
+                reduce.scale,
+                None,
+                False,
+                self._as_it_is,
+                block_table(self._line, self.device) if anchored else self._block_tensor,
+                live.bits,
+                live.row,
+                reduce.flags,
+                None if anchored else self._rounding,
+            )
+        if anchored:  # also where the round was skipped
+            where = (live.bits, live.row, self._no_flags)
+            add_values(self._list.dense, layout.sizes, layout.block_size, anchor, True, *where)
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        """Between two rounds nobody hears of an error: this rank raises it, with all others, when they next meet."""
+        held = self._held_error or error
+        self._held_error = held if self._phase == "local" else None
+        return None if self._phase == "local" else held
+
+    def _describe(self, flag: Flag) -> str:
+        words = self._reduce.arrived_words
+        what = "steps, layout or hyper-parameters (learning rate and the like)"
+        return self._say_where(what if words is None else describe_mismatch(words))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _moments(self) -> dict[str, Tensor]:
+        """This worker's moments and compensation; and where a round has begun, what all had then."""
+        if not hasattr(self, "_reduce") or self._reduce.layout is not self.layout:
+            return {}  # not yet built
+        kept = {"compensation": self._reduce.compensated}
+        if self._exp_avg.numel():
+            kept["exp_avg" if self._exp_avg_sq.numel() else "momentum_buffer"] = self._exp_avg
+        if self._exp_avg_sq.numel():
+            kept["exp_avg_sq"] = self._exp_avg_sq
+        if self._anchor.numel():
+            kept["anchor"] = self._anchor[: self.layout.numel]
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
+        self._reduce.settle()
+        return super().state_dict()
+
+    def _header(self) -> dict[str, Any]:
+        return {"rounds": self._reduce.rounds, "digest": int(self._reduce._digest), "local": self._local}
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        if header.get("algorithm") != name:
+            raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
+        for key, here in (("world_size", self._transport.world_size), ("rank", self._transport.rank)):
+            if header[key] != here:
+                raise ValueError(
+                    f"the checkpoint's {key} is {header[key]}, but here it is {here}; "
+                    "resume with as many ranks as wrote it, each with its own file"
+                )
+        if header["local"] >= self.options.local_steps:
+            raise ValueError(
+                f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "
+                f"{self.options.local_steps}; save at the end of a round, or keep local_steps"
+            )
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        self._reduce.rounds, self._local = header["rounds"], header["local"]
+        self._reduce._digest.fill_(header["digest"])
+
+    # ---------------------------------------------------------------- what users look at
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """This rank's compensation c of one parameter, float32 of its shape; zeros after a round of full precision."""
+        i = self._index(param)
+        self._reduce.settle()
+        return self._list.shaped(self._reduce.compensated, i, self.layout.offset(i)).clone()
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """This rank's own momentum of one parameter, float32 of its shape."""
+        if self._exp_avg.numel():
+            return super().momentum(param)
+        self._index(param)
+        return torch.zeros_like(param, dtype=torch.float32)
+
+    def stats(self) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Returns:
+            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), local_steps (done in this
+            round), compensation_norm (this rank's) and wire_bytes (what only serves within a round).
+        """
+        self._reduce.settle()
+        return super().stats() | {
+            "rounds": self._reduce.rounds,
+            "local_steps": self._local,
+            "compensation_norm": float(self._reduce.compensated.norm()),
+            "wire_bytes": self._reduce.wire_bytes,
+        }
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reduce.state()]
