@@ -46,7 +46,7 @@ class _Baseline(RoundOptimizer):
 
     def _make_reduce(self) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
-        where = {"device": self.device, "live": self._live}
+        where: dict[str, Any] = {"device": self.device, "live": self._live}
         if kind is None:
             return MarsitAllReduce(self.layout, self._transport, full_precision_every=1, **where)
         return kind(self.layout, self._transport, coding=options.coding, seed=options.seed, **where)
