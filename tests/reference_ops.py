@@ -88,7 +88,7 @@ class Problem:
         return torch.randint(256, shape, generator=self._random, dtype=torch.uint8)
 
     def _coefficients(self, tensors: int) -> Tensor:
-        coef = torch.empty(tensors, len(Coef))
+        coef = torch.zeros(tensors, len(Coef))
         vary = 1 + torch.arange(tensors) / 10
         coef[:, Coef.BETA1], coef[:, Coef.ONE_MINUS_BETA1] = 1 - 0.1 / vary, 0.1 / vary
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1 - 0.02 / vary, 0.02 / vary

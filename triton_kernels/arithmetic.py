@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from .tiles import Tile, gather, scatter
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
 
 WORD = 0xFFFFFFFF  # the 32 bits of a random word
+
 GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
+
+Words = TypeVar("Words", int, Tensor)
 
 
 def signs(bits: Tensor, rows: int) -> Tensor:
@@ -106,15 +110,15 @@ def move(
     scatter(moved, params, tile)
 
 
-def mixed(word: Tensor) -> Tensor:
-    """A hash that permutes 32-bit words, int64 in [0, 2^32); overwrites ``word``.
+def mixed(word: Words) -> Words:
+    """A hash that permutes 32-bit words: an int, or a tensor of int64 in [0, 2^32).
 
     The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
     TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
     """
-    word.bitwise_xor_(word >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
-    word.bitwise_xor_(word >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
-    return word.bitwise_xor_(word >> 15)
+    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & WORD
+    word = ((word ^ (word >> 15)) * 0x735A2D97) & WORD
+    return word ^ (word >> 15)
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:

@@ -19,7 +19,7 @@ from .twins import pack
 NONFINITE = 1  # what ``local_update`` sets in the flags of a chunk
 DIGITS = 32  # of a threshold: probabilities are multiples of 2^-32
 
-_WORDS = {"cpu": 1 << 14}
+_WORDS = {"cpu": 1 << 11}
 """Words that a Bernoulli draw works on at a time, by device type: what fits a cache."""
 
 
@@ -136,11 +136,11 @@ def bernoulli(threshold: int, seed: int, words: Tensor) -> Tensor:
         seed: 31 bits.
         words: Places, int64 [n] in [0, 2^32).
     """
-    drawn = torch.zeros_like(words)
-    seeds = mixed((seed + torch.arange(1, DIGITS + 1) * GOLDEN) & WORD).tolist()
-    for digit in range(trailing_zeros(threshold), DIGITS):
-        fair = mixed(words ^ seeds[digit])
-        drawn = drawn | fair if threshold >> digit & 1 else drawn & fair
+    first, drawn = trailing_zeros(threshold), torch.zeros_like(words)
+    digits = torch.arange(first + 1, DIGITS + 1, device=words.device)
+    fair = mixed(words ^ mixed((seed + digits * GOLDEN) & WORD)[:, None])
+    for digit, bits in enumerate(fair, start=first):
+        drawn = drawn | bits if threshold >> digit & 1 else drawn & bits
     return drawn
 
 
@@ -151,7 +151,7 @@ def trailing_zeros(threshold: int) -> int:
 
 def hashed(word: int) -> int:
     """``arithmetic.mixed`` of one number, on the host, without the top bit: a seed."""
-    return int(mixed(torch.tensor(word & WORD))) & 0x7FFFFFFF
+    return mixed(word & WORD) & 0x7FFFFFFF
 
 
 def _as_words(bits: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def merge_signs(
 
 
 def _words_at_a_time(bits: Tensor) -> int:
-    return _WORDS.get(bits.device.type, 1 << 22)
+    return _WORDS.get(bits.device.type, 1 << 20)
 
 
 def pick_owned(bits: Tensor, rank: int, seed: int, owners: Tensor, picked: Tensor) -> None:
