@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import Lamb, OneBitAdam, OneBitLamb
+from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
 from ..averaging import AveragingOptimizer
+from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
 from ..freezing import DeadCoordinates
 from ..hyperparameters import VARIANCE_FLOOR, Options
@@ -157,6 +158,24 @@ def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
     return make(of, freeze_step=0, warm_start=_EARLIER[earlier])
 
 
+def _marsit(of: Setting, **options: Any) -> Any:
+    """Marsit's local update is SGD with momentum on images, Adam on text."""
+    options |= {"process_group": of.transport, "seed": of.key.seed}
+    if of.task.images:
+        return MarsitSGD(of.params, of.task.lr * of.task.sgd, 0.9, 0.0, **options)
+    return MarsitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+def _baseline(of: Setting, aggregation: str, images: float = 1.0, text: float = 1.0) -> Any:
+    """One of those that Marsit is measured against; steps of signs are in units of the task's ``lr``, Adam's."""
+    options: dict[str, Any] = {"aggregation": aggregation, "coding": "fixed", "seed": of.key.seed}
+    options["process_group"] = of.transport
+    if of.task.images:
+        ratio = images / of.task.sgd
+        return BaselineSGD(of.params, of.task.lr * of.task.sgd, 0.9, 0.0, global_ratio=ratio, **options)
+    return BaselineAdam(of.params, of.task.lr, BETAS, EPS, 0.0, global_ratio=text, **options)
+
+
 _EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
 _EARLIER_LOCK = threading.Lock()
 
@@ -187,5 +206,18 @@ CONTENDERS: dict[str, Make] = {
     "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),
     "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive", **PAPER),
     "sgd": _sgd,
+    "psgd": partial(_baseline, aggregation="psgd"),
+    "marsit-100": partial(_marsit, full_precision_every=100),
+    "marsit": partial(_marsit, full_precision_every=0),
+    "marsit-50": partial(_marsit, full_precision_every=50),
+    "marsit-200": partial(_marsit, full_precision_every=200),
+    "marsit-torus": partial(_marsit, topology="torus"),
+    "marsit-owner": partial(_marsit, topology="owner"),
+    "marsit-100-unlimited": partial(_marsit, full_precision_every=100, compensation_limit=None),
+    "marsit-unlimited": partial(_marsit, full_precision_every=0, compensation_limit=None),
+    "signsgd": partial(_baseline, aggregation="signsgd", images=3.0),
+    "ef-signsgd": partial(_baseline, aggregation="ef-signsgd"),
+    "ssdm": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0),
+    "cascading": partial(_baseline, aggregation="cascading"),
 }
 """By name; those that the claims are about come first. A plain "onebit-…" has our defaults."""

@@ -45,7 +45,7 @@ class Task:
 
     ``make`` builds a trial from the global random state; ``batch_size`` is that of all workers
     together; ``lr`` is Adam's, SGD's and LAMB's are ``sgd`` and ``lamb`` times that; ``higher`` says
-    whether a higher metric is better.
+    whether a higher metric is better, ``images`` what is looked at.
     """
 
     make: Callable[[], Trial]
@@ -56,6 +56,7 @@ class Task:
     lamb: float
     sgd: float = 30.0
     higher: bool = False
+    images: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -176,14 +177,14 @@ def _squared(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out, target)
 
 
-def _digits_task(model: Callable[[], nn.Module], steps: int, lr: float = 1e-3) -> Task:
+def _digits_task(model: Callable[[], nn.Module], steps: int, lr: float = 1e-3, sgd: float = 90.0) -> Task:
     make = lambda: Supervised(model(), _digits(), F.cross_entropy)  # noqa: E731
-    return Task(make, "accuracy, %", steps, batch_size=64, lr=lr, lamb=7.0, higher=True)
+    return Task(make, "accuracy, %", steps, batch_size=64, lr=lr, lamb=7.0, sgd=sgd, higher=True, images=True)
 
 
 TASKS = {
     "vgg": _digits_task(VggLike, 500, lr=5e-4),
-    "resnet": _digits_task(ResNetLike, 300),
+    "resnet": _digits_task(ResNetLike, 300, sgd=30.0),
     "mlp": _digits_task(lambda: mlp(64, 64, 10), 500),
     "gan": Task(Gan, "Frechet distance", 500, batch_size=64, lr=1e-3, lamb=3.0),
     "causal": Task(lambda: Language(causal=True), "nats per byte", 600, batch_size=32, lr=3e-3, lamb=3.0),
