@@ -1,11 +1,11 @@
-"""What Marsit is measured against (its table 2), on the same ring and with a real wire.
+"""What Marsit is measured against (its table 2), on the same rings and with a real wire.
 
     MajorityVote   signSGD (Bernstein et al., 2018): the sign of the sum of the signs; a tie is +1, as sgn(0) is
     ErrorFeedback  EF-signSGD (Karimireddy et al., 2019): the mean of scaled signs; each worker keeps its error
     StochasticSign SSDM (Safaryan & Richtarik, 2021): the mean of random signs
     Cascading      random signs, recovered, added to and compressed again at every hop: one bit, and what fails
 
-PSGD is ``MarsitAllReduce`` with ``full_precision_every=1``. The first three sum signs along the ring, so
+PSGD is ``MarsitAllReduce`` with ``full_precision_every=1``. The first three sum signs from hop to hop, so
 that numbers grow: after j workers a sum has one of j + 1 values, which takes ceil(log2(j + 1)) bits
 (at most ceil(log2 M) + 1), or, as in the paper's experiments, Elias' gamma code.
 """
@@ -19,19 +19,20 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout
 from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
-from .hops import stages
+from .hops import Hop, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
 
 Coding = Literal["elias", "fixed"]
 
 
-class RingBaseline(RoundAllReduce):
+class HopBaseline(RoundAllReduce):
     """Skeleton: a subclass makes the global update, and what a worker keeps, of all workers' vectors.
 
     Args:
         layout: As for ``RoundAllReduce``.
         transport: As for ``RoundAllReduce``.
+        topology: "ring" or "torus".
         coding: Of sums of signs on the wire: "elias", or "fixed" width.
         seed: Of the random signs.
         where: ``device`` and ``live``.
@@ -42,15 +43,18 @@ class RingBaseline(RoundAllReduce):
         layout: FlatLayout,
         transport: Transport | None = None,
         *,
+        topology: Topology = "ring",
         coding: Coding = "elias",
         seed: int = 0,
         **where: Any,
     ) -> None:
         if coding not in ("elias", "fixed"):
             raise ValueError(f"coding must be 'elias' or 'fixed', got {coding!r}")
+        if topology not in ("ring", "torus"):
+            raise ValueError(f"topology must be 'ring' or 'torus', got {topology!r}")
         super().__init__(layout, transport, **where)
         self.coding, self.seed = coding, seed
-        self._ring = stages("ring", layout.world_size, self.transport.rank)
+        self._stages = stages(topology, layout.world_size, self.transport.rank)
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         prepare(self.everything)
@@ -72,34 +76,41 @@ class RingBaseline(RoundAllReduce):
         seed = (self.seed * 1_000_003 + self.rounds) * 4099 + self.transport.rank
         return torch.Generator(self.device).manual_seed(seed)
 
-    # ---------------------------------------------------------------- sums of signs on a ring
+    # ---------------------------------------------------------------- sums of signs, from hop to hop
 
     def _sum_of_signs(self, positive: Tensor) -> Tensor:
         """The sum over the workers of +1 where ``positive`` bool [P], else -1: int64 [P], equal on all ranks."""
         counts, world_size = self._reduce_counts(positive), self.layout.world_size
-        for stage in self._ring:
+        for stage in reversed(self._stages):
             for hop in stage.gather():
-                counts[hop.received] = self._exchange(counts[hop.sent][0], stage.previous, stage.next, world_size)
+                self._pass_on(counts, hop, stage, world_size)
         return 2 * counts.view(-1) - world_size
 
     def _majority(self, positive: Tensor) -> Tensor:
         """Whether at least half of the workers have +1, bool [P], equal on all ranks; told in one bit."""
         most = 2 * self._reduce_counts(positive) >= self.layout.world_size
-        for stage in self._ring:
+        for stage in reversed(self._stages):
             for hop in stage.gather():
-                sent = pack_bits(most[hop.sent][0])
+                sent = pack_bits(most[hop.sent].view(-1))
                 received = torch.empty_like(sent)
                 self.transport.exchange(received, stage.previous, sent, stage.next).wait()
-                most[hop.received] = unpack_bits(received)
+                most[hop.received] = unpack_bits(received).view_as(most[hop.received])
         return most.view(-1)
 
     def _reduce_counts(self, positive: Tensor) -> Tensor:
         """How many workers have +1, int64 [M, P / M]; complete where this worker's reduction ends."""
-        counts = positive.to(torch.int64).view(self.layout.world_size, -1)
-        for stage in self._ring:
+        counts, workers = positive.to(torch.int64).view(self.layout.world_size, -1), 1
+        for stage in self._stages:
             for position, hop in enumerate(stage.reduce()):
-                counts[hop.received] += self._exchange(counts[hop.sent][0], stage.previous, stage.next, position + 1)
+                own = counts[hop.received].clone()
+                self._pass_on(counts, hop, stage, workers * (position + 1))
+                counts[hop.received] += own
+            workers *= stage.size
         return counts
+
+    def _pass_on(self, counts: Tensor, hop: Hop, stage: Stage, workers: int) -> None:
+        arrived = self._exchange(counts[hop.sent].view(-1), stage.previous, stage.next, workers)
+        counts[hop.received] = arrived.view_as(counts[hop.received])
 
     def _exchange(self, counts: Tensor, source: int, destination: int, workers: int) -> Tensor:
         """Sends how many of ``workers`` signs were +1, int64 [n], and returns what arrives."""
@@ -126,7 +137,7 @@ class RingBaseline(RoundAllReduce):
         return received
 
 
-class MajorityVote(RingBaseline):
+class MajorityVote(HopBaseline):
     """signSGD with majority vote: eta_s times the sign that most workers have; nothing is kept."""
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +145,7 @@ class MajorityVote(RingBaseline):
         return update, torch.zeros_like(v)
 
 
-class ErrorFeedback(RingBaseline):
+class ErrorFeedback(HopBaseline):
     """EF-signSGD: the mean of s*sign(v), s the workers' mean of the mean of abs(v), one for each tensor.
 
     That all have one s, by an all-reduce of a number for each tensor, keeps sums of signs whole numbers.
@@ -153,7 +164,7 @@ class ErrorFeedback(RingBaseline):
         return s * mean, (v - torch.where(positive, s, -s)) * self._counts()
 
 
-class StochasticSign(RingBaseline):
+class StochasticSign(HopBaseline):
     """SSDM: eta_s times the mean of random signs, +1 with probability 1/2 + v/(2|v|) (appendix A); nothing is kept."""
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,32 +172,37 @@ class StochasticSign(RingBaseline):
         return mean * self._by_element(step), torch.zeros_like(v)
 
 
-class Cascading(RingBaseline):
+class Cascading(HopBaseline):
     """Cascading compression (section 3.2): Q(... Q(Q(v1) + v2) ... + vM) / M, Q(v) = |v| times random signs.
 
     One bit for each element and one norm for each segment, on every hop.
     """
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        own = v.view(self.layout.world_size, -1)
-        result, draw = own.clone(), self._generator()
-        for stage in self._ring:
-            message = self._compress(own[stage.first][0], draw)
+        values, draw = v.view(self.layout.world_size, -1).clone(), self._generator()
+        message = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for stage in self._stages:
+            message = self._compress(values[stage.first], draw)
             for hop in stage.reduce():
-                arrived = torch.empty_like(message)
-                self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
-                message = self._compress(self._recover(arrived) + own[hop.received][0], draw)
-            result[stage.finished] = self._recover(message)
+                arrived = self._recover(self._swap(message, stage)).view_as(values[hop.received])
+                message = self._compress(arrived + values[hop.received], draw)
+            values[stage.finished] = self._recover(message).view_as(values[stage.finished])
+        messages = message.expand(self.layout.world_size, -1).clone()  # only the finished chunk's is one yet
+        for stage in reversed(self._stages):
             for hop in stage.gather():
-                arrived = torch.empty_like(message)
-                self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
-                message = arrived
-                result[hop.received] = self._recover(message)
-        return result.view(-1) / self.layout.world_size, torch.zeros_like(v)
+                messages[hop.received] = self._swap(messages[hop.sent], stage)
+        if self._stages:
+            values = torch.stack([self._recover(one) for one in messages])
+        return values.view(-1) / self.layout.world_size, torch.zeros_like(v)
+
+    def _swap(self, message: Tensor, stage: Stage) -> Tensor:
+        arrived = torch.empty_like(message)
+        self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
+        return arrived
 
     def _compress(self, v: Tensor, draw: torch.Generator) -> Tensor:
         norm = v.norm().reshape(1)
-        return torch.cat([norm.view(torch.uint8), pack_bits(stochastic_sign(v, draw))])
+        return torch.cat([norm.view(torch.uint8), pack_bits(stochastic_sign(v.view(-1), draw))])
 
     def _recover(self, message: Tensor) -> Tensor:
         norm = message[:4].view(torch.float32)

@@ -9,13 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import MarsitAllReduce, Transport
-from .comm.baselines import Cascading, Coding, ErrorFeedback, MajorityVote, RingBaseline, StochasticSign
+from .comm import MarsitAllReduce, Topology, Transport
+from .comm.baselines import Cascading, Coding, ErrorFeedback, MajorityVote, HopBaseline, StochasticSign
+from .comm.hops import torus_rows
 from .comm.rounds import RoundAllReduce
 from .hyperparameters import check_choice, check_count
 from .rounds import RoundOptimizer, RoundOptions
 
-AGGREGATIONS: dict[str, type[RingBaseline] | None] = {
+AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
     "psgd": None,  # Marsit that is always of full precision
     "signsgd": MajorityVote,
     "ef-signsgd": ErrorFeedback,
@@ -30,6 +31,7 @@ class BaselineOptions(RoundOptions):
     """Settings of a baseline. See ``BaselineSGD`` for their meaning."""
 
     aggregation: str
+    topology: Topology
     coding: Coding
     seed: int
 
@@ -37,6 +39,7 @@ class BaselineOptions(RoundOptions):
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
         check_choice("aggregation", self.aggregation, sorted(AGGREGATIONS))
+        check_choice("topology", self.topology, ("ring", "torus"))
         check_choice("coding", self.coding, ("elias", "fixed"))
         check_count("seed", self.seed)
 
@@ -44,12 +47,18 @@ class BaselineOptions(RoundOptions):
 class _Baseline(RoundOptimizer):
     options: BaselineOptions
 
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        if self.options.topology == "torus":
+            torus_rows(self._transport.world_size, None)
+
     def _make_reduce(self) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
         where: dict[str, Any] = {"device": self.device, "live": self._live}
         if kind is None:
             return MarsitAllReduce(self.layout, self._transport, full_precision_every=1, **where)
-        return kind(self.layout, self._transport, coding=options.coding, seed=options.seed, **where)
+        wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
+        return kind(self.layout, self._transport, **wire, seed=options.seed, **where)
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]
@@ -64,6 +73,7 @@ class BaselineSGD(_Baseline):
         momentum: mu.
         weight_decay: Added to the gradient as in ``torch.optim.SGD``.
         aggregation: "psgd", "signsgd", "ef-signsgd", "ssdm" or "cascading"; see ``comm.baselines``.
+        topology: "ring" or "torus"; "psgd" leaves it to the library's all-reduce.
         coding: Of sums of signs: "elias" or "fixed" width.
         global_ratio: eta_s / eta_l of "signsgd" and "ssdm"; the others' updates have a size of their own.
         local_steps: Steps of a round.
@@ -83,6 +93,7 @@ class BaselineSGD(_Baseline):
         weight_decay: float = 0.0,
         *,
         aggregation: str,
+        topology: Topology = "ring",
         coding: Coding = "elias",
         global_ratio: float = 0.1,
         local_steps: int = 1,
@@ -91,7 +102,7 @@ class BaselineSGD(_Baseline):
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = _options(False, aggregation, coding, local_steps, seed)
+        options = _options(False, aggregation, topology, coding, local_steps, seed)
         super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group)
 
 
@@ -107,6 +118,7 @@ class BaselineAdam(_Baseline):
         weight_decay: float = 1e-2,
         *,
         aggregation: str,
+        topology: Topology = "ring",
         coding: Coding = "elias",
         global_ratio: float = 0.3,
         local_steps: int = 1,
@@ -115,17 +127,20 @@ class BaselineAdam(_Baseline):
         process_group: dist.ProcessGroup | Transport | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = _options(True, aggregation, coding, local_steps, seed)
+        options = _options(True, aggregation, topology, coding, local_steps, seed)
         super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group)
 
 
-def _options(bias_correction: bool, aggregation: str, coding: Coding, local_steps: int, seed: int) -> BaselineOptions:
+def _options(
+    bias_correction: bool, aggregation: str, topology: Topology, coding: Coding, local_steps: int, seed: int
+) -> BaselineOptions:
     return BaselineOptions(
         bias_correction=bias_correction,
         eps_inside_sqrt=False,
         nonfinite="skip",
         block_size=None,
         aggregation=aggregation,
+        topology=topology,
         coding=coding,
         local_steps=local_steps,
         seed=seed,
