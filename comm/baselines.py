@@ -74,7 +74,7 @@ class HopBaseline(RoundAllReduce):
     def _generator(self) -> torch.Generator:
         """Of this worker's random numbers in this round."""
         seed = (self.seed * 1_000_003 + self.rounds) * 4099 + self.transport.rank
-        return torch.Generator(self.device).manual_seed(seed)
+        return torch.Generator(self.device).manual_seed(seed % 2**63)
 
     # ---------------------------------------------------------------- sums of signs, from hop to hop
 

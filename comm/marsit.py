@@ -174,6 +174,8 @@ def check_topology(topology: str, rows: int | None, world_size: int, full_precis
         raise ValueError(f"topology must be one of {', '.join(map(repr, TOPOLOGIES))}, got {topology!r}")
     if rows is not None and topology != "torus":
         raise ValueError(f'rows must be None unless topology is "torus", got {rows!r}')
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int)):
+        raise ValueError(f"rows must be an int or None, got {rows!r}")
     for name, value in (("full_precision_every", full_precision_every), ("seed", seed)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be an int >= 0, got {value!r}")

@@ -164,7 +164,7 @@ class RoundAllReduce:
         words[:, Word.SIGNAL] = 0
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
-        self.values = None
+        self.values = self.arrived_words = None
         self._round(prepare, step, hold)
         words[:, Word.FLAGS] = 0
         self._take(step)
@@ -188,6 +188,15 @@ class RoundAllReduce:
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         """Makes the global update; sets ``flags``, with ``hold``, on all ranks alike."""
         raise NotImplementedError
+
+    @property
+    def pending(self) -> int:
+        """``Flag``s that this worker's updates have set since the last round; waits for the device."""
+        return int(union(self.messages.words[:, Word.FLAGS]))
+
+    @pending.setter
+    def pending(self, flags: int) -> None:
+        self.messages.words[:, Word.FLAGS] = flags
 
     def _agree(self, hold: Tensor | None) -> None:
         """Makes ``flags`` of all ranks' headers; everything is prepared. 32 bytes to each rank."""

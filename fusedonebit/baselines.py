@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import MarsitAllReduce, Topology, Transport
-from .comm.baselines import Cascading, Coding, ErrorFeedback, MajorityVote, HopBaseline, StochasticSign
+from .comm.baselines import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 from .comm.hops import torus_rows
 from .comm.rounds import RoundAllReduce
 from .hyperparameters import check_choice, check_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -35,8 +36,9 @@ class MarsitOptions(RoundOptions):
         check_count("full_precision_every", self.full_precision_every)
         check_count("seed", self.seed)
         limit = self.compensation_limit
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0):
-            raise ValueError(f"compensation_limit must be a number >= 0 or None, got {limit!r}")
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 <= limit < inf):
+            raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {limit!r}")
 
 
 class MarsitOptimizer(RoundOptimizer):

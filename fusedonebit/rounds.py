@@ -44,7 +44,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     options: RoundOptions
     _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
-    _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation")
+    _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation", "master")
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         super()._check_group(group, name)
@@ -226,7 +226,12 @@ class RoundOptimizer(DistributedOptimizer):
         return super().state_dict()
 
     def _header(self) -> dict[str, Any]:
-        return {"rounds": self._reduce.rounds, "digest": int(self._reduce._digest), "local": self._local}
+        return {
+            "rounds": self._reduce.rounds,
+            "digest": int(self._reduce._digest),
+            "local": self._local,
+            "flags": self._reduce.pending,
+        }
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         name = type(self).__name__
@@ -247,6 +252,8 @@ class RoundOptimizer(DistributedOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         self._reduce.rounds, self._local = header["rounds"], header["local"]
         self._reduce._digest.fill_(header["digest"])
+        self._reduce.pending = header["flags"]
+        self._phase = header["phase"]
 
     # ---------------------------------------------------------------- what users look at
 
