@@ -47,12 +47,22 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--optimizer",
         default="onebit-adam",
         metavar="NAME",
-        help="adamw, onebit-adam, lamb, onebit-lamb or onebit-lamb-frozen",
+        help="adamw, onebit-adam, lamb, onebit-lamb, onebit-lamb-frozen, marsit, or one of those that Marsit is "
+        "measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
     )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
     add("--steps", type=_whole("--steps", 1), default=500, help="updates")
     add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
+    add("--topology", choices=("ring", "torus", "owner"), default="ring", help="of marsit's rounds")
+    add(
+        "--full-precision-every",
+        type=_whole("--full-precision-every", 0),
+        default=100,
+        metavar="K",
+        help="rounds of marsit of which one is of full precision; 0: none",
+    )
+    add("--local-steps", type=_whole("--local-steps", 1), default=1, help="steps of a round of marsit and the like")
     add("--model", default="small", help="tiny, small, medium or large")
     add("--batch-size", type=_whole("--batch-size", 1), default=16, help="sequences per process")
     add("--seq-len", type=_whole("--seq-len", 1), default=64, help="bytes per sequence")
@@ -144,6 +154,9 @@ def _train(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             eval_every=arguments.eval_every,
             save_every=arguments.save_every,
+            topology=arguments.topology,
+            full_precision_every=arguments.full_precision_every,
+            local_steps=arguments.local_steps,
         )
         check(job, nproc)
     except InputError as error:

@@ -31,9 +31,15 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "collectives_step": transport.traffic.collectives_step,
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
+        "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),
         "state_bytes": state_bytes(optimizer),
         "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),
     }
+
+
+def fp32_bytes(parameters: int, world_size: int) -> int:
+    """What one rank sends in a ring all-reduce of float32 gradients."""
+    return 2 * 4 * parameters * (world_size - 1) // world_size
 
 
 def state_bytes(optimizer: DistributedOptimizer) -> int:

@@ -68,8 +68,8 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ``against_first`` is the held-out loss relative to that of the first optimizer, None if that is
     the only one.
 
-    ``ratio`` is how many times fewer bytes were sent in all than if every step had sent what the
-    uncompressed ones sent; None at world size 1.
+    ``ratio`` is how many times fewer bytes were sent in all than if every step had averaged float32
+    gradients; None at world size 1.
     """
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
@@ -77,7 +77,6 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name, runs in by_name.items():
         last = runs[-1]
-        full = max(r["bytes_step"] for r in runs if r["phase"] != "compression" or len(runs) == 1)
         tail = [r["loss"] for r in runs[-20:]]
         compressed = [r["step"] for r in runs if r["phase"] == "compression"]
         rows.append(
@@ -89,7 +88,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "held_out_loss": next((r["held_out_loss"] for r in reversed(runs) if "held_out_loss" in r), None),
                 "bytes_step": last["bytes_step"],
                 "bytes_total": last["bytes_total"],
-                "ratio": full * last["step"] / last["bytes_total"] if last["bytes_total"] else None,
+                "ratio": last["bytes_fp32"] * last["step"] / last["bytes_total"] if last["bytes_total"] else None,
                 "tokens_per_s": last["tokens_per_s"],
             }
         )

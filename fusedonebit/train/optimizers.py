@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Lamb, OneBitAdam, OneBitLamb
-from ..comm import make_transport
+from .. import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
+from ..baselines import BaselineAdam
+from ..comm import Topology, make_transport
+from ..inspection import fp32_bytes
 
 Parameters = Iterable[tuple[str, Tensor]]
 
@@ -30,6 +32,10 @@ class Settings:
     lr: float
     freeze_step: int | Literal["auto"]
     lr_warmup_steps: int
+    topology: Topology = "ring"
+    full_precision_every: int = 100
+    local_steps: int = 1
+    seed: int = 0
 
 
 class AveragedAdamW(torch.optim.AdamW):
@@ -39,6 +45,7 @@ class AveragedAdamW(torch.optim.AdamW):
         super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
         self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
+        self._parameters = sum(p.numel() for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -64,6 +71,7 @@ class AveragedAdamW(torch.optim.AdamW):
             "bytes_step": traffic.bytes_step,
             "bytes_total": traffic.bytes_total,
             "collectives_step": traffic.collectives_step,
+            "bytes_fp32": fp32_bytes(self._parameters, self._transport.world_size),
         }
 
 
@@ -103,6 +111,37 @@ def _onebit_lamb(
     )
 
 
+def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return MarsitAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        topology=settings.topology,
+        full_precision_every=settings.full_precision_every,
+        local_steps=settings.local_steps,
+        seed=settings.seed,
+    )
+
+
+def _baseline(
+    params: Parameters, settings: Settings, aggregation: str, global_ratio: float = 1.0
+) -> torch.optim.Optimizer:
+    return BaselineAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        aggregation=aggregation,
+        global_ratio=global_ratio,
+        topology="ring" if settings.topology == "owner" else settings.topology,  # Marsit's alone
+        local_steps=settings.local_steps,
+        seed=settings.seed,
+    )
+
+
 class Entry(NamedTuple):
     """How an optimizer is made from named parameters and ``Settings``, and its usual learning rate."""
 
@@ -116,5 +155,11 @@ OPTIMIZERS = {
     "lamb": Entry(_lamb, 2e-2),
     "onebit-lamb": Entry(_onebit_lamb, 2e-2),
     "onebit-lamb-frozen": Entry(partial(_onebit_lamb, layerwise="frozen"), 2e-2),
+    "marsit": Entry(_marsit, 3e-3),
+    "psgd": Entry(partial(_baseline, aggregation="psgd"), 3e-3),
+    "signsgd": Entry(partial(_baseline, aggregation="signsgd"), 3e-3),
+    "ef-signsgd": Entry(partial(_baseline, aggregation="ef-signsgd"), 3e-3),
+    "ssdm": Entry(partial(_baseline, aggregation="ssdm", global_ratio=10.0), 3e-3),
+    "cascading": Entry(partial(_baseline, aggregation="cascading"), 3e-3),
 }
 """By name; each optimizer has ``stats()``."""

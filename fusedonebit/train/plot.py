@@ -18,6 +18,7 @@ COLOURS = {
     "lamb": "#2a9d8f",
     "onebit-lamb": "#e07a1f",
     "onebit-lamb-frozen": "#8d6a9f",
+    "marsit": "#1f77b4",
 }
 _SMOOTH = 0.8  # of the running mean that is drawn; the raw loss lies behind it
 

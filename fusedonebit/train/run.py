@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ..comm import Topology
+from ..comm.hops import torus_rows
 from ..lamb import LambUpdate
 from .data import Corpus, InputError, load_text
 from .display import Display
@@ -47,6 +49,9 @@ class Job:
     resume: bool
     eval_every: int
     save_every: int
+    topology: Topology = "ring"
+    full_precision_every: int = 100
+    local_steps: int = 1
 
     @property
     def metrics(self) -> Path:
@@ -73,7 +78,15 @@ class Run:
         torch.manual_seed(job.seed)
         self.model = ByteTransformer(SIZES[job.model], job.seq_len).to(device)
         make, usual_lr = OPTIMIZERS[name]
-        settings = Settings(job.lr or usual_lr, job.freeze_step, job.lr_warmup_steps)
+        settings = Settings(
+            job.lr or usual_lr,
+            job.freeze_step,
+            job.lr_warmup_steps,
+            job.topology,
+            job.full_precision_every,
+            job.local_steps,
+            job.seed,
+        )
         self.optimizer = make(self.model.named_parameters(), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.bytes_before = 0
@@ -96,7 +109,7 @@ class Run:
             record: dict[str, Any] = {"optimizer": self.name, "step": done, "loss": loss}
             record |= {"tokens_per_s": round(tokens / (time.perf_counter() - began))}
             stats = self.optimizer.stats()
-            record |= {key: stats[key] for key in ("phase", "bytes_step", "bytes_total", "skipped_steps")}
+            record |= {key: stats[key] for key in ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps")}
             record["bytes_total"] += self.bytes_before
             if isinstance(self.optimizer, LambUpdate) and self._looks_at_layers(done):
                 record["layers"] = self._layers()
@@ -215,6 +228,11 @@ def check(job: Job, world_size: int) -> None:
     Raises:
         InputError: with one line that says what is wrong.
     """
+    if job.topology == "torus":
+        try:
+            torus_rows(world_size, None)
+        except ValueError as error:
+            raise InputError(f"--topology: {error}") from error
     Corpus(load_text(job.text), job.seq_len)
     if job.resume and not any(latest_step(job, name, world_size) for name in job.optimizers):
         raise InputError(
