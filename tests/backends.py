@@ -34,11 +34,11 @@ def problem(
 
 
 def tensors(arguments: tuple) -> list[Tensor]:
-    """All tensors among an op's arguments, those in lists too."""
+    """All tensors among an op's arguments, those in lists too, each with what lies around it in its memory."""
     found = []
     for argument in arguments:
         found += argument if isinstance(argument, list) else [argument]
-    return [t for t in found if isinstance(t, Tensor)]
+    return [t if t._base is None else t._base for t in found if isinstance(t, Tensor)]
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The Triton kernels of Marsit: the local update, the operator on packed bits, and who owns which bit. Never autotuned.
 
-Packed bits are worked on as 32-bit words: one operation on a word is one on 32 elements.
+Packed bits are worked on as 32-bit words: one operation on a word is one on 32 elements. Lengths and
+strides are counted in quads of 16 bytes, so that a compiler knows that a thread may take four words at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,16 @@ from .access import (
 
 NONFINITE = tl.constexpr(1)
 HEADER = tl.constexpr(8)  # words
+QUAD = tl.constexpr(4)
+
+
+@triton.jit
+def _counting(live, row, i, BLOCK: tl.constexpr):
+    """Which elements of a block count; where all do, nothing is read."""
+    mask = i >= 0
+    if row != 0:
+        mask = live_elements(live, row, BLOCK)
+    return mask
 
 
 @triton.jit
@@ -95,7 +106,7 @@ def local_update(
     b = tl.program_id(0).to(tl.int64) + first_block
     i = elements(BLOCK)
     row = tl.load(live_row + b)
-    mask = live_elements(live, row, BLOCK)
+    mask = _counting(live, row, i, BLOCK)
     t = tl.load(block_tensor + b)
     start = tl.multiple_of(tl.load(block_start + b), 16)
     k = coef + t * COLUMNS
@@ -105,7 +116,7 @@ def local_update(
     s = tl.load(scale + b)
     most = tl.load(limit + b)
     kept = tl.load(compensated + b * BLOCK + i) - tl.where(bits_of(tl.load(byte)) != 0, s, -s)
-    kept = tl.minimum(tl.maximum(kept, -most), most)
+    kept = tl.where(mask, tl.minimum(tl.maximum(kept, -most), most) + 0.0, 0.0)
     g = _user_block(grads, tensors, t, start, i, mask, row, GRAD_DTYPE, GRAD_ALIGNED) * tl.load(factor)
     d = g * tl.load(k + ONE_MINUS_BETA1)
     x = g
@@ -170,11 +181,11 @@ def _shift_seed(seed, shift):
 
 @triton.jit(do_not_specialize=["threshold", "first_digit", "seed"])
 def merge_signs(
-    bits,  # v*, uint32 [n, stride], overwritten by the result
-    bits_stride,  # words between its rows
-    arrived_bits,  # v, uint32 [n, stride]
-    arrived_stride,  # words between its rows
-    length,  # words of a row
+    bits,  # v*, uint32 [n, 4 quads], overwritten by the result
+    bits_stride,  # quads between its rows
+    arrived_bits,  # v, uint32 [n, 4 quads]
+    arrived_stride,  # quads between its rows
+    quads,  # of a row
     programs,  # for each row
     threshold,  # round(2^32 / j), int64
     first_digit,  # that of its last digit that is not zero
@@ -187,77 +198,89 @@ def merge_signs(
     BLOCK: tl.constexpr,
 ):
     """bits = v* where it is kept, else v. Grid: n * programs. Bytes per element: 3/8."""
-    row = (tl.program_id(0) // programs).to(tl.int64)
-    part = tl.program_id(0) % programs
-    i = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < length
-    own = tl.load(bits + row * bits_stride + i, mask=inside, other=0)
-    arrived = tl.load(arrived_bits + row * arrived_stride + i, mask=inside, other=0)
-    keep = bernoulli(threshold, first_digit, seed, (row * length + i).to(tl.uint32))
+    p = tl.program_id(0).to(tl.int64)
+    row = p // programs
+    part = p - row * programs
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    inside = i < quads * QUAD
+    at = row * bits_stride * QUAD
+    arrived_at = row * arrived_stride * QUAD
+    own = tl.load(bits + at + i, mask=inside, other=0)
+    arrived = tl.load(arrived_bits + arrived_at + i, mask=inside, other=0)
+    keep = bernoulli(threshold, first_digit, seed, (row * quads * QUAD + i).to(tl.uint32))
     # The own bit where it is kept: the same as (v AND v*) OR ((v XOR v*) AND b) with the twin's b.
-    tl.store(bits + row * bits_stride + i, arrived ^ ((arrived ^ own) & keep), mask=inside)
+    tl.store(bits + at + i, arrived ^ ((arrived ^ own) & keep), mask=inside)
     if part == 0:
         w = tl.arange(0, HEADER)
-        mine = tl.load(words + row * bits_stride + w)
-        theirs = tl.load(arrived_words + row * arrived_stride + w)
+        mine = tl.load(words + at + w)
+        theirs = tl.load(arrived_words + arrived_at + w)
         note = tl.sum(((mine != theirs) & (w < checked)).to(tl.int32) << w, axis=0)
         united = mine | theirs
         united = tl.where(w == flags, united | tl.where(note != 0, mismatch, 0), united | note)
-        tl.store(words + row * bits_stride + w, tl.where((w == flags) | (w == HEADER - 1), united, mine))
+        tl.store(words + at + w, tl.where((w == flags) | (w == HEADER - 1), united, mine))
 
 
 @triton.jit(do_not_specialize=["rank", "seed"])
 def pick_owned(
-    bits,  # uint32 [W, stride]
-    bits_stride,  # words between its rows
-    length,  # words of a row
+    bits,  # uint32 [W, 4 quads]
+    bits_stride,  # quads between its rows
+    quads,  # of a row
     rank,
     world_size,
     seed,  # 31 bits
     thresholds,  # int64 [W], round(2^32 / (W - shift)), 0 behind the last but one
-    owners,  # uint32 [W, length], written
-    picked,  # uint32 [length], written
+    owners,  # uint32 [W, 4 quads], dense, written
+    picked,  # uint32 [4 quads], written
     BLOCK: tl.constexpr,
 ):
-    """owners[r] = where the shift is r; picked = the own bits there. Grid: ceil(length / BLOCK). Bytes: 3/8."""
+    """owners[r] = where the shift is r; picked = the own bits there.
+
+    Grid: ceil(4 quads / BLOCK). Bytes per element: 1/4.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < length
+    inside = i < quads * QUAD
     place = i.to(tl.uint32)
     left = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
     chosen = tl.zeros([BLOCK], tl.uint32)
+    plane = owners + i
     for shift in range(world_size):
         taken = left
         if shift + 1 < world_size:
             taken = left & bernoulli(tl.load(thresholds + shift), 0, _shift_seed(seed, shift), place)
         left ^= taken
-        tl.store(owners + shift * length + i, taken, mask=inside)
+        tl.store(plane, taken, mask=inside)
+        plane += quads * QUAD
         chunk = (rank - shift + world_size) % world_size
-        chosen |= tl.load(bits + chunk.to(tl.int64) * bits_stride + i, mask=inside, other=0) & taken
+        chosen |= tl.load(bits + chunk.to(tl.int64) * bits_stride * QUAD + i, mask=inside, other=0) & taken
     tl.store(picked + i, chosen, mask=inside)
 
 
 @triton.jit
 def place_owned(
-    gathered,  # uint32 [W, stride]
-    gathered_stride,  # words between its rows
-    owners,  # uint32 [W, length]
-    length,  # words of a row
+    gathered,  # uint32 [W, 4 quads]
+    gathered_stride,  # quads between its rows
+    owners,  # uint32 [W, 4 quads], dense
+    quads,  # of a row
     world_size,
     programs,  # for each row
-    bits,  # uint32 [W, stride], written
-    bits_stride,  # words between its rows
+    bits,  # uint32 [W, 4 quads], written
+    bits_stride,  # quads between its rows
     BLOCK: tl.constexpr,
 ):
-    """bits[k] = OR over r of gathered[k + r] AND owners[r]. Grid: W * programs."""
-    chunk = tl.program_id(0) // programs
-    i = (tl.program_id(0) % programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < length
+    """bits[k] = OR over r of gathered[k + r] AND owners[r]. Grid: W * programs. Bytes per element: W/4 + 1/8."""
+    p = tl.program_id(0).to(tl.int64)
+    chunk = p // programs
+    i = (p - chunk * programs) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < quads * QUAD
     result = tl.zeros([BLOCK], tl.uint32)
+    plane = owners + i
     for shift in range(world_size):
-        owner = ((chunk + shift) % world_size).to(tl.int64)
-        theirs = tl.load(gathered + owner * gathered_stride + i, mask=inside, other=0)
-        result |= theirs & tl.load(owners + shift * length + i, mask=inside, other=0)
-    tl.store(bits + chunk.to(tl.int64) * bits_stride + i, result, mask=inside)
+        owner = chunk + shift
+        owner = tl.where(owner < world_size, owner, owner - world_size)
+        theirs = tl.load(gathered + owner * gathered_stride * QUAD + i, mask=inside, other=0)
+        result |= theirs & tl.load(plane, mask=inside, other=0)
+        plane += quads * QUAD
+    tl.store(bits + chunk * bits_stride * QUAD + i, result, mask=inside)
 
 
 @triton.jit
@@ -280,7 +303,7 @@ def add_values(
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
-        mask = live_elements(live, row, BLOCK)
+        mask = _counting(live, row, i, BLOCK)
         t = tl.load(block_tensor + b)
         start = tl.multiple_of(tl.load(block_start + b), 16)
         new = tl.load(values + b * BLOCK + i)

@@ -92,16 +92,15 @@ def merge_signs(
 ) -> None:
     """See ``marsit_kernels.merge_signs``."""
     own, arrived = _words(bits), _words(arrived_bits)
-    length = own.shape[1]
-    programs = -(-length // WORDS)
+    programs = -(-own.shape[1] // WORDS)
     launch(
         marsit_kernels.merge_signs,
         len(bits) * programs,
         own,
-        own.stride(0),
+        _quads(own.stride(0)),
         arrived,
-        arrived.stride(0),
-        length,
+        _quads(arrived.stride(0)),
+        _quads(own.shape[1]),
         programs,
         threshold,
         trailing_zeros(threshold),
@@ -118,13 +117,13 @@ def merge_signs(
 def pick_owned(bits: Tensor, rank: int, seed: int, owners: Tensor, picked: Tensor) -> None:
     """See ``marsit_kernels.pick_owned``."""
     own = _words(bits)
-    length, world_size = own.shape[1], len(bits)
+    world_size = len(bits)
     launch(
         marsit_kernels.pick_owned,
-        -(-length // WORDS),
+        -(-own.shape[1] // WORDS),
         own,
-        own.stride(0),
-        length,
+        _quads(own.stride(0)),
+        _quads(own.shape[1]),
         rank,
         world_size,
         seed,
@@ -138,19 +137,18 @@ def pick_owned(bits: Tensor, rank: int, seed: int, owners: Tensor, picked: Tenso
 def place_owned(gathered: Tensor, owners: Tensor, bits: Tensor) -> None:
     """See ``marsit_kernels.place_owned``."""
     theirs, own = _words(gathered), _words(bits)
-    length = own.shape[1]
-    programs = -(-length // WORDS)
+    programs = -(-own.shape[1] // WORDS)
     launch(
         marsit_kernels.place_owned,
         len(bits) * programs,
         theirs,
-        theirs.stride(0),
+        _quads(theirs.stride(0)),
         _words(owners),
-        length,
+        _quads(own.shape[1]),
         len(bits),
         programs,
         own,
-        own.stride(0),
+        _quads(own.stride(0)),
         BLOCK=WORDS,
     )
 
@@ -189,6 +187,13 @@ def add_values(
 def _words(bits: Tensor) -> Tensor:
     """uint8 [n, 4 m] as uint32 [n, m], the same memory."""
     return bits.view(torch.uint32)
+
+
+def _quads(words: int) -> int:
+    quads, rest = divmod(words, 4)
+    if rest:
+        raise ValueError(f"packed bits must have rows of a multiple of 16 bytes, got {4 * words}")
+    return quads
 
 
 @lru_cache(maxsize=16)

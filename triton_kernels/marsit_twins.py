@@ -83,9 +83,11 @@ def local_update(
         own_bits = bits[tile.chunk, tile.bytes]
         most = limit[b][:, None]
         kept = (flat[b] - signs(own_bits, len(most)) * scale[b][:, None]).clamp(-most, most)
-        g = gather(grads, tile, block_size).mul_(factor)
+        kept = only_live(kept + 0.0, live, live_row, tile)  # which zero a limit of zero leaves is hardware's affair
+        g = only_live(gather(grads, tile, block_size), live, live_row, tile) * factor
         x = gather(params, tile, block_size) if decays or moves else None
-        m, v, u = _update(g, x if decays else None, exp_avg, exp_avg_sq, tile, coef[block_tensor[b]])
+        decaying = only_live(x, live, live_row, tile) if decays and x is not None else None
+        m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, coef[block_tensor[b]])
         u = only_live(u, live, live_row, tile)
         c = kept + u
         finite = torch.isfinite(c) if v is None else torch.isfinite(c) & torch.isfinite(v)
@@ -181,7 +183,7 @@ def merge_signs(
     flags and notes are united.
 
     Args:
-        bits: v*, own signs, uint8 [n, stride], rows of a multiple of 4 bytes; overwritten by the result.
+        bits: v*, own signs, uint8 [n, stride], rows of a multiple of 16 bytes; overwritten by the result.
         arrived_bits: v, uint8 [n, stride]: those of all workers before this one.
         threshold: round(2^32 / j), with this worker the j-th.
         seed: 31 bits, others for each merge of the same elements.
@@ -216,7 +218,7 @@ def pick_owned(bits: Tensor, rank: int, seed: int, owners: Tensor, picked: Tenso
     (k + r) mod W gives the sign there of chunk k. So each worker gives as many, and one to each place.
 
     Args:
-        bits: Own signs, uint8 [W, stride], rows of a multiple of 4 bytes.
+        bits: Own signs, uint8 [W, stride], rows of a multiple of 16 bytes.
         rank: This rank.
         seed: 31 bits, equal on all ranks.
         owners: uint8 [W, stride], written: plane r has the places where the shift is r.

@@ -1,0 +1,74 @@
+"""Random arguments for Marsit's ops, on top of ``Problem``'s; bits lie in messages, behind their headers."""
+
+from __future__ import annotations
+
+import torch
+from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
+from fusedonebit.triton_kernels import FlatLayout
+from reference_ops import Problem
+from torch import Tensor
+
+MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
+LIMITS = (torch.inf, 0.5, 0.0)
+
+
+def rows_of(p: Problem, rows: int) -> Messages:
+    """Messages of random bits."""
+    messages = Messages(rows, 0, p.layout, torch.device("cpu"))
+    messages.bits.copy_(p.bytes(rows))
+    return messages
+
+
+def local_arguments(
+    p: Problem,
+    kind: str = "sgd",
+    decays: bool = False,
+    moves: bool = False,
+    hold: int = 0,
+    limit: float = torch.inf,
+    chunks: slice | None = None,
+) -> tuple:
+    """``kind``: "plain" (no moments), "sgd" or "adam"."""
+    first, last = (0, p.layout.world_size) if chunks is None else (chunks.start, chunks.stop)
+    messages, blocks = rows_of(p, p.layout.world_size), p.layout.n_blocks
+    exp_avg, exp_avg_sq = p.normal(p.layout.numel), p.exp_avg_sq
+    return (
+        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, first, last),
+        *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None, p.compensated),
+        *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef, p.block_tensor),
+        *(p.table.bits, p.table.row, torch.tensor([1.25]), torch.tensor([hold], dtype=torch.int32), decays, moves),
+        messages.words[:, Word.FLAGS],
+    )
+
+
+def merge_arguments(
+    layout: FlatLayout, rows: int, threshold: int, seed: int = 12_345, offset: int = 1
+) -> tuple[Tensor | int, ...]:
+    """``rows`` messages of a batch, from row ``offset`` on, and those that arrived; half of their words differ."""
+    p = Problem(layout.sizes, layout.world_size, layout.block_size)
+    own, arrived = rows_of(p, rows + offset), rows_of(p, rows)
+    words = torch.randint(-(2**31), 2**31, own.words.shape, generator=p._random, dtype=torch.int32)
+    own.words.copy_(words)
+    changed = torch.randint(-(2**31), 2**31, arrived.words.shape, generator=p._random, dtype=torch.int32)
+    arrived.words.copy_(torch.where(torch.rand(changed.shape, generator=p._random) < 0.5, words[offset:], changed))
+    return own.bits[offset:], arrived.bits, threshold, seed, own.words[offset:], arrived.words, *MERGED
+
+
+def owned_arguments(layout: FlatLayout, rank: int, seed: int = 12_345) -> tuple[Tensor | int, ...]:
+    """Of ``pick_owned``."""
+    p = Problem(layout.sizes, layout.world_size, layout.block_size)
+    owners = torch.full((layout.world_size, layout.chunk_bytes), 0xAA, dtype=torch.uint8)
+    return rows_of(p, layout.world_size).bits, rank, seed, owners, rows_of(p, 1).bits
+
+
+def placed_arguments(layout: FlatLayout) -> tuple[Tensor, ...]:
+    """Of ``place_owned``, for any planes."""
+    p = Problem(layout.sizes, layout.world_size, layout.block_size)
+    gathered, bits = rows_of(p, layout.world_size), rows_of(p, layout.world_size)
+    return gathered.bits, p.bytes(layout.world_size), bits.bits
+
+
+def add_arguments(p: Problem, replaces: bool, skip: int = 0) -> tuple:
+    values = p.normal(p.layout.numel + 8)
+    where = (p.table.bits, p.table.row, torch.tensor([skip], dtype=torch.int32))
+    return (p.params, p.layout.sizes, p.layout.block_size, values, replaces, *where)
