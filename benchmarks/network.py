@@ -1,4 +1,4 @@
-"""Hosts with a slow network between them, on one machine: network namespaces on a bridge, rate-limited (Linux, root)."""
+"""Hosts with a slow network between them, on one machine: rate-limited network namespaces (Linux, root)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def run_module(module: str, count: int, megabits: float | None, arguments: Sequence[str] = (), port: int = 29577) -> str:
+def run_module(
+    module: str, count: int, megabits: float | None, arguments: Sequence[str] = (), port: int = 29577
+) -> str:
     """Runs ``python -m module`` on each host, as torchrun would; returns what rank 0 prints.
 
     Raises:

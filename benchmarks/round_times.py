@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedonebit.baselines import AGGREGATIONS, BaselineSGD
 from fusedonebit.comm.transport import Pending, TorchTransport
 from torch import Tensor, nn
 
 from fusedonebit import MarsitSGD
+from fusedonebit.baselines import AGGREGATIONS, BaselineSGD
 
 WIDTH, BATCH, ROUNDS, WARM_UP = 640, 16, 7, 2
 

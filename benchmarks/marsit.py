@@ -1,0 +1,263 @@
+"""Marsit's tables and figures on our tasks, from recorded runs and measured times: tables, and ``docs/marsit.png``.
+
+``python -m benchmarks.marsit`` prints and draws what ``benchmarks/results/marsit`` has: ``runs.jsonl`` of
+``fusedonebit lab``, ``signs.json`` and ``times.json``. ``--measure`` makes the last two anew (minutes);
+with root's rights over hosts with 100 Mbit/s between them, else over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from fusedonebit.lab.tasks import TASKS
+
+from . import network, round_signs
+
+RESULTS = Path(__file__).with_name("results") / "marsit"
+PICTURE = Path(__file__).parent.parent / "docs" / "marsit.png"
+MEGABITS, HOSTS = 100.0, 4
+WORKERS = 8
+
+METHODS = {
+    "psgd": "PSGD",
+    "signsgd": "signSGD, majority vote",
+    "ef-signsgd": "EF-signSGD",
+    "ssdm": "SSDM",
+    "marsit-100": "Marsit-100",
+    "marsit": "Marsit",
+}
+"""Table 2's, by the lab's names."""
+EVERY = {"psgd": "1", "marsit-50": "50", "marsit-100": "100", "marsit-200": "200", "marsit": "∞"}
+"""Figure 3's K."""
+COLOURS = {"compute": "#9a9a9a", "compress": "#d1495b", "communicate": "#2e6f95"}
+
+Record = Mapping[str, Any]
+
+
+def records() -> list[dict[str, Any]]:
+    """The recorded runs."""
+    return [json.loads(line) for line in (RESULTS / "runs.jsonl").read_text().splitlines()]
+
+
+def of(runs: Iterable[Record], task: str, optimizer: str, workers: int = WORKERS) -> list[Record]:
+    """One optimizer's runs of one task, by seed."""
+    found = [r for r in runs if (r["task"], r["optimizer"], r["workers"]) == (task, optimizer, workers)]
+    return sorted(found, key=lambda r: r["seed"])
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
+
+
+def cell(runs: Sequence[Record]) -> str:
+    """The metric over the seeds; or after how many steps the loss was no number any more."""
+    fine = [r["metric"] for r in runs if r["metric"] is not None]
+    if not runs:
+        return ""
+    if not fine:
+        return f"diverged after {min(r['steps'] for r in runs)} to {max(r['steps'] for r in runs)} steps"
+    mean, spread = mean_and_spread(fine)
+    return f"{mean:.2f} ± {spread:.2f}" + (f", diverged {len(runs) - len(fine)}" if len(fine) < len(runs) else "")
+
+
+def elements(task: str) -> int:
+    """Parameters of a task's model."""
+    return sum(p.numel() for model in TASKS[task].make().models for p in model.parameters())
+
+
+def bits(runs: Sequence[Record]) -> float:
+    """Bits per element and hop: a whole run's, over what one bit on each of a ring's hops would have been."""
+    r = runs[0]
+    hops = 2 * (r["workers"] - 1) / r["workers"]
+    return 8 * r["bytes"] / (r["steps"] * hops * elements(r["task"]))
+
+
+def table_1(runs: Sequence[Record]) -> str:
+    """Cascading compression against none, 3 and 8 workers."""
+    tasks = [t for t in TASKS if of(runs, t, "cascading")]
+    lines = [f"| table 1 | {' | '.join(tasks)} |", "|---|" + "--:|" * len(tasks)]
+    for name, optimizer in (("cascading compression", "cascading"), ("no compression", "psgd")):
+        for workers in (3, WORKERS):
+            cells = [cell(of(runs, task, optimizer, workers)) for task in tasks]
+            lines.append(f"| {name}, M = {workers} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_2(runs: Sequence[Record]) -> str:
+    """All methods on all tasks, and what they send."""
+    tasks = [t for t in TASKS if of(runs, t, "psgd")]
+    heads = [f"{t}: {TASKS[t].metric} ({'higher' if TASKS[t].higher else 'lower'})" for t in tasks]
+    lines = [f"| table 2, M = {WORKERS} | {' | '.join(heads)} | bits per element and hop |"]
+    lines.append("|---|" + "--:|" * (len(tasks) + 1))
+    for optimizer, name in METHODS.items():
+        found = {task: of(runs, task, optimizer) for task in tasks}
+        sent = bits(found[tasks[0]]) if found[tasks[0]] else math.nan
+        lines.append(f"| {name} | {' | '.join(map(cell, found.values()))} | {sent:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_3(runs: Sequence[Record], times: Sequence[Record]) -> str:
+    """Figure 3's table: what K costs and brings; times are figure 5's, for as many rounds as a run has."""
+    tasks = [t for t in TASKS if of(runs, t, "marsit-200")]
+    lines = [f"| K | {' | '.join(tasks)} | bits per element and hop | time of 500 rounds, s |"]
+    lines.append("|---|" + "--:|" * (len(tasks) + 2))
+    for optimizer, every in EVERY.items():
+        found = {task: of(runs, task, optimizer) for task in tasks}
+        seconds = 500 * time_of_a_round(times, every)
+        cells = [cell(found[task]) for task in tasks]
+        lines.append(f"| {every} | {' | '.join(cells)} | {bits(found[tasks[0]]):.2f} | {seconds:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def time_of_a_round(times: Sequence[Record], every: str) -> float:
+    """Seconds on a ring, one round of K being one of PSGD's."""
+
+    def whole(method: str) -> float:
+        (found,) = (t for t in times if (t["method"], t["topology"]) == (method, "ring"))
+        return found["compute"] + found["compress"] + found["communicate"]
+
+    share = 0.0 if every == "∞" else 1 / int(every)
+    return share * whole("psgd") + (1 - share) * whole("marsit")
+
+
+def table_5(times: Sequence[Record]) -> str:
+    """Figure 5's times."""
+    first = times[0]
+    net = f"{first['megabits']:g} Mbit/s" if first["megabits"] else "loopback"
+    head = f"M = {first['workers']}, {first['elements']:,} parameters, {net}"
+    lines = [f"| figure 5: {head} | compute, ms | compress, ms | communicate, ms | bits per element and hop |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    for t in times:
+        hops = 2 * (t["workers"] - 1) / t["workers"]
+        parts = " | ".join(f"{1e3 * t[part]:.1f}" for part in COLOURS)
+        lines.append(f"| {t['topology']}: {t['method']} | {parts} | {8 * t['bytes'] / (hops * t['elements']):.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_signs(signs: Mapping[str, Mapping[str, float]]) -> str:
+    """Figure 1b's percentages."""
+    tasks = list(signs)
+    lines = [f"| figure 1b, M = {round_signs.WORKERS}: % of signs right | {' | '.join(tasks)} |"]
+    lines.append("|---|" + "--:|" * len(tasks))
+    lines += [
+        f"| {method} | {' | '.join(f'{signs[task][method]:.1f}' for task in tasks)} |" for method in signs[tasks[0]]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measure() -> None:
+    """Makes ``signs.json`` and ``times.json`` anew."""
+    (RESULTS / "signs.json").write_text(json.dumps(round_signs.measure(), indent=1) + "\n")
+    megabits = MEGABITS if network.can_limit() else None
+    times = []
+    for topology in ("ring", "torus"):
+        print(f"measuring rounds on a {topology} of {HOSTS} hosts ...", flush=True)
+        printed = network.run_module("benchmarks.round_times", HOSTS, megabits, [topology])
+        times += [json.loads(line) | {"megabits": megabits} for line in printed.splitlines()]
+    (RESULTS / "times.json").write_text(json.dumps(times, indent=1) + "\n")
+
+
+def draw(runs: Sequence[Record], signs: Mapping[str, Any], times: Sequence[Record], path: Path) -> None:
+    """The page: table 2 and figures 1b, 3 and 5."""
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
+    _draw_accuracies(axes[0, 0], runs)
+    _draw_signs(axes[0, 1], signs)
+    _draw_every(axes[1, 0], runs)
+    _draw_times(axes[1, 1], times)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, axis="x" if axis is axes[1, 1] else "y")
+        axis.set_axisbelow(True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_accuracies(axis: Axes, runs: Sequence[Record]) -> None:
+    tasks = [t for t in TASKS if of(runs, t, "psgd") and TASKS[t].higher]
+    width = 0.8 / len(METHODS)
+    for i, (optimizer, name) in enumerate(METHODS.items()):
+        values = [mean_and_spread([r["metric"] for r in of(runs, task, optimizer)]) for task in tasks]
+        places = [k - 0.4 + width * (i + 0.5) for k in range(len(tasks))]
+        errors = [spread for _, spread in values]
+        axis.bar(
+            places, [mean for mean, _ in values], width * 0.9, yerr=errors, label=name, error_kw={"linewidth": 0.8}
+        )
+    axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylim=(80, 100.5), ylabel="held-out accuracy, %")
+    axis.set_title(f"Table 2: {WORKERS} workers, three seeds", fontsize=10)
+    axis.legend(frameon=True, fontsize=7, ncol=2, loc="lower left")
+
+
+def _draw_signs(axis: Axes, signs: Mapping[str, Mapping[str, float]]) -> None:
+    width = 0.8 / len(signs)
+    for i, (task, found) in enumerate(signs.items()):
+        places = [k - 0.4 + width * (i + 0.5) for k in range(len(found))]
+        axis.bar(places, list(found.values()), width * 0.9, label=task)
+    methods = list(next(iter(signs.values())))
+    axis.axhline(50, color="black", linestyle="--", linewidth=0.8)
+    axis.annotate("a coin", (len(methods) - 0.55, 50.5), fontsize=8, ha="right")
+    axis.set(xticks=range(len(methods)), ylim=(40, 100), ylabel="% of signs as without compression")
+    axis.set_xticks(range(len(methods)), methods, fontsize=8)
+    axis.set_title(f"Figure 1b: {round_signs.WORKERS} workers", fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _draw_every(axis: Axes, runs: Sequence[Record]) -> None:
+    for task in [t for t in TASKS if of(runs, t, "marsit-200")]:
+        found = {k: of(runs, task, optimizer) for optimizer, k in EVERY.items()}
+        xs = [bits(rs) for rs in found.values()]
+        values = [mean_and_spread([r["metric"] for r in rs]) for rs in found.values()]
+        axis.errorbar(xs, [m for m, _ in values], [s for _, s in values], marker="o", capsize=2, label=task)
+        for x, (y, _), k in zip(xs, values, found, strict=True):
+            axis.annotate(f"K={k}", (x, y), xytext=(3, 5), textcoords="offset points", fontsize=7)
+    axis.set(xscale="log", xlabel="bits per element and hop", ylabel="held-out accuracy, %")
+    axis.set_title("Figure 3: one round of K in full precision", fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _draw_times(axis: Axes, times: Sequence[Record]) -> None:
+    shown = [t for t in times if "Elias" not in t["method"]][::-1]
+    left = [0.0] * len(shown)
+    labels = [f"{t['topology']}: {t['method']}" for t in shown]
+    for part, colour in COLOURS.items():
+        widths = [1e3 * t[part] for t in shown]
+        axis.barh(labels, widths, left=left, color=colour, label=part, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    first = times[0]
+    net = f"{first['megabits']:g} Mbit/s" if first["megabits"] else "loopback"
+    axis.set_xlabel("ms per round")
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_title(
+        f"Figure 5: {first['workers']} CPU hosts, {net}, {first['elements'] / 1e6:.1f}M parameters", fontsize=10
+    )
+    axis.legend(frameon=False, fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Marsit's tables and figures on our tasks.")
+    parser.add_argument("--measure", action="store_true", help="measure signs and times anew")
+    if parser.parse_args().measure:
+        measure()
+    runs, signs, times = records(), *(json.loads((RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
+    text = "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
+    print(text)
+    (RESULTS / "tables.md").write_text(text)
+    draw(runs, signs, times, PICTURE)
+    print(f"wrote {RESULTS.name}/tables.md and {PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()
