@@ -51,7 +51,7 @@ IN_ROUNDS = [name for name in CONTENDERS if name in AGGREGATIONS or name.startsw
 def test_every_optimizer_that_works_in_rounds_starts_alike_and_ends(monkeypatch, name):
     short(monkeypatch, "mlp", 25)
     record = lab.run(lab.Key("mlp", name, 0, workers=4 if name == "marsit-torus" else 2))
-    assert record["losses"][0] == pytest.approx(2.295, abs=1e-2)
+    assert record["losses"][0] == pytest.approx(2.3, abs=0.03)
     assert record["bytes"] > 0
     if name == "cascading":
         assert record["metric"] is None
