@@ -69,8 +69,9 @@ class MarsitOptimizer(RoundOptimizer):
 
     def _described(self) -> list[str]:
         options = self.options
+        often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
         return [
-            f"topology: {options.topology}, full precision every {options.full_precision_every or 'never'} rounds",
+            f"topology: {options.topology}, full precision {often}",
             f"local_steps: {options.local_steps}",
         ]
 

@@ -23,7 +23,7 @@ from fusedonebit.rounds import RoundOptimizer
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)
-ROUNDS = 7
+ROUNDS = 5
 
 
 def make() -> list[Parameter]:
@@ -183,7 +183,7 @@ def test_a_round_takes_as_many_exchanges_as_its_topology_has_hops_and_a_local_st
 
 # Offsets in Linux' struct tcp_info.
 ACKED, RECEIVED = 120, 128
-ELEMENTS = 6_000_000
+ELEMENTS = 4_000_000
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
