@@ -27,115 +27,29 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import kernels, lamb_kernels, update_kernels
+from fusedonebit.triton_kernels import kernels, lamb_kernels, marsit_kernels, update_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.audit_cases import (
+    CASES,
+    MERGE_LIMIT,
+    PEERS,
+    PER_LAYER,
+    ROUNDS,
+    STEPS,
+    VARIANTS,
+    Case,
+)
+
 LIMITS = Path(__file__).with_name("limits.json")
-BLOCK = 1024
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_POINTERS = {
-    "*i64": "pointers block_start segment_start layer_start",
-    "*fp32": (
-        "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x fresh last_scale largest layers rounding"
-    ),
-    "*fp64": "partials agreement count exp_avg_sq_sums norms",
-    "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
-    "*i32": "block_tensor segment slot live_row tail_row skip hold started message_flags",
-}
-TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-TYPES |= {"factor": "fp32", "per_worker": "fp32"}
-FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
-ADAM = FP32 | {"EPS_INSIDE": False}
-COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
-REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
-NEAREST = {"ROUNDING": False}
-APPLY = ADAM | NEAREST | {"PRECONDITIONED": False, "TERNARY": False}
-RATIO = ADAM | {"PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
-LAYERS = {"DEEPSPEED": False, "LANES": 1024}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel with its constants; ``loops`` is how often a loop in it runs per block."""
-
-    kernel: str
-    constants: dict[str, Any]
-    loops: int = 1
-    num_warps: int = 4
-
-
-CASES = {
-    "pack": Case("pack", {"BLOCK": BLOCK}),
-    "unpack": Case("unpack", {"BLOCK": BLOCK}),
-    "flatten": Case("flatten", FP32),
-    "momentum_compress": Case("momentum_compress", COMPRESS),
-    "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
-    "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
-    "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
-    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=2),
-    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=8),
-    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=64),
-    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=2),
-    "apply_momentum": Case("apply_momentum", APPLY),
-    "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
-    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
-    "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
-    "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
-    "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
-    "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
-    "lamb_coefficient": Case("lamb_coefficient", LAYERS),
-    "lamb_move": Case("lamb_move", ADAM | NEAREST),
-    "lamb_ratio": Case("lamb_ratio", RATIO),
-    "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
-    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
-    "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
-    "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
-}
-VARIANTS = {
-    "finish, layers": Case("finish", {"NORM": 2, "TERNARY": False, "LANES": 2048}, num_warps=8),
-    "finish, layers, ternary": Case("finish", {"NORM": 2, "TERNARY": True, "LANES": 2048}, num_warps=8),
-    "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
-    "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
-    "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),
-    "momentum_compress, small blocks": Case("momentum_compress", COMPRESS | {"BLOCK": 128}),
-    "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
-    "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
-    "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
-    "adam_update, sums": Case("adam_update", FP32 | NEAREST | {"SUMS": True}),
-    "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
-    "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),
-    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
-    "lamb_move, mixed": Case("lamb_move", ADAM | NEAREST | {"DTYPE": 3, "EPS_INSIDE": True}),
-    "apply_momentum, stochastic rounding": Case("apply_momentum", APPLY | {"DTYPE": 1, "ROUNDING": True}),
-    "adam_update, mixed, stochastic rounding": Case("adam_update", FP32 | {"SUMS": True, "DTYPE": 3, "ROUNDING": True}),
-    "lamb_move, stochastic rounding": Case("lamb_move", ADAM | {"DTYPE": 1, "ROUNDING": True}),
-    "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
-    "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
-}
-"""What else runs: must compile without spills; nothing else is limited."""
-PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
-"""Kernels that scan what blocks left, one block to a lane."""
-PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
-PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
-STEPS = {
-    "1-bit Adam, preconditioned": (PRECONDITIONED_STEP, 24.9),
-    "1-bit LAMB, preconditioned": ((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
-    "1-bit LAMB, frozen, preconditioned": (PRECONDITIONED_STEP, 24.9),
-    "1-bit Adam, plain": (PLAIN_STEP, 24.9),
-    "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
-    "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
-}
-"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W.
-
-"preconditioned": ``precondition=True``; "plain": without.
-"""
+MODULES = (kernels, update_kernels, lamb_kernels, marsit_kernels)
 
 
 @dataclass
@@ -154,9 +68,9 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands."""
-    function = next(getattr(m, case.kernel) for m in (kernels, update_kernels, lamb_kernels) if hasattr(m, case.kernel))
+    function = next(getattr(m, case.kernel) for m in MODULES if hasattr(m, case.kernel))
     names = function.arg_names
-    types = {n: "constexpr" if n in case.constants else TYPES.get(n, "i32") for n in names}
+    types = {n: case.type_of(n) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
     constants = {(names.index(n),): value for n, value in case.constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
@@ -169,7 +83,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     compiled = compile_case(case, target)
     ttir = compiled.asm["ttir"]
     count = _bytes_per_scanned_block if case.kernel in PER_LAYER else _bytes_per_block
-    counted = count(ttir, case.loops) / BLOCK
+    counted = count(ttir, case.loops) / case.elements
     if target.backend == "hip":
         return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
     registers, spilled = _resources(compiled.asm["cubin"])
@@ -178,8 +92,8 @@ def audit(case: Case, target: GPUTarget) -> Audit:
         registers,
         spilled,
         ptx.count("bar.sync"),
-        _narrowest(ptx, "ld"),
-        _narrowest(ptx, "st"),
+        _narrowest(ptx, "ld", case.packed),
+        _narrowest(ptx, "st", case.packed),
         counted,
         _narrow_indices(ttir),
         len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*?\.b32\b", ptx)),
@@ -196,6 +110,8 @@ def _bytes_per_block(ttir: str, loops: int) -> float:
     regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
     for line in ttir.splitlines():
         times = min(regions, default=1) and max([*regions, 1])
+        if match := re.search(r"%(\w+) = arith\.constant (-?\d+) : i\d", line):
+            values[match.group(1)] = int(match.group(2))
         if match := re.search(r"%(\w+) = tt\.load %(\w+)", line):
             values[match.group(1)] = _assumed(match.group(2))
         if match := re.search(r"%(\w+) = arith\.cmpi (\w+), %(\w+), %(\w+) : i\d", line):
@@ -250,11 +166,11 @@ def _size(kind: str) -> float:
     return elements * bits / 8
 
 
-def _narrowest(ptx: str, operation: str) -> int:
-    """Bits per thread of the narrowest unpredicated vector access of 32-bit data; 32 if scalar."""
-    widths = []
+def _narrowest(ptx: str, operation: str, predicated: bool) -> int:
+    """Bits per thread of the narrowest vector access of 32-bit data, of unpredicated ones unless told; 0 if none."""
+    widths, predicate = [], r"(?:@%p\d+ )?" if predicated else ""
     for line in ptx.splitlines():
-        match = re.match(rf"\s*{operation}\.global(?:\.\w+)*?\.(?:v(\d)\.)?b(32|64)\b", line)
+        match = re.match(rf"\s*{predicate}{operation}\.global(?:\.\w+)*?\.(?:v(\d)\.)?b(32|64)\b", line)
         if match and match.group(1):
             widths.append(int(match.group(1)) * int(match.group(2)))
     return min(widths, default=0)
@@ -293,6 +209,18 @@ def step_bytes(audits: dict[str, Audit], kernels_of_step: tuple[str, ...], world
     return sum(audits[name].bytes_per_element for name in kernels_of_step) + served / world_size
 
 
+def hop_bytes(audits: dict[str, Audit]) -> float:
+    """What Marsit's operator moves per element and hop, besides the read of the local value."""
+    return audits["merge_signs"].bytes_per_element - 1 / 8
+
+
+def round_bytes(audits: dict[str, Audit], optimizer: str, world_size: int) -> float:
+    """Bytes per parameter of a whole 1-bit round of a ring: each rank merges all segments but one."""
+    names = (ROUNDS[optimizer], "apply_momentum, preconditioned")  # signs times a scale, by no denominator
+    merged = audits["merge_signs"].bytes_per_element * (world_size - 1) / world_size
+    return sum(audits[name].bytes_per_element for name in names) + merged
+
+
 def worse(name: str, now: Audit, limit: dict[str, float], same_compiler: bool) -> list[str]:
     """Says what got worse than the limit; registers and barriers are another compiler's own affair."""
     found = []
@@ -327,6 +255,15 @@ def run() -> dict[str, dict[str, Audit]]:
         print(f"{len(VARIANTS)} variants compiled for {target_name}, no spills")
     for name, world_size, counted, bound in whole_steps(results):
         print(f"{name}, whole step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})")
+    audits = results["sm_90"]
+    print(
+        f"Marsit's operator, per element and hop: {hop_bytes(audits):.3f} bytes "
+        f"besides the read of the local value (limit {MERGE_LIMIT})"
+    )
+    for name in ROUNDS:
+        for world_size in (2, 8, 64):
+            counted = round_bytes(audits, name, world_size)
+            print(f"{name}, whole 1-bit round, fp32, M={world_size}: {counted:.3f} bytes per parameter ({PEERS})")
     return results
 
 
@@ -360,6 +297,7 @@ def main() -> int:
         for text in worse(f"{n} on {t}", a, limits[t][n], same)
     ]
     found += [f"{name}, W={w}: {now:.3f} bytes" for name, w, now, limit in whole_steps(results) if now > limit]
+    found += [f"Marsit's operator: {b:.3f} bytes" for b in [hop_bytes(results["sm_90"])] if b > MERGE_LIMIT]
     print("\n".join(found) or "nothing got worse")
     return 1 if found else 0
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
+from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
+from fusedonebit.triton_kernels.marsit_twins import threshold_of
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
@@ -27,7 +29,14 @@ CALLS = (
     "lamb_move",
     "lamb_ratio",
     "lamb_rescale",
+    "local_update",
+    "merge_signs",
+    "pick_owned",
+    "place_owned",
+    "add_values",
 )
+OF_TWO_WORKERS = ("server_reduce", "pick_owned", "place_owned")
+"""Ops that one worker alone has no use for."""
 
 
 class Workload:
@@ -244,6 +253,40 @@ class Workload:
     def lamb_rescale(self) -> partial[None]:
         arguments = (self.largest, None, self.layer_start, self.skip, False, self.started, self.coef.clone())
         return partial(ops.lamb_rescale, *arguments, self.layers)
+
+    def _messages(self, rows: int) -> Messages:
+        messages = Messages(rows, 0, self.layout, self.device)
+        messages.bits.copy_(self._bytes(rows))
+        return messages
+
+    def local_update(self) -> partial[None]:
+        layout, blocks, messages = self.layout, self.layout.n_blocks, self._messages(self.world_size)
+        m, c = (torch.zeros(layout.numel, device=self.device) for _ in range(2))
+        arguments = (
+            *(self.params, self.grads, layout.sizes, layout.block_size, 0, self.world_size, m, None, c),
+            *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef, self.block_tensor),
+            *(self.table.bits, self.table.row, torch.ones(1, device=self.device), self.skip, False, False),
+            messages.words[:, Word.FLAGS],
+        )
+        return partial(ops.local_update, *arguments)
+
+    def merge_signs(self) -> partial[None]:
+        own, arrived = self._messages(self.world_size), self._messages(self.world_size)
+        headers = (own.words, arrived.words, CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
+        return partial(ops.merge_signs, own.bits, arrived.bits, threshold_of(3), 12_345, *headers)
+
+    def pick_owned(self) -> partial[None]:
+        own = self._messages(self.world_size).bits
+        return partial(ops.pick_owned, own, 0, 12_345, self._bytes(self.world_size), self._messages(1).bits)
+
+    def place_owned(self) -> partial[None]:
+        arrived, own = self._messages(self.world_size).bits, self._messages(self.world_size).bits
+        return partial(ops.place_owned, arrived, self._bytes(self.world_size), own)
+
+    def add_values(self) -> partial[None]:
+        layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
+        where = (self.table.bits, self.table.row, self.skip)
+        return partial(ops.add_values, self.params, layout.sizes, layout.block_size, values, False, *where)
 
     def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""

@@ -12,9 +12,12 @@ MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)
 
 
-def rows_of(p: Problem, rows: int) -> Messages:
+CPU = torch.device("cpu")
+
+
+def rows_of(p: Problem, rows: int, device: torch.device = CPU) -> Messages:
     """Messages of random bits."""
-    messages = Messages(rows, 0, p.layout, torch.device("cpu"))
+    messages = Messages(rows, 0, p.layout, device)
     messages.bits.copy_(p.bytes(rows))
     return messages
 
@@ -42,11 +45,11 @@ def local_arguments(
 
 
 def merge_arguments(
-    layout: FlatLayout, rows: int, threshold: int, seed: int = 12_345, offset: int = 1
+    layout: FlatLayout, rows: int, threshold: int, seed: int = 12_345, offset: int = 1, device: torch.device = CPU
 ) -> tuple[Tensor | int, ...]:
     """``rows`` messages of a batch, from row ``offset`` on, and those that arrived; half of their words differ."""
     p = Problem(layout.sizes, layout.world_size, layout.block_size)
-    own, arrived = rows_of(p, rows + offset), rows_of(p, rows)
+    own, arrived = rows_of(p, rows + offset, device), rows_of(p, rows, device)
     words = torch.randint(-(2**31), 2**31, own.words.shape, generator=p._random, dtype=torch.int32)
     own.words.copy_(words)
     changed = torch.randint(-(2**31), 2**31, arrived.words.shape, generator=p._random, dtype=torch.int32)

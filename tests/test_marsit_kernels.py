@@ -177,6 +177,14 @@ def test_merge_signs_equals_its_twin_at_any_length(chunk, rows):
         assert_equal_backends("merge_signs", lambda o=offset: merge_arguments(layout, rows, threshold_of(3), offset=o))
 
 
+def test_headers_need_not_lie_in_messages():
+    def make() -> tuple:
+        own, arrived, threshold, seed, words, theirs, *rest = merge_arguments(FlatLayout((768,), 2, 128), 2, 1 << 31)
+        return own, arrived, threshold, seed, words.clone(), theirs.clone(), *rest
+
+    assert_equal_backends("merge_signs", make)
+
+
 @BOTH
 def test_bits_that_agree_stay_and_others_become_one_of_the_two(backend):
     own, arrived, *rest = merge_arguments(FlatLayout((16_512,), 1, 128), 1, threshold_of(2))

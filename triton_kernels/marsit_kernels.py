@@ -169,7 +169,7 @@ def bernoulli(threshold, first_digit, seed, place):
         word += GOLDEN
         fair = mixed(place ^ mixed(word))
         # All ones where the digit is: then or, else and.
-        on = 0 - ((threshold >> digit) & 1).to(tl.uint32)
+        on = 0 - (((threshold >> digit) & 1) != 0).to(tl.uint32)
         drawn = (drawn & (fair | on)) | (fair & on)
     return drawn
 
@@ -190,8 +190,10 @@ def merge_signs(
     threshold,  # round(2^32 / j), int64
     first_digit,  # that of its last digit that is not zero
     seed,  # 31 bits
-    words,  # int32 [n, 8], strided as bits; read and written
-    arrived_words,  # int32 [n, 8], strided as arrived_bits
+    words,  # int32 [n, 8], read and written
+    words_stride,  # words between its rows
+    arrived_words,  # int32 [n, 8]
+    arrived_words_stride,  # words between its rows
     checked,  # the first so many words must be equal
     flags,  # index of the word of flags
     mismatch,  # the flag that is set where they are not
@@ -212,12 +214,13 @@ def merge_signs(
     tl.store(bits + at + i, arrived ^ ((arrived ^ own) & keep), mask=inside)
     if part == 0:
         w = tl.arange(0, HEADER)
-        mine = tl.load(words + at + w)
-        theirs = tl.load(arrived_words + arrived_at + w)
+        header = words + row * words_stride + w
+        mine = tl.load(header)
+        theirs = tl.load(arrived_words + row * arrived_words_stride + w)
         note = tl.sum(((mine != theirs) & (w < checked)).to(tl.int32) << w, axis=0)
         united = mine | theirs
         united = tl.where(w == flags, united | tl.where(note != 0, mismatch, 0), united | note)
-        tl.store(words + at + w, tl.where((w == flags) | (w == HEADER - 1), united, mine))
+        tl.store(header, tl.where((w == flags) | (w == HEADER - 1), united, mine))
 
 
 @triton.jit(do_not_specialize=["rank", "seed"])

@@ -20,7 +20,7 @@ from fusedonebit.triton_kernels import tiles, using
 from fusedonebit.triton_kernels.ops import twin
 
 from benchmarks.device_timing import Call, copy_of, time_by_turns
-from benchmarks.workload import CALLS, PRECONDITIONED, Workload
+from benchmarks.workload import CALLS, OF_TWO_WORKERS, PRECONDITIONED, Workload
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -41,7 +41,7 @@ def _memory() -> Iterator[None]:
 
 
 def bytes_per_element(case: str) -> float:
-    return AUDITED["server_reduce, W=2" if case == "server_reduce" else case]["bytes_per_element"]
+    return AUDITED[f"{case}, W=2" if case in OF_TWO_WORKERS else case]["bytes_per_element"]
 
 
 def synchronised(call: Call) -> Call:
@@ -77,8 +77,8 @@ def test_op(benchmark, monkeypatch, case: str, numel: int, peer: str):
         call = copy_of(moved, DEVICE)
     else:
         # The server serves half of the line: `numel` elements, from each of two workers.
-        server = op == "server_reduce"
-        sizes, world_size = ((2 * numel,), 2) if server else ((numel,), 1)
+        sizes = (2 * numel if op == "server_reduce" else numel,)
+        world_size = 2 if op in OF_TWO_WORKERS else 1
         call = Workload(sizes, DEVICE, world_size, preconditioned=bool(preconditioned)).call(op)
     if peer == "twin, compiled":
         monkeypatch.setitem(tiles.TILE_NUMEL, DEVICE.type, ONE_TILE)

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
-from fusedonebit.triton_kernels import TAIL, using
+from fusedonebit.triton_kernels import TAIL, FlatLayout, using
+from fusedonebit.triton_kernels.marsit_twins import threshold_of
+from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
 from torch import Tensor
 
 from fusedonebit import triton_kernels
@@ -212,6 +214,47 @@ def test_lamb_rescale_equals_its_twin(device, sizes, world_size):
             if found is not None:
                 arguments[0][::2] = found
             assert_equal_backends("lamb_rescale", lambda a=arguments: tuple(to(device, x) for x in a))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_local_update_equals_its_twin(check, sizes, world_size, dtype):
+    for kind in ("plain", "sgd", "adam"):
+        for moves, limit in zip((False, True, False), LIMITS, strict=True):
+            masks = {0: torch.arange(sizes[0]) % 3 > 0} if moves else None
+            p = problem(sizes, world_size, 128, dtype, special=limit > 0, masks=masks)
+            p.exp_avg_sq[::7] = 1e-42  # denormal
+            check("local_update", sizes, lambda p=p, k=kind, m=moves, c=limit: local_arguments(p, k, m, m, limit=c))
+
+
+@pytest.mark.parametrize("threshold", [*map(threshold_of, range(2, 10)), 1, (1 << 32) - 1])
+@pytest.mark.parametrize("chunk", [128, 16_512, 5_000_064])
+def test_merge_signs_equals_its_twin(device, small_only, chunk, threshold):
+    if small_only and chunk > 100_000:
+        pytest.skip("dry run: too large for the interpreter")
+    for rows in (1, 3):
+        layout = FlatLayout((rows * chunk,), rows, 128)
+        assert_equal_backends("merge_signs", lambda n=rows, x=layout: merge_arguments(x, n, threshold, device=device))
+
+
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 8])
+@pytest.mark.parametrize("sizes", [(1,), (100_000,), (5_000_000,)])
+def test_owners_kernels_equal_their_twins(device, small_only, sizes, world_size):
+    if small_only and sizes != (1,):
+        pytest.skip("dry run: too large for the interpreter")
+    layout = FlatLayout(sizes, world_size, 128)
+    picked, placed = owned_arguments(layout, world_size - 1), placed_arguments(layout)
+    assert_equal_backends("pick_owned", lambda: tuple(to(device, a) for a in picked))
+    assert_equal_backends("place_owned", lambda: tuple(to(device, a) for a in placed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_add_values_equals_its_twin(check, sizes, dtype):
+    for replaces, skip in ((False, 0), (True, 0), (False, 1)):
+        p = problem(sizes, 2, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if replaces else None)
+        check("add_values", sizes, lambda p=p, r=replaces, s=skip: add_arguments(p, r, s))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,168 @@
+"""What the byte audit compiles: the kernels, the types of their arguments, and their constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+BLOCK = 1024
+WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
+_POINTERS = {
+    "*i64": "pointers block_start segment_start layer_start",
+    "*fp32": (
+        "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
+        "server_scale grad exp_avg x fresh last_scale largest layers rounding"
+    ),
+    "*fp64": "partials agreement count exp_avg_sq_sums norms",
+    "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
+    "*i32": "block_tensor segment slot live_row tail_row skip hold started message_flags",
+}
+TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
+TYPES |= {"factor": "fp32", "per_worker": "fp32"}
+PACKED = ("merge_signs", "pick_owned", "place_owned")
+_WORD_TYPES = dict.fromkeys(("bits", "arrived_bits", "owners", "picked", "gathered"), "*u32")
+_WORD_TYPES |= dict.fromkeys(("words", "arrived_words"), "*i32") | {"threshold": "i64", "thresholds": "*i64"}
+_LOCAL_TYPES = dict.fromkeys(("params", "grads"), "*i64") | dict.fromkeys(("scale", "limit", "factor"), "*fp32")
+TYPES_OF = dict.fromkeys(PACKED, _WORD_TYPES)
+TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"params": "*i64", "values": "*fp32"}}
+"""Where a kernel's argument has another type than its namesakes."""
+FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
+ADAM = FP32 | {"EPS_INSIDE": False}
+COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
+REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
+NEAREST = {"ROUNDING": False}
+APPLY = ADAM | NEAREST | {"PRECONDITIONED": False, "TERNARY": False}
+RATIO = ADAM | {"PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
+LAYERS = {"DEEPSPEED": False, "LANES": 1024}
+LOCAL = FP32 | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "MOMENTUM": True, "ADAM": False, "DECAYS": False, "MOVES": False}
+BF16 = {"DTYPE": 1, "GRAD_DTYPE": 1}
+MIXED = {"DTYPE": 3, "GRAD_DTYPE": 3}
+UNALIGNED = {"ALIGNED": False, "GRAD_ALIGNED": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with its constants.
+
+    Attributes:
+        loops: How often a loop in it runs per block.
+        share: Elements of the line that belong to an element of a block: W where a kernel works on all chunks at once.
+    """
+
+    kernel: str
+    constants: dict[str, Any]
+    loops: int = 1
+    num_warps: int = 4
+    share: int = 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether a block is one of packed words. Those kernels mask all that they read and write."""
+        return self.kernel in PACKED
+
+    @property
+    def elements(self) -> int:
+        """Of the line, for one block."""
+        return self.share * (32 * WORDS if self.packed else BLOCK)
+
+    def type_of(self, argument: str) -> str:
+        """As Triton's signatures have it."""
+        if argument in self.constants:
+            return "constexpr"
+        return TYPES_OF.get(self.kernel, {}).get(argument) or TYPES.get(argument, "i32")
+
+
+CASES = {
+    "pack": Case("pack", {"BLOCK": BLOCK}),
+    "unpack": Case("unpack", {"BLOCK": BLOCK}),
+    "flatten": Case("flatten", FP32),
+    "momentum_compress": Case("momentum_compress", COMPRESS),
+    "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
+    "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
+    "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
+    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=2),
+    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=8),
+    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=64),
+    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=2),
+    "apply_momentum": Case("apply_momentum", APPLY),
+    "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
+    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
+    "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
+    "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
+    "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
+    "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
+    "lamb_coefficient": Case("lamb_coefficient", LAYERS),
+    "lamb_move": Case("lamb_move", ADAM | NEAREST),
+    "lamb_ratio": Case("lamb_ratio", RATIO),
+    "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
+    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
+    "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
+    "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
+    "local_update": Case("local_update", LOCAL),
+    "local_update, bf16": Case("local_update", LOCAL | BF16),
+    "local_update, Adam": Case("local_update", LOCAL | {"ADAM": True}),
+    "local_update, Adam, decays": Case("local_update", LOCAL | {"ADAM": True, "DECAYS": True}),
+    "local_update, Adam, bf16": Case("local_update", LOCAL | BF16 | {"ADAM": True}),
+    "merge_signs": Case("merge_signs", {"BLOCK": WORDS}),
+    "pick_owned, W=2": Case("pick_owned", {"BLOCK": WORDS}, loops=2, share=2),
+    "pick_owned, W=8": Case("pick_owned", {"BLOCK": WORDS}, loops=8, share=8),
+    "place_owned, W=2": Case("place_owned", {"BLOCK": WORDS}, loops=2),
+    "place_owned, W=8": Case("place_owned", {"BLOCK": WORDS}, loops=8),
+    "add_values": Case("add_values", FP32 | {"REPLACES": False}),
+}
+VARIANTS = {
+    "finish, layers": Case("finish", {"NORM": 2, "TERNARY": False, "LANES": 2048}, num_warps=8),
+    "finish, layers, ternary": Case("finish", {"NORM": 2, "TERNARY": True, "LANES": 2048}, num_warps=8),
+    "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
+    "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
+    "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),
+    "momentum_compress, small blocks": Case("momentum_compress", COMPRESS | {"BLOCK": 128}),
+    "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
+    "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
+    "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
+    "adam_update, sums": Case("adam_update", FP32 | NEAREST | {"SUMS": True}),
+    "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
+    "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),
+    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
+    "lamb_move, mixed": Case("lamb_move", ADAM | NEAREST | {"DTYPE": 3, "EPS_INSIDE": True}),
+    "apply_momentum, stochastic rounding": Case("apply_momentum", APPLY | {"DTYPE": 1, "ROUNDING": True}),
+    "adam_update, mixed, stochastic rounding": Case("adam_update", FP32 | {"SUMS": True, "DTYPE": 3, "ROUNDING": True}),
+    "lamb_move, stochastic rounding": Case("lamb_move", ADAM | {"DTYPE": 1, "ROUNDING": True}),
+    "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
+    "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
+    "local_update, no momentum": Case("local_update", LOCAL | {"MOMENTUM": False}),
+    "local_update, decays": Case("local_update", LOCAL | {"DECAYS": True}),
+    "local_update, moves": Case("local_update", LOCAL | {"MOVES": True}),
+    "local_update, mixed": Case("local_update", LOCAL | MIXED | {"DECAYS": True, "MOVES": True}),
+    "local_update, Adam, moves": Case("local_update", LOCAL | {"ADAM": True, "DECAYS": True, "MOVES": True}),
+    "local_update, Adam, mixed": Case("local_update", LOCAL | MIXED | {"ADAM": True, "DECAYS": True, "MOVES": True}),
+    "local_update, Adam, unaligned": Case("local_update", LOCAL | UNALIGNED | {"ADAM": True, "DECAYS": True}),
+    "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK": 128}),
+    "merge_signs, short rows": Case("merge_signs", {"BLOCK": WORDS, "programs": 1}),
+    "pick_owned, W=1": Case("pick_owned", {"BLOCK": WORDS, "world_size": 1}),
+    "place_owned, W=1": Case("place_owned", {"BLOCK": WORDS, "world_size": 1, "programs": 1}),
+    "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1}),
+    "add_values, replaces, mixed": Case("add_values", FP32 | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
+}
+"""What else runs: must compile without spills; nothing else is limited."""
+PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
+"""Kernels that scan what blocks left, one block to a lane."""
+PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
+PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
+STEPS = {
+    "1-bit Adam, preconditioned": (PRECONDITIONED_STEP, 24.9),
+    "1-bit LAMB, preconditioned": ((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, preconditioned": (PRECONDITIONED_STEP, 24.9),
+    "1-bit Adam, plain": (PLAIN_STEP, 24.9),
+    "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
+}
+"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W.
+
+"preconditioned": ``precondition=True``; "plain": without.
+"""
+MERGE_LIMIT = 0.4
+"""Of Marsit's operator, per element and hop, besides the read of the local value: its own packed bit."""
+ROUNDS = {"MarsitSGD": "local_update", "MarsitAdam": "local_update, Adam, decays"}
+"""What makes the update, with each optimizer's defaults."""
+PEERS = "torch's fused SGD with momentum moves 20, fused AdamW 28"
