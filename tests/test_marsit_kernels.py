@@ -102,8 +102,8 @@ def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_their_twin(
     for kind, moves in itertools.product(KINDS, (False, True)):
 
         def make(kind=kind, moves=moves) -> tuple:
-            p = problem((2048, 700, 300, 256), 2, 128)
-            storage = torch.zeros(2049)
+            p = problem((1024, 300, 130, 256), 2, 128)
+            storage = torch.zeros(1025)
             storage[1:] = p.params[0]
             p.params = [storage[1:], p.params[1].bfloat16(), p.params[2].half(), p.params[3]]
             p.grads = [p.grads[0].half(), p.grads[1].bfloat16(), p.grads[2], torch.empty(0)]
@@ -219,16 +219,16 @@ def test_a_merge_unites_flags_and_notes_which_checked_word_differs(backend):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("chunk", CHUNKS[:3])
+@pytest.mark.parametrize("chunk", [384, 16_512])
 def test_pick_owned_and_place_owned_equal_their_twins(chunk, world_size):
     layout = FlatLayout((world_size * chunk,), world_size, 128)
-    for rank, seed in {(0, 5), (world_size - 1, 2**31 - 1)}:
-        assert_equal_backends("pick_owned", lambda r=rank, s=seed: owned_arguments(layout, r, s))
+    rank, seed = (0, 5) if chunk == 384 else (world_size - 1, 2**31 - 1)
+    assert_equal_backends("pick_owned", lambda: owned_arguments(layout, rank, seed))
     assert_equal_backends("place_owned", lambda: placed_arguments(layout))
 
 
 @BOTH
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_place_has_one_owner_whoever_asks(backend, world_size):
     layout = FlatLayout((world_size * 384,), world_size, 128)
     planes = []
