@@ -204,6 +204,11 @@ def test_ssdm_is_the_mean_of_random_signs_whose_expectation_is_each_workers_dire
     off = np.abs(updates.mean(0) - expected) / deviation
     print(f"SSDM, {world_size} workers: expectation off by {off.max():.2f} standard errors at most (limit 4)")
     assert off.max() <= 4
+    # All elements together tell a wrong scale sooner.
+    size = (expected**2).sum()
+    slope, error = (updates.mean(0) * expected).sum() / size, np.sqrt((deviation**2 * expected**2).sum()) / size
+    print(f"SSDM, {world_size} workers: of the expectation {slope:.3f} (1 within 4 standard errors of {error:.3f})")
+    assert abs(slope - 1) <= 4 * error < 0.15
     spread = updates.var(0) / (deviation**2 * draws)
     print(f"SSDM, {world_size} workers: variance over that of independent signs: {spread.mean():.3f} (0.95 ... 1.05)")
     assert 0.95 < spread.mean() < 1.05
