@@ -56,11 +56,14 @@ class RoundOptimizer(DistributedOptimizer):
             raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
 
     def _make_moments(self) -> None:
-        """Of Adam both; of SGD only a momentum, if any group has one."""
+        """Of Adam both; of SGD only a momentum, if any group has one; and what a round needs."""
         adam = "betas" in self.param_groups[0]
         has_momentum = adam or any(group["momentum"] for group in self.param_groups)
         self._exp_avg = torch.zeros(self.layout.numel if has_momentum else 0, device=self.device)
         self._exp_avg_sq = torch.zeros(self.layout.numel if adam else 0, device=self.device)
+        anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
+        self._anchor = torch.zeros(anchored, device=self.device)
+        self._reduce = self._make_reduce()
 
     def _make_reduce(self) -> RoundAllReduce:
         """What makes one global update of all workers' updates."""
@@ -71,15 +74,11 @@ class RoundOptimizer(DistributedOptimizer):
         self._held_error: Exception | None = None
         super()._build()
         layout, device = self.layout, self.device
-        self._reduce = self._make_reduce()
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, device=device)
         self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
         # One tensor of the same blocks: the parameters as all ranks had them when the round began.
         self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
-        anchored = layout.numel + TAIL if self.options.local_steps > 1 else 0
-        self._anchor = torch.zeros(anchored, device=device)
-        self._publish_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
@@ -209,8 +208,6 @@ class RoundOptimizer(DistributedOptimizer):
 
     def _moments(self) -> dict[str, Tensor]:
         """This worker's moments and compensation; and where a round has begun, what all had then."""
-        if not hasattr(self, "_reduce") or self._reduce.layout is not self.layout:
-            return {}  # not yet built
         kept = {"compensation": self._reduce.compensated}
         if self._exp_avg.numel():
             kept["exp_avg" if self._exp_avg_sq.numel() else "momentum_buffer"] = self._exp_avg
@@ -270,20 +267,26 @@ class RoundOptimizer(DistributedOptimizer):
         self._index(param)
         return torch.zeros_like(param, dtype=torch.float32)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, compensation: bool = False) -> dict[str, Any]:
         """Where training stands. Waits for the device.
+
+        Args:
+            compensation: Also look at the compensation; reads and writes it once.
 
         Returns:
             What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), local_steps (done in this
-            round), compensation_norm (this rank's) and wire_bytes (what only serves within a round).
+            round) and wire_bytes (what only serves within a round); with ``compensation`` also
+            compensation_norm (this rank's). If that grows and grows, ``global_ratio`` is too small.
         """
-        self._reduce.settle()
-        return super().stats() | {
+        told = super().stats() | {
             "rounds": self._reduce.rounds,
             "local_steps": self._local,
-            "compensation_norm": float(self._reduce.compensated.norm()),
             "wire_bytes": self._reduce.wire_bytes,
         }
+        if compensation:
+            self._reduce.settle()
+            told["compensation_norm"] = float(self._reduce.compensated.norm())
+        return told
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self._reduce.state()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from benchmarks import marsit
 
 RUNS = marsit.records()
