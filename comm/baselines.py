@@ -180,13 +180,15 @@ class Cascading(HopBaseline):
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         values, draw = v.view(self.layout.world_size, -1).clone(), self._generator()
+        counts = self._counts().view_as(values)  # padding must not swell the norms
         message = torch.empty(0, dtype=torch.uint8, device=self.device)
         for stage in self._stages:
             message = self._compress(values[stage.first], draw)
             for hop in stage.reduce():
                 arrived = self._recover(self._swap(message, stage)).view_as(values[hop.received])
-                message = self._compress(arrived + values[hop.received], draw)
-            values[stage.finished] = self._recover(message).view_as(values[stage.finished])
+                message = self._compress(arrived * counts[hop.received] + values[hop.received], draw)
+            finished = self._recover(message).view_as(values[stage.finished])
+            values[stage.finished] = finished * counts[stage.finished]
         messages = message.expand(self.layout.world_size, -1).clone()  # only the finished chunk's is one yet
         for stage in reversed(self._stages):
             for hop in stage.gather():

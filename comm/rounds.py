@@ -179,7 +179,9 @@ class RoundAllReduce:
         # Skipped: s := 0 turns all of v into what is kept.
         self.scale = step * (self.flags == 0)
         if self.compensation_limit is not None:
-            self._limit = torch.where(self.flags == 0, step * self.compensation_limit, torch.inf)
+            # A learning rate of 0 moves nothing, and takes nothing away.
+            goes = (self.flags == 0) & (step > 0)
+            self._limit = torch.where(goes, step * self.compensation_limit, torch.inf)
 
     def formed(self) -> None:
         """Notes that the compensation of the last round has been formed."""

@@ -184,7 +184,7 @@ def _check(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> Ma
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
-            if key not in state and (key == "master" or (key in optimizer._tables() and not compressed)):
+            if key not in state and (key in optimizer._optional or (key in optimizer._tables() and not compressed)):
                 continue  # nor has it what LAMB keeps per tensor, or master weights
             if not isinstance(state[key], Tensor):
                 raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(state[key]).__name__}")
@@ -290,7 +290,8 @@ def _fill(optimizer: DistributedOptimizer, states: Mapping[int, Mapping[str, Any
     else:
         for i, index in enumerate(optimizer._list.index_of):
             if index in states:
-                _fill_flat(optimizer, i, states[index], **optimizer._moments())
+                kept = {name: flat for name, flat in optimizer._moments().items() if name in states[index]}
+                _fill_flat(optimizer, i, states[index], **kept)
     optimizer._resumed(header)
     optimizer._publish_state()
 

@@ -39,6 +39,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _of_one_rank: ClassVar[tuple[str, ...]] = ()
     """What each rank has of its own in ``state``; each then saves and loads its own file."""
 
+    _optional: ClassVar[tuple[str, ...]] = ("master",)
+    """What a checkpoint may lack."""
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],

@@ -110,7 +110,8 @@ class MarsitSGD(MarsitOptimizer):
         compensation_limit: Largest compensation of a coordinate, in units of eta_s; None: without limit, the
             paper's, which lets a backlog grow that full precision then applies at once.
         local_steps: Steps of a round. In all but the last a worker moves by itself and nothing is sent;
-            costs 4 bytes per parameter where it is above 1.
+            costs 4 bytes per parameter where it is above 1. A GradScaler's scales may differ between ranks then:
+            an overflow in such a step is that worker's own affair.
         seed: Of the random bits; equal on all ranks.
         maximize: Ascend instead of descend.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves.

@@ -35,6 +35,11 @@ class RoundOptions(Options):
         check_count("local_steps", self.local_steps)
         if self.local_steps < 1:
             raise ValueError(f"local_steps must be an int >= 1, got {self.local_steps}: 1 synchronises every step")
+        if self.stochastic_rounding and self.local_steps > 1:
+            raise ValueError(
+                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: rounds add up in "
+                "float32, which loses nothing"
+            )
         if self.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
@@ -44,6 +49,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     options: RoundOptions
     _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
+    _optional: ClassVar = ("master", "anchor")
     _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation", "master")
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -52,6 +58,11 @@ class RoundOptimizer(DistributedOptimizer):
         ratio = group["global_ratio"]
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < torch.inf:
             raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
+        if self._built and not self._exp_avg.numel() and group.get("momentum"):
+            raise ValueError(
+                f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
+                "construct the optimizer anew"
+            )
         if group.get("eps") == 0:
             raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
 
@@ -220,7 +231,11 @@ class RoundOptimizer(DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
         self._reduce.settle()
-        return super().state_dict()
+        packed = super().state_dict()
+        for state in packed["state"].values():
+            if self._local == 0:
+                state.pop("anchor", None)  # between two rounds the parameters say it
+        return packed
 
     def _header(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,67 @@
+"""Small models that Marsit's optimizers train, for tests of what holds for both."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from observe import fingerprint, parameters
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit import (
+    MarsitAdam,
+    MarsitSGD,
+)
+from fusedonebit.rounds import RoundOptimizer
+
+MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
+EACH = pytest.mark.parametrize("name", MARSIT)
+PLACES = [("ring", 2), ("owner", 2), ("torus", 4)]
+EACH_PLACE = pytest.mark.parametrize(("topology", "world_size"), PLACES)
+
+
+def make(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 30), (7,), ())]
+    return [*params, Parameter(torch.randn(8, 6).t().to(dtype)), Parameter(torch.randn(21, 8)[::2, ::3].to(dtype))]
+
+
+def set_gradients(optimizer: RoundOptimizer, rank: int, step: int) -> None:
+    for i, p in enumerate(parameters(optimizer)):
+        generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: RoundOptimizer, rank: int, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        set_gradients(optimizer, rank, step)
+        optimizer.step()
+
+
+def caught(call: Callable[[], object]) -> tuple[type | None, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def kept(optimizer: RoundOptimizer) -> list[Tensor]:
+    return [optimizer.compensation(p) for p in parameters(optimizer)]
+
+
+def through_a_file(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def own_state(optimizer: RoundOptimizer) -> list[str]:
+    saved = optimizer.state_dict()
+    states = [saved["state"][i] for i in sorted(saved["state"])]
+    return [f"{key} {i}: {fingerprint([v])}" for i, state in enumerate(states) for key, v in sorted(state.items())]
