@@ -355,7 +355,5 @@ def test_momentum_that_comes_later_is_refused_instead_of_ignored():
     optimizer = MarsitSGD(make(), 1e-2, momentum=0.0)
     train(optimizer, 0, 1)
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(
-        ValueError, match="momentum must be 0 where no group had any at construction, got 0"
-    ):
+    with pytest.raises(ValueError, match="momentum must be 0 where no group had any at construction, got 0"):
         train(optimizer, 0, 1)
