@@ -22,7 +22,7 @@ import torch
 from fusedonebit.triton_kernels import backend
 from torch import Tensor
 
-from fusedonebit import Lamb, OneBitAdam, OneBitLamb
+from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
 
 from .device_timing import Call, copy_of, host_time, time_by_turns
 from .loopback import Loopback
@@ -124,6 +124,11 @@ def _optimizer_peers(shapes: list[tuple[int, ...]], device: torch.device) -> dic
         peers[f"{name}.step(), one rank of W={WORLD_SIZE}, messages copied on the device"] = share.step
         work = Workload(sizes(shapes), device, WORLD_SIZE, preconditioned=alone.options.precondition)
         peers[f"kernels of one rank of W={WORLD_SIZE}, {name}"] = work.step(lamb=kind is OneBitLamb)
+    for kind in (MarsitSGD, MarsitAdam):
+        alone = kind(params(), lr=1e-5, full_precision_every=0)
+        share = kind(params(), lr=1e-5, full_precision_every=0, process_group=Loopback(WORLD_SIZE))
+        peers[f"{kind.__name__}.step(), W=1"] = alone.step
+        peers[f"{kind.__name__}.step(), one rank of W={WORLD_SIZE}, messages copied on the device"] = share.step
     lamb = Lamb(params(), lr=1e-5)
     lamb.step()
     return peers | {"Lamb.step(), W=1": lamb.step}
