@@ -61,7 +61,7 @@ class HopBaseline(RoundAllReduce):
         self._agree(hold)
         update, kept = self._aggregate(self.compensated, step)
         self.values = update * self._counts()
-        self.compensated = torch.where(self.flags == 0, kept, self.compensated)
+        self.compensated.copy_(torch.where(self.flags == 0, kept, self.compensated))
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """The global update and what this worker keeps, float32 [P] each, of v float32 [P] and eta_s float32 [B]."""

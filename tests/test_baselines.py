@@ -458,3 +458,16 @@ def test_padding_does_not_swell_the_norms_of_cascading_compression():
     bound = (2 * size) ** world_size * vectors.square().sum(1).max() / world_size
     print(f"cascading, M = {world_size}, D = {size}: mean square error {error:.0f}, Theorem 3's bound {bound:.0f}")
     assert error < bound
+
+
+def test_a_checkpoint_has_what_a_worker_keeps_now():
+    def run(rank: int, transport: Transport) -> bool:
+        param = Parameter(torch.zeros(300))
+        optimizer = BaselineSGD([param], 1e-2, aggregation="ef-signsgd", process_group=transport)
+        for step in range(3):
+            param.grad = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.step()
+        saved = optimizer.state_dict()["state"][0]["compensation"]
+        return bool(saved.any()) and torch.equal(saved, optimizer.compensation(param))
+
+    assert all(SimulatedGroup(2).run(run))
