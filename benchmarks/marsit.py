@@ -1,4 +1,4 @@
-"""Marsit's tables and figures on our tasks, from recorded runs and measured times: tables, and ``docs/marsit.png``.
+"""Marsit's tables and figures on our tasks, from recorded runs and measured times, for ``docs/marsit.md``.
 
 ``python -m benchmarks.marsit`` prints and draws what ``benchmarks/results/marsit`` has: ``runs.jsonl`` of
 ``fusedonebit lab``, ``signs.json`` and ``times.json``. ``--measure`` makes the last two anew (minutes);
@@ -26,7 +26,9 @@ from fusedonebit.lab.tasks import TASKS
 from . import network, round_signs
 
 RESULTS = Path(__file__).with_name("results") / "marsit"
-PICTURE = Path(__file__).parent.parent / "docs" / "marsit.png"
+PAGE = Path(__file__).parent.parent / "docs" / "marsit.md"
+PICTURE = PAGE.with_suffix(".png")
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 MEGABITS, HOSTS = 100.0, 4
 WORKERS = 8
 
@@ -252,11 +254,16 @@ def main() -> None:
     if parser.parse_args().measure:
         measure()
     runs, signs, times = records(), *(json.loads((RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
-    text = "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
+    text = (
+        "\n"
+        + "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
+        + "\n"
+    )
     print(text)
-    (RESULTS / "tables.md").write_text(text)
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + text + page[page.index(END) :])
     draw(runs, signs, times, PICTURE)
-    print(f"wrote {RESULTS.name}/tables.md and {PICTURE.name}")
+    print(f"wrote the tables of docs/{PAGE.name}, and docs/{PICTURE.name}")
 
 
 if __name__ == "__main__":

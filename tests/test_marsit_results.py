@@ -36,7 +36,7 @@ def test_cascading_compression_diverges_where_marsit_trains(task: str):
 
 def test_the_tables_of_the_documentation_are_those_of_the_runs():
     signs, times = (json.loads((marsit.RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
-    text = (marsit.PICTURE.parent / "marsit.md").read_text()
+    text = marsit.PAGE.read_text()
     for table in (
         marsit.table_1(RUNS),
         marsit.table_2(RUNS),
