@@ -108,7 +108,7 @@ CASES = {
     "pick_owned, W=8": Case("pick_owned", {"BLOCK": WORDS}, loops=8, share=8),
     "place_owned, W=2": Case("place_owned", {"BLOCK": WORDS}, loops=2),
     "place_owned, W=8": Case("place_owned", {"BLOCK": WORDS}, loops=8),
-    "add_values": Case("add_values", FP32 | {"REPLACES": False}),
+    "add_values": Case("add_values", FP32 | NEAREST | {"REPLACES": False}),
 }
 VARIANTS = {
     "finish, layers": Case("finish", {"NORM": 2, "TERNARY": False, "LANES": 2048}, num_warps=8),
@@ -141,7 +141,7 @@ VARIANTS = {
     "merge_signs, short rows": Case("merge_signs", {"BLOCK": WORDS, "programs": 1}),
     "pick_owned, W=1": Case("pick_owned", {"BLOCK": WORDS, "world_size": 1}),
     "place_owned, W=1": Case("place_owned", {"BLOCK": WORDS, "world_size": 1, "programs": 1}),
-    "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1}),
+    "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1, "ROUNDING": True}),
     "add_values, replaces, mixed": Case("add_values", FP32 | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
 }
 """What else runs: must compile without spills; nothing else is limited."""

@@ -286,7 +286,7 @@ class Workload:
     def add_values(self) -> partial[None]:
         layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
         where = (self.table.bits, self.table.row, self.skip)
-        return partial(ops.add_values, self.params, layout.sizes, layout.block_size, values, False, *where)
+        return partial(ops.add_values, self.params, layout.sizes, layout.block_size, values, False, *where, None)
 
     def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""

@@ -153,14 +153,15 @@ class MarsitAllReduce(RoundAllReduce):
         """Algorithm 1, line 11; the headers go first."""
         prepare(self.everything)
         self._agree(hold)
+        self.compensated.mul_(1.0 / self.layout.world_size)  # before the sum: it can't overflow then
         self.transport.all_reduce(self.compensated)
-        self.values = self.compensated.mul_(1.0 / self.layout.world_size)
+        self.values = self.compensated
 
     def forget(self) -> None:
         """After a round of full precision whose update was taken: no compensation (line 12)."""
         if self.full_precision:
             # Skipped, it keeps the mean of all, so that nothing is lost.
-            self.compensated.mul_((self.flags != 0).float())
+            self.compensated.masked_fill_(self.flags == 0, 0.0)
 
     @property
     def wire_bytes(self) -> int:

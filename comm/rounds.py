@@ -7,6 +7,8 @@ measured against differ in how they agree, and in what is kept.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
 from .transport import LocalTransport, Transport
-from .wire import Flag, Messages, Word, agreed_flags, checksum_of, union
+from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 
 Prepare = Callable[[slice], None]
 """Adds this worker's update to ``compensated`` and writes its signs, for some chunks: see ``RoundAllReduce.add``."""
@@ -61,6 +63,8 @@ class RoundAllReduce:
         self.block_tensor = block_table(layout, self.device)
         self.compensated = torch.zeros(layout.numel, device=self.device)
         self.scale = torch.zeros(layout.n_blocks, device=self.device)
+        if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
+            raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
         self.compensation_limit = compensation_limit
         self._unlimited = torch.full_like(self.scale, torch.inf)
         self._limit = self._unlimited
@@ -88,17 +92,42 @@ class RoundAllReduce:
 
         Returns:
             The global update, float32 [P], equal on all ranks; zero if the round was skipped.
+
+        Raises:
+            TypeError, ValueError: if this rank's arguments can't be used; all other ranks skip the round.
         """
+        error = self._what_is_wrong(tensors, step)
+        if error is not None:  # the others must not wait for this rank
+            tensors, step = [torch.empty(0, device=self.device)] * len(self.layout.sizes), 0.0
         coef = torch.ones(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
 
         def prepare(chunks: slice) -> None:
             self.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], nothing, False)
 
-        self.synchronise(prepare, torch.full_like(self.scale, step), tag=tag, abort=abort)
+        tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
+        self.synchronise(prepare, torch.full_like(self.scale, step), tag=tag, abort=abort or error is not None)
+        if error is not None:
+            raise error
         update = self.result()
         self.forget()
         return update
+
+    def _what_is_wrong(self, tensors: Sequence[Tensor], step: float) -> Exception | None:
+        if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < math.inf:
+            return ValueError(f"step must be a finite number >= 0, got {step!r}")
+        sizes = self.layout.sizes
+        if len(tensors) != len(sizes):
+            return ValueError(f"tensors must be {len(sizes)}, as the layout has, got {len(tensors)}")
+        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            if tensor.numel() not in (0, size) or tensor.device != self.device or not tensor.is_contiguous():
+                return ValueError(
+                    f"tensor {i} must be contiguous, of {size} elements (or none) on {self.device}, got "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+                )
+            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                return TypeError(f"tensor {i} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        return None
 
     def add(
         self,
@@ -190,6 +219,22 @@ class RoundAllReduce:
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         """Makes the global update; sets ``flags``, with ``hold``, on all ranks alike."""
         raise NotImplementedError
+
+    def describe(self) -> str:
+        """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
+        if self.arrived_words is not None:
+            return describe_mismatch(self.arrived_words)
+        return describe_note(int(self.messages.words[:, Word.SIGNAL].max()))
+
+    def resume(self, rounds: int, digest: int, pending: int) -> None:
+        """Takes up a checkpoint's counts; ``compensated`` is filled apart."""
+        self.rounds, self.pending = rounds, pending
+        self._digest.fill_(digest)
+
+    @property
+    def digest(self) -> Tensor:
+        """Of the last global update, int32 []; the next round's headers compare it."""
+        return self._digest
 
     @property
     def pending(self) -> int:

@@ -127,17 +127,25 @@ def union(flags: Tensor) -> Tensor:
     return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
 
 
+_MEANING = {
+    Word.MAGIC: "message format",
+    Word.STEP: "number of synchronisations",
+    Word.LAYOUT: "parameter layout",
+    Word.DIGEST: "digest of the last synchronisation",
+    Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
+}
+
+
+def describe_note(note: int) -> str:
+    """Names the checked words in which ranks differ, from their bits in a note (``merge_signs``)."""
+    names = [name for word, name in _MEANING.items() if note >> word & 1]
+    return " and ".join(names) or "a message arrived damaged"
+
+
 def describe_mismatch(arrived: Tensor) -> str:
     """Names the first checked word in which a rank differs from rank 0; reads from the device."""
-    meaning = {
-        Word.MAGIC: "message format",
-        Word.STEP: "number of synchronisations",
-        Word.LAYOUT: "parameter layout",
-        Word.DIGEST: "digest of the last synchronisation",
-        Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
-    }
     words = arrived.cpu()
-    for word, name in meaning.items():
+    for word, name in _MEANING.items():
         for rank in range(1, len(words)):
             here, there = int(words[0, word]), int(words[rank, word])
             if here != there:

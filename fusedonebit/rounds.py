@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .comm import Flag, LocalTransport, describe_mismatch
+from .comm import Flag, LocalTransport
 from .comm.rounds import RoundAllReduce
 from .distributed import DistributedOptimizer
-from .hyperparameters import Options, check_count
+from .hyperparameters import Options
 from .scaling import LossScale, agree_on_scaling
 from .triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum, block_table, flatten
 
@@ -32,13 +33,13 @@ class RoundOptions(Options):
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
-        check_count("local_steps", self.local_steps)
-        if self.local_steps < 1:
-            raise ValueError(f"local_steps must be an int >= 1, got {self.local_steps}: 1 synchronises every step")
+        steps = self.local_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {steps!r}: 1 synchronises every step")
         if self.stochastic_rounding and self.local_steps > 1:
             raise ValueError(
-                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: rounds add up in "
-                "float32, which loses nothing"
+                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "
+                "are rounded to nearest; use master_weights=True"
             )
         if self.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
@@ -56,7 +57,7 @@ class RoundOptimizer(DistributedOptimizer):
         super()._check_group(group, name)
         where = f" in {name}" if name else ""
         ratio = group["global_ratio"]
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < torch.inf:
+        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) < torch.inf:
             raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
         if self._built and not self._exp_avg.numel() and group.get("momentum"):
             raise ValueError(
@@ -81,7 +82,7 @@ class RoundOptimizer(DistributedOptimizer):
         raise NotImplementedError
 
     def _build(self) -> None:
-        self._local = 0
+        self._local = self._tag = 0
         self._held_error: Exception | None = None
         super()._build()
         layout, device = self.layout, self.device
@@ -104,7 +105,7 @@ class RoundOptimizer(DistributedOptimizer):
         self._reduce.settle()
         before = self._reduce
         super().add_param_group(param_group)
-        self._reduce.rounds, self._reduce._digest = before.rounds, before._digest
+        self._reduce.resume(before.rounds, int(before.digest), before.pending)
 
     @property
     def averages_gradients(self) -> bool:
@@ -130,6 +131,7 @@ class RoundOptimizer(DistributedOptimizer):
         scaling = self._scaling(grads, alone=True)
         self._add(grads, coef, self._reduce.everything, *scaling, moves=True)
         self._reduce.formed()
+        self._tag = self._mixed_tag()
         self._local += 1
         self._phase = "local"
 
@@ -139,15 +141,19 @@ class RoundOptimizer(DistributedOptimizer):
         reduce.synchronise(
             lambda chunks: self._add(grads, coef, chunks, factor, hold),
             self._global_step(coef),
-            tag=self._coefficients.tag,
+            tag=self._mixed_tag(),
             abort=abort,
             hold=hold,
         )
         self._apply()
         reduce.forget()
-        self._local = 0
+        self._local = self._tag = 0
         self._phase = "uncompressed" if reduce.full_precision else "one-bit"
         return reduce.flags
+
+    def _mixed_tag(self) -> int:
+        """A hash of the hyper-parameters of all steps of this round so far, the present one included."""
+        return (1_000_003 * self._tag + self._coefficients.tag) & 0x7FFFFFFF
 
     def _global_step(self, coef: Tensor) -> Tensor:
         """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
@@ -180,10 +186,11 @@ class RoundOptimizer(DistributedOptimizer):
         """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""
         layout, reduce, live = self.layout, self._reduce, self._live
         anchored = self.options.local_steps > 1
-        anchor = self._anchor[: layout.numel]
+        anchor, rounding = self._anchor[: layout.numel], None if anchored else self._rounding
         target, sizes = ([anchor], (layout.numel,)) if anchored else (self._list.dense, layout.sizes)
         if reduce.values is not None:
-            add_values(target, sizes, layout.block_size, reduce.values, False, live.bits, live.row, reduce.flags)
+            where = (live.bits, live.row, reduce.flags, rounding)
+            add_values(target, sizes, layout.block_size, reduce.values, False, *where)
         else:
             apply_momentum(
                 target,
@@ -198,10 +205,10 @@ class RoundOptimizer(DistributedOptimizer):
                 live.bits,
                 live.row,
                 reduce.flags,
-                None if anchored else self._rounding,
+                rounding,
             )
         if anchored:  # also where the round was skipped
-            where = (live.bits, live.row, self._no_flags)
+            where = (live.bits, live.row, self._no_flags, None)
             add_values(self._list.dense, layout.sizes, layout.block_size, anchor, True, *where)
 
     def _error_due(self, error: Exception | None) -> Exception | None:
@@ -211,9 +218,7 @@ class RoundOptimizer(DistributedOptimizer):
         return None if self._phase == "local" else held
 
     def _describe(self, flag: Flag) -> str:
-        words = self._reduce.arrived_words
-        what = "steps, layout or hyper-parameters (learning rate and the like)"
-        return self._say_where(what if words is None else describe_mismatch(words))
+        return self._say_where(self._reduce.describe())
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -240,9 +245,10 @@ class RoundOptimizer(DistributedOptimizer):
     def _header(self) -> dict[str, Any]:
         return {
             "rounds": self._reduce.rounds,
-            "digest": int(self._reduce._digest),
+            "digest": int(self._reduce.digest),
             "local": self._local,
             "flags": self._reduce.pending,
+            "tag": self._tag,
         }
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
@@ -262,10 +268,8 @@ class RoundOptimizer(DistributedOptimizer):
             )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
-        self._reduce.rounds, self._local = header["rounds"], header["local"]
-        self._reduce._digest.fill_(header["digest"])
-        self._reduce.pending = header["flags"]
-        self._phase = header["phase"]
+        self._reduce.resume(header["rounds"], header["digest"], header["flags"])
+        self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
 
     # ---------------------------------------------------------------- what users look at
 

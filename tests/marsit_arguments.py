@@ -71,7 +71,7 @@ def placed_arguments(layout: FlatLayout) -> tuple[Tensor, ...]:
     return gathered.bits, p.bytes(layout.world_size), bits.bits
 
 
-def add_arguments(p: Problem, replaces: bool, skip: int = 0) -> tuple:
+def add_arguments(p: Problem, replaces: bool, skip: int = 0, rounding: Tensor | None = None) -> tuple:
     values = p.normal(p.layout.numel + 8)
     where = (p.table.bits, p.table.row, torch.tensor([skip], dtype=torch.int32))
-    return (p.params, p.layout.sizes, p.layout.block_size, values, replaces, *where)
+    return (p.params, p.layout.sizes, p.layout.block_size, values, replaces, *where, rounding)

@@ -181,7 +181,10 @@ def largest_allocation(call) -> int:
 
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("options", [{"guard": "rewarm"}, PAPER], ids=["defaults", "paper"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"guard": "rewarm"}, id="defaults"), pytest.param(PAPER, marks=pytest.mark.full, id="paper")],
+)
 def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_full_size(name, world_size, options):
     for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size, name, options):
         limit, n = STATE_BYTES[name] + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)

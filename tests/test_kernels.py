@@ -199,7 +199,14 @@ def train(
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize("options", [PAPER, PAPER | {"scale_scope": "layer"}, {}], ids=["global", "layer", "defaults"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(PAPER, marks=pytest.mark.full, id="global"),
+        pytest.param(PAPER | {"scale_scope": "layer"}, marks=pytest.mark.full, id="layer"),
+        pytest.param({}, id="defaults"),
+    ],
+)
 def test_30_steps_through_the_kernels_give_identical_parameters(options):
     plain, triton = (train(0, 1, backend, options, 20, small=not options) for backend in ("plain", "triton"))
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))

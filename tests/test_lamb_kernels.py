@@ -261,7 +261,10 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("defaults", "adaptive") else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS],
+)
 def test_30_steps_through_the_kernels_give_identical_parameters(kind):
     (plain, layers), (triton, same_layers) = train(0, 1, "plain", kind), train(0, 1, "triton", kind)
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))

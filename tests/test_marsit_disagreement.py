@@ -177,6 +177,22 @@ def test_another_hyper_parameter_on_one_rank_is_caught_on_all_and_training_can_g
             assert bits == results[0][3]
 
 
+def other_lr_between_rounds(rank: int, world_size: int) -> list[type | None]:
+    optimizer = MarsitSGD(make(), 1e-2, local_steps=3, full_precision_every=0)
+    seen = []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 1e-1 if rank == 1 and step == 1 else 1e-2
+        set_gradients(optimizer, rank, step)
+        seen.append(caught(optimizer.step)[0])
+    return seen
+
+
+def test_a_learning_rate_that_only_differs_between_two_rounds_is_noticed_in_the_next():
+    none = [None, None]
+    for seen in run_ranks(other_lr_between_rounds, 2):
+        assert seen == [*none, OutOfStepError, *none, None]
+
+
 def step_once_more(rank: int, world_size: int, topology: str) -> tuple[type | None, str, float, str]:
     optimizer = MarsitSGD(make(), 1e-2, topology=topology)
     train(optimizer, rank, 2)
@@ -285,7 +301,7 @@ def build_badly(rank: int, world_size: int, name: str, options: dict) -> tuple[t
         ("sgd", 2, {"full_precision_every": -1}, "full_precision_every must be an int >= 0, got -1"),
         ("sgd", 2, {"full_precision_every": 2.5}, "full_precision_every must be an int >= 0, got 2.5"),
         ("sgd", 2, {"local_steps": 0}, "local_steps must be an int >= 1, got 0"),
-        ("sgd", 2, {"local_steps": True}, "local_steps must be an int >= 0, got True"),
+        ("sgd", 2, {"local_steps": True}, "local_steps must be an int >= 1, got True"),
         (
             "sgd",
             2,

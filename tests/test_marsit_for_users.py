@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Transport
+from fusedonebit.triton_kernels import FlatLayout
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, train
 from observe import fingerprint, parameters
 from ranks import run_ranks
@@ -357,3 +358,99 @@ def test_momentum_that_comes_later_is_refused_instead_of_ignored():
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="momentum must be 0 where no group had any at construction, got 0"):
         train(optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every):
+    param = Parameter(torch.full((1000,), 4.0, dtype=torch.bfloat16))
+    options = {"momentum": 0.0, "global_ratio": 1.0, "full_precision_every": every, "stochastic_rounding": True}
+    optimizer = MarsitSGD([param], 1e-3, **options)
+    for _ in range(400):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    # Half a unit in the last place is 0.0156: rounding to nearest would move nothing.
+    assert param.float().mean().item() == pytest.approx(3.6, abs=0.02)
+
+
+def test_updates_whose_sum_would_overflow_are_averaged_all_the_same():
+    def run(rank: int, transport: Transport) -> Tensor:
+        param = Parameter(torch.zeros(10))
+        optimizer = MarsitSGD([param], 1.0, momentum=0.0, full_precision_every=1, process_group=transport)
+        param.grad = torch.full((10,), 2e38)
+        optimizer.step()
+        return param.detach()
+
+    for param in SimulatedGroup(2).run(run):
+        assert torch.equal(param, torch.full((10,), -2e38))
+
+
+class Watched(SimulatedTransport):
+    """Notes when an exchange begins and when it is waited for."""
+
+    notes: list[str]
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Any:
+        pending, wait = super().exchange(received, source, sent, destination), self.notes.append
+        self.notes.append("send")
+
+        class Waited:
+            def wait(self) -> None:
+                wait("wait")
+                pending.wait()
+
+        return Waited()
+
+
+def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
+    def run(rank: int, transport: SimulatedTransport) -> list[str]:
+        watched = Watched(transport.group, rank)
+        watched.notes = []
+        reduce = MarsitAllReduce(FlatLayout((3000,), 3), watched, full_precision_every=0)
+        reduce.synchronise(lambda chunks: watched.notes.append("prepare"), torch.ones_like(reduce.scale))
+        return watched.notes
+
+    for notes in SimulatedGroup(3).run(run):
+        assert notes == ["prepare", *("send", "prepare", "wait") * 2, *("send", "wait") * 2]
+
+
+def bad_tensors(rank: int, transport: Transport, case: str) -> tuple[type | None, str, bool]:
+    reduce = MarsitAllReduce(FlatLayout((6, 2), 2), transport, full_precision_every=0)
+    good, step = [torch.ones(6), torch.ones(2)], 0.1
+    bad = {
+        "strided": ([torch.ones(12)[::2], torch.ones(2)], step),
+        "long": ([torch.ones(7), torch.ones(2)], step),
+        "one more": ([*good, torch.ones(1)], step),
+        "whole numbers": ([torch.ones(6).long(), torch.ones(2)], step),
+        "step": (good, -1.0),
+    }
+    found: list[Tensor] = []
+    tensors, size = bad[case] if rank == 1 else (good, step)
+    kind, text = caught(lambda: found.append(reduce(tensors, size)))
+    return kind, text, not found or not found[0].any()
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("strided", "tensor 0 must be contiguous, of 6 elements"),
+        ("long", "tensor 0 must be contiguous, of 6 elements"),
+        ("one more", "tensors must be 2, as the layout has, got 3"),
+        ("whole numbers", "tensor 0 must be float32, bfloat16 or float16, got torch.int64"),
+        ("step", "step must be a finite number >= 0, got -1.0"),
+    ],
+)
+def test_bad_tensors_of_one_rank_are_its_error_and_a_skipped_round_for_all(case, text):
+    (kind, _, skipped), (bad, said, _) = SimulatedGroup(2).run(lambda r, t: bad_tensors(r, t, case))
+    assert kind is None
+    assert skipped
+    assert bad in (TypeError, ValueError)
+    assert text in said
+
+
+def test_a_transport_that_can_not_exchange_is_told_so():
+    class Old:
+        rank, world_size, traffic = 0, 2, None
+        all_to_all = all_gather = all_reduce = broadcast = print
+
+    with pytest.raises(TypeError, match="got Old, which lacks exchange"):
+        MarsitSGD(make(), 1e-2, process_group=Old())

@@ -11,6 +11,7 @@ from fusedonebit.triton_kernels.ops import SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from marsit_arguments import add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
 from reference_ops import Problem, packed, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -60,6 +61,11 @@ def example(name: str) -> list[tuple]:
         "square_sums": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(p.layout.n_blocks).double())],
         "exponents": [(*sizes, p.exp_avg_sq, p.table.bits, p.table.row, torch.zeros(1 << 15, dtype=torch.int64))],
         "settle": [(p.compensated, p.worker_scale, ternary, *p.table[:2]) for ternary in (False, True)],
+        "local_update": [local_arguments(p, "sgd"), local_arguments(p, "adam", decays=True, moves=True)],
+        "merge_signs": [merge_arguments(p.layout, 2, 1 << 31)],
+        "pick_owned": [owned_arguments(p.layout, 1)],
+        "place_owned": [placed_arguments(p.layout)],
+        "add_values": [add_arguments(p, False), add_arguments(p, True, rounding=step)],
     }[name]
 
 

@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("optimizer", ["OneBitAdam", "OneBitLamb", "MarsitSGD"])
+@pytest.mark.parametrize("optimizer", ["OneBitAdam", pytest.param("OneBitLamb", marks=pytest.mark.full), "MarsitSGD"])
 def test_quick_start_runs_under_torchrun(tmp_path: Path, optimizer: str):
     program, *others = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     for instead in others:

@@ -96,7 +96,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param(s, marks=pytest.mark.full) if max(s) > 10_000 else s for s in SIZES])
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
         if i % (5 if max(sizes) > 10_000 else 3) != world_size - 1:
@@ -190,7 +190,13 @@ RUNS = [
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*(("onebit-adam", run) for run in RUNS), *(("onebit-lamb", run) for run in RUNS[1:]), ("onebit-lamb-frozen", {})],
+    [
+        ("onebit-adam", RUNS[0]),
+        ("onebit-lamb", RUNS[1]),
+        *(pytest.param("onebit-adam", run, marks=pytest.mark.full) for run in RUNS[1:]),
+        *(pytest.param("onebit-lamb", run, marks=pytest.mark.full) for run in RUNS[2:]),
+        pytest.param("onebit-lamb-frozen", {}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_training_through_the_kernels_gives_identical_parameters(name, options):

@@ -53,6 +53,19 @@ def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_marsit_and_its_baselines_train_on_a_torus_with_local_steps(tmp_path: Path, text: Path):
+    out = tmp_path / "out"
+    names = ("marsit", "ssdm")
+    where = ("--nproc", "4", "--topology", "torus", "--local-steps", "2", "--full-precision-every", "2")
+    result = train("--compare", ",".join(names), "--steps", "8", *where, "--text", str(text), "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    phases = [r["phase"] for r in metrics(out)]
+    assert phases == [*("local", "uncompressed", "local", "one-bit") * 2, *("local", "one-bit") * 4]
+    odd = train("--optimizer", "marsit", "--steps", "7", "--local-steps", "2", "--text", str(text), "--out", str(out))
+    assert odd.returncode == 2
+    assert "--steps must be a multiple of --local-steps 2, got 7" in odd.stderr
+
+
 def test_lamb_records_and_draws_its_layers(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     names = ("lamb", "onebit-lamb", "onebit-lamb-frozen")
@@ -75,7 +88,7 @@ def test_lamb_records_and_draws_its_layers(tmp_path: Path, text: Path):
     assert frozen[4]["coefficient"] == frozen[7]["coefficient"] == pytest.approx(frozen[3]["average"])
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, text: Path, nproc: str):
     common = ("--nproc", nproc, "--freeze-step", "3", "--text", str(text), "--steps", "12")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -178,7 +191,8 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--text", "."], "can't be read"),
         (
             ["--optimizer", "sgd"],
-            "--optimizer must be of adamw, onebit-adam, lamb, onebit-lamb, onebit-lamb-frozen, got 'sgd'",
+            "--optimizer must be of adamw, onebit-adam, lamb, onebit-lamb, onebit-lamb-frozen, marsit, psgd, signsgd, "
+            "ef-signsgd, ssdm, cascading, got 'sgd'",
         ),
         (["--compare", "adamw,sgd"], "--compare must be of"),
         (["--model", "huge"], "--model must be one of tiny"),

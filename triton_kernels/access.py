@@ -34,6 +34,7 @@ BETA3 = tl.constexpr(14)
 R_MIN = tl.constexpr(15)
 R_MAX = tl.constexpr(16)
 R_THRESHOLD = tl.constexpr(17)
+GLOBAL_RATIO = tl.constexpr(18)
 COLUMNS = tl.constexpr(19)
 
 # Rows of LAMB's table of layers; ``coefficients.Layer`` names them for the host.

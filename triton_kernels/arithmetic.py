@@ -106,7 +106,7 @@ def move(
     mask = _mask(live, live_row, tile)
     moved = moved if mask is None else torch.where(mask, moved, x)
     if rounding is not None:
-        _round_bfloat16(moved, params, tile, rounding)
+        round_bfloat16(moved, params, tile, rounding)
     scatter(moved, params, tile)
 
 
@@ -145,7 +145,7 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, kept.view(torch.float32))
 
 
-def _round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
+def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
     """Rounds in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
     spans = [span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16]
     if not spans:

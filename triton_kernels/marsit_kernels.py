@@ -27,6 +27,7 @@ from .access import (
     live_elements,
     load_user,
     mixed,
+    random_words,
     store_user,
 )
 
@@ -56,13 +57,26 @@ def _user_block(pointers, tensors, t, start, i, mask, row, DTYPE: tl.constexpr, 
 
 
 @triton.jit
-def _store_block(pointers, tensors, t, start, i, x, mask, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_block(
+    pointers,
+    tensors,
+    t,
+    start,
+    i,
+    x,
+    words,
+    mask,
+    row,
+    DTYPE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     base = tl.load(pointers + t)
     kinds = pointers + tensors + t
     if row == 0:
-        store_user(base, kinds, start, i, x, i, None, DTYPE, False, True, ALIGNED)
+        store_user(base, kinds, start, i, x, words, None, DTYPE, ROUNDING, True, ALIGNED)
     elif row != 1:
-        store_user(base, kinds, start, i, x, i, mask, DTYPE, False, False, ALIGNED)
+        store_user(base, kinds, start, i, x, words, mask, DTYPE, ROUNDING, False, ALIGNED)
 
 
 @triton.jit
@@ -155,7 +169,7 @@ def local_update(
     if ADAM:
         tl.store(exp_avg_sq + b * BLOCK + i, tl.where(counts, v, old_v))
     if MOVES:
-        _store_block(params, tensors, t, start, i, x - u, mask, row, DTYPE, ALIGNED)
+        _store_block(params, tensors, t, start, i, x - u, i, mask, row, DTYPE, False, ALIGNED)
     else:
         tl.store(byte, bytes_of(c >= 0))
 
@@ -265,15 +279,19 @@ def place_owned(
     owners,  # uint32 [W, 4 quads], dense
     quads,  # of a row
     world_size,
-    programs,  # for each row
     bits,  # uint32 [W, 4 quads], written
     bits_stride,  # quads between its rows
     BLOCK: tl.constexpr,
 ):
-    """bits[k] = OR over r of gathered[k + r] AND owners[r]. Grid: W * programs. Bytes per element: W/4 + 1/8."""
+    """bits[k] = OR over r of gathered[k + r] AND owners[r]. Grid: programs * W.
+
+    Bytes per element: W/4 + 1/8, of which all but 3/8 come from a cache: the W programs that read the
+    same words are neighbours.
+    """
     p = tl.program_id(0).to(tl.int64)
-    chunk = p // programs
-    i = (p - chunk * programs) * BLOCK + tl.arange(0, BLOCK)
+    part = p // world_size
+    chunk = p - part * world_size
+    i = part * BLOCK + tl.arange(0, BLOCK)
     inside = i < quads * QUAD
     result = tl.zeros([BLOCK], tl.uint32)
     plane = owners + i
@@ -296,9 +314,11 @@ def add_values(
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     skip,  # int32 [1]
+    rounding,  # float32 [], updates done, read where ROUNDING
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     REPLACES: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """x = x - values, or x = values where REPLACES. Grid: B. Bytes per element: 4, and the parameter twice (once)."""
@@ -312,4 +332,7 @@ def add_values(
         new = tl.load(values + b * BLOCK + i)
         if not REPLACES:
             new = _user_block(params, tensors, t, start, i, mask, row, DTYPE, ALIGNED) - new
-        _store_block(params, tensors, t, start, i, new, mask, row, DTYPE, ALIGNED)
+        words = i
+        if ROUNDING:
+            words = random_words(rounding, b, i, BLOCK)
+        _store_block(params, tensors, t, start, i, new, words, mask, row, DTYPE, ROUNDING, ALIGNED)

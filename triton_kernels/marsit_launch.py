@@ -148,7 +148,6 @@ def place_owned(gathered: Tensor, owners: Tensor, bits: Tensor) -> None:
         _words(owners),
         _quads(own.shape[1]),
         len(bits),
-        programs,
         own,
         _quads(own.stride(0)),
         BLOCK=WORDS,
@@ -164,6 +163,7 @@ def add_values(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """See ``marsit_kernels.add_values``."""
     pointers, blocks = pointer_table(params, values.device), len(live_row)
@@ -179,9 +179,11 @@ def add_values(
         live,
         live_row,
         skip,
+        values if rounding is None else rounding,
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
         REPLACES=replaces,
+        ROUNDING=rounding is not None,
         BLOCK=block_size,
     )
 

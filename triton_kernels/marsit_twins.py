@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import GOLDEN, WORD, column, denom, mixed, only_live, signs
+from .arithmetic import GOLDEN, WORD, column, denom, mixed, only_live, round_bfloat16, signs
 from .coefficients import Coef
 from .tiles import Tile, gather, scatter, tiles
 from .twins import pack
@@ -76,9 +76,9 @@ def local_update(
         flags: int32 [W], ``NONFINITE`` is set where it happened.
     """
     flat = compensated[: len(scale) * block_size].view(-1, block_size)
-    for tile in tiles(sizes, len(bits), block_size, compensated.device):
-        if not first <= tile.chunk < last:
-            continue
+    every = tiles(sizes, len(bits), block_size, compensated.device)
+    of_a_chunk = len(every) // len(bits)
+    for tile in every[first * of_a_chunk : last * of_a_chunk]:
         b = tile.blocks
         own_bits = bits[tile.chunk, tile.bytes]
         most = limit[b][:, None]
@@ -268,6 +268,7 @@ def add_values(
     live: Tensor,
     live_row: Tensor,
     skip: Tensor,
+    rounding: Tensor | None,
 ) -> None:
     """x = x - values, or x = values, for the elements that count (Marsit, Algorithm 2, line 6).
 
@@ -279,6 +280,7 @@ def add_values(
         replaces: Which of the two.
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing moves.
+        rounding: See ``apply_momentum``.
     """
     if skip:
         return
@@ -287,4 +289,7 @@ def add_values(
         x = gather(params, tile, block_size)
         moved = new if replaces else x - new
         counts = only_live(torch.ones_like(x), live, live_row, tile) > 0
-        scatter(torch.where(counts, moved, x), params, tile)
+        moved = torch.where(counts, moved, x)
+        if rounding is not None:
+            round_bfloat16(moved, params, tile, rounding)
+        scatter(moved, params, tile)

@@ -98,7 +98,9 @@ SCHEMAS: dict[str, str] = {
     ),
     "pick_owned": "(Tensor bits, int rank, int seed, Tensor(a!) owners, Tensor(b!) picked) -> ()",
     "place_owned": "(Tensor gathered, Tensor owners, Tensor(a!) bits) -> ()",
-    "add_values": f"(Tensor(a!)[] params, {_SIZES}, Tensor values, bool replaces, {_LIVE}, Tensor skip) -> ()",
+    "add_values": (
+        f"(Tensor(a!)[] params, {_SIZES}, Tensor values, bool replaces, {_LIVE}, Tensor skip, Tensor? rounding) -> ()"
+    ),
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""

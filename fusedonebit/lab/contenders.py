@@ -15,6 +15,7 @@ from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
 from ..averaging import AveragingOptimizer
 from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
+from ..comm.baselines import Coding
 from ..freezing import DeadCoordinates
 from ..hyperparameters import VARIANCE_FLOOR, Options
 from ..triton_kernels import TAIL, Coef, adam_update, freeze
@@ -166,14 +167,19 @@ def _marsit(of: Setting, **options: Any) -> Any:
     return MarsitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
 
 
-def _baseline(of: Setting, aggregation: str, images: float = 1.0, text: float = 1.0) -> Any:
-    """One of those that Marsit is measured against; steps of signs are in units of the task's ``lr``, Adam's."""
-    options: dict[str, Any] = {"aggregation": aggregation, "coding": "fixed", "seed": of.key.seed}
+def _baseline(
+    of: Setting, aggregation: str, images: float = 1.0, text: float = 1.0, lr: float = 1.0, coding: Coding = "fixed"
+) -> Any:
+    """One of those that Marsit is measured against, at ``lr`` times its rate.
+
+    Steps of signs are in units of the task's ``lr``, Adam's.
+    """
+    options: dict[str, Any] = {"aggregation": aggregation, "coding": coding, "seed": of.key.seed}
     options["process_group"] = of.transport
     if of.task.images:
         ratio = images / of.task.sgd
-        return BaselineSGD(of.params, of.task.lr * of.task.sgd, 0.9, 0.0, global_ratio=ratio, **options)
-    return BaselineAdam(of.params, of.task.lr, BETAS, EPS, 0.0, global_ratio=text, **options)
+        return BaselineSGD(of.params, lr * of.task.lr * of.task.sgd, 0.9, 0.0, global_ratio=ratio, **options)
+    return BaselineAdam(of.params, lr * of.task.lr, BETAS, EPS, 0.0, global_ratio=text, **options)
 
 
 _EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -219,5 +225,11 @@ CONTENDERS: dict[str, Make] = {
     "ef-signsgd": partial(_baseline, aggregation="ef-signsgd"),
     "ssdm": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0),
     "cascading": partial(_baseline, aggregation="cascading"),
+    **{f"cascading-lr/{by}": partial(_baseline, aggregation="cascading", lr=1 / by) for by in (10, 100, 1000, 10000)},
+    "ssdm-lr/3": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, lr=1 / 3),
+    "ssdm-lr*3": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, lr=3.0),
+    "signsgd-elias": partial(_baseline, aggregation="signsgd", images=3.0, coding="elias"),
+    "ef-signsgd-elias": partial(_baseline, aggregation="ef-signsgd", coding="elias"),
+    "ssdm-elias": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, coding="elias"),
 }
 """By name; those that the claims are about come first. A plain "onebit-…" has our defaults."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
-from ..baselines import BaselineAdam
+from ..baselines import AGGREGATIONS, BaselineAdam
 from ..comm import Topology, make_transport
 from ..inspection import fp32_bytes
 
@@ -136,7 +136,7 @@ def _baseline(
         WEIGHT_DECAY,
         aggregation=aggregation,
         global_ratio=global_ratio,
-        topology="ring" if settings.topology == "owner" else settings.topology,  # Marsit's alone
+        topology=settings.topology,
         local_steps=settings.local_steps,
         seed=settings.seed,
     )
@@ -163,3 +163,6 @@ OPTIMIZERS = {
     "cascading": Entry(partial(_baseline, aggregation="cascading"), 3e-3),
 }
 """By name; each optimizer has ``stats()``."""
+
+AGREE_IN_ROUNDS = ("marsit", *AGGREGATIONS)
+"""Those of them that take a topology and local steps."""

@@ -20,7 +20,7 @@ from ..lamb import LambUpdate
 from .data import Corpus, InputError, load_text
 from .display import Display
 from .model import SIZES, ByteTransformer
-from .optimizers import OPTIMIZERS, Settings
+from .optimizers import AGREE_IN_ROUNDS, OPTIMIZERS, Settings
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
@@ -228,7 +228,14 @@ def check(job: Job, world_size: int) -> None:
     Raises:
         InputError: with one line that says what is wrong.
     """
-    if job.topology == "torus":
+    in_rounds = [name for name in job.optimizers if name in AGREE_IN_ROUNDS]
+    if job.local_steps > 1 and in_rounds:
+        for flag, steps in (("--steps", job.steps), ("--eval-every", job.eval_every), ("--save-every", job.save_every)):
+            if steps % job.local_steps:
+                raise InputError(f"{flag} must be a multiple of --local-steps {job.local_steps}, got {steps}")
+    if job.topology == "owner" and set(in_rounds) - {"marsit"}:
+        raise InputError(f"--topology owner is marsit's alone, got it with {', '.join(set(in_rounds) - {'marsit'})}")
+    if job.topology == "torus" and in_rounds:
         try:
             torus_rows(world_size, None)
         except ValueError as error:
