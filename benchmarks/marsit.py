@@ -41,6 +41,8 @@ METHODS = {
     "marsit": "Marsit",
 }
 """Table 2's, by the lab's names."""
+TABLE_1 = {"no compression": "psgd", "cascading compression": "cascading"}
+TABLE_1 |= {f"cascading, lr / {by}": f"cascading-lr/{by}" for by in (10, 100, 1000, 10000)}
 EVERY = {"psgd": "1", "marsit-50": "50", "marsit-100": "100", "marsit-200": "200", "marsit": "∞"}
 """Figure 3's K."""
 COLOURS = {"compute": "#9a9a9a", "compress": "#d1495b", "communicate": "#2e6f95"}
@@ -92,10 +94,11 @@ def table_1(runs: Sequence[Record]) -> str:
     """Cascading compression against none, 3 and 8 workers."""
     tasks = [t for t in TASKS if of(runs, t, "cascading")]
     lines = [f"| table 1 | {' | '.join(tasks)} |", "|---|" + "--:|" * len(tasks)]
-    for name, optimizer in (("cascading compression", "cascading"), ("no compression", "psgd")):
+    for name, optimizer in TABLE_1.items():
         for workers in (3, WORKERS):
             cells = [cell(of(runs, task, optimizer, workers)) for task in tasks]
-            lines.append(f"| {name}, M = {workers} | {' | '.join(cells)} |")
+            if any(cells):
+                lines.append(f"| {name}, M = {workers} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -103,19 +106,22 @@ def table_2(runs: Sequence[Record]) -> str:
     """All methods on all tasks, and what they send."""
     tasks = [t for t in TASKS if of(runs, t, "psgd")]
     heads = [f"{t}: {TASKS[t].metric} ({'higher' if TASKS[t].higher else 'lower'})" for t in tasks]
-    lines = [f"| table 2, M = {WORKERS} | {' | '.join(heads)} | bits per element and hop |"]
-    lines.append("|---|" + "--:|" * (len(tasks) + 1))
+    lines = [f"| table 2, M = {WORKERS} | {' | '.join(heads)} | bits per element and hop | Elias-coded |"]
+    lines.append("|---|" + "--:|" * (len(tasks) + 2))
     for optimizer, name in METHODS.items():
         found = {task: of(runs, task, optimizer) for task in tasks}
-        sent = bits(found[tasks[0]]) if found[tasks[0]] else math.nan
-        lines.append(f"| {name} | {' | '.join(map(cell, found.values()))} | {sent:.2f} |")
+        coded = of(runs, "mlp", f"{optimizer}-elias")
+        elias = f"{bits(coded):.2f}" if coded else ""
+        sent = bits(of(runs, "mlp", optimizer))
+        lines.append(f"| {name} | {' | '.join(map(cell, found.values()))} | {sent:.2f} | {elias} |")
     return "\n".join(lines) + "\n"
 
 
 def table_3(runs: Sequence[Record], times: Sequence[Record]) -> str:
     """Figure 3's table: what K costs and brings; times are figure 5's, for as many rounds as a run has."""
     tasks = [t for t in TASKS if of(runs, t, "marsit-200")]
-    lines = [f"| K | {' | '.join(tasks)} | bits per element and hop | time of 500 rounds, s |"]
+    heads = f"{' | '.join(tasks)} | bits per element and hop | 500 rounds at figure 5's times, s"
+    lines = [f"| K | {heads} |"]
     lines.append("|---|" + "--:|" * (len(tasks) + 2))
     for optimizer, every in EVERY.items():
         found = {task: of(runs, task, optimizer) for task in tasks}

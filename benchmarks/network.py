@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 SUBNET = "10.77.0"
@@ -64,27 +66,52 @@ def _run(*command: str) -> None:
 
 
 def run_module(
-    module: str, count: int, megabits: float | None, arguments: Sequence[str] = (), port: int = 29577
+    module: str,
+    count: int,
+    megabits: float | None,
+    arguments: Sequence[str] = (),
+    port: int = 29577,
+    timeout: float = 900.0,
 ) -> str:
     """Runs ``python -m module`` on each host, as torchrun would; returns what rank 0 prints.
 
     Raises:
-        RuntimeError: if any process fails, with what it wrote.
+        RuntimeError: if any process fails, with what it wrote; the others are ended.
+        TimeoutError: if they take longer than ``timeout`` seconds.
     """
-    with hosts(count, megabits) as places:
+    with hosts(count, megabits) as places, ExitStack() as stack:
         shared = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        # Files, not pipes: a rank that writes much must not wait for one that is read first.
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * count)]
         processes = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", module, *arguments],
                 env={**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": host.interface},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=outputs[rank],
+                stderr=outputs[count + rank],
             )
             for rank, host in enumerate(places)
         ]
-        results = [process.communicate() for process in processes]
-    for rank, (process, (_, error)) in enumerate(zip(processes, results, strict=True)):
-        if process.returncode:
-            raise RuntimeError(f"rank {rank} of {module} failed:\n{error}")
-    return results[0][0]
+        try:
+            failed = _wait(processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        texts = []
+        for output in outputs:
+            output.seek(0)
+            texts.append(output.read())
+    if failed:
+        told = "\n".join(f"rank {rank} of {module} failed:\n{texts[count + rank]}" for rank in failed)
+        raise RuntimeError(told)
+    return texts[0]
+
+
+def _wait(processes: Sequence[subprocess.Popen], until: float) -> list[int]:
+    """Returns when all have ended, or one has failed; which have."""
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        if time.monotonic() > until:
+            raise TimeoutError("the hosts did not finish in time")
+        time.sleep(0.1)
+    return [rank for rank, process in enumerate(processes) if process.poll()]

@@ -87,7 +87,8 @@ def peers(topology: str) -> dict[str, Callable[..., torch.optim.Optimizer]]:
     def marsit(**options: Any) -> Callable[..., torch.optim.Optimizer]:
         return lambda params, lr, **o: MarsitSGD(params, lr, full_precision_every=0, **options, **o)
 
-    made = {name: baseline(name, "fixed") for name in AGGREGATIONS if name != "cascading"}
+    # The library's own all-reduce knows no torus.
+    made = {name: baseline(name, "fixed") for name in AGGREGATIONS if name != "psgd" or topology == "ring"}
     made |= {f"{name}, Elias": baseline(name, "elias") for name in ("signsgd", "ef-signsgd", "ssdm")}
     made["marsit"] = marsit(topology=topology)
     if topology == "ring":

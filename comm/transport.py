@@ -206,17 +206,17 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
     A ``Transport`` is returned as it is: a simulated rank, or a library of the user's own.
 
     Raises:
-        TypeError: if it is neither.
+        TypeError: if it lacks some of what a ``Transport`` has.
         ValueError: see ``TorchTransport``.
     """
     if isinstance(group, Transport):
         return group
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if hasattr(group, "all_gather") and not isinstance(group, dist.ProcessGroup):  # meant as one
         named = [n for n in vars(Transport) if not n.startswith("_")] + ["rank", "world_size", "traffic"]
         missing = ", ".join(name for name in dict.fromkeys(named) if not hasattr(group, name))
         raise TypeError(
             f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}, which lacks "
-            f"{missing}"
+            f"{missing}; see fusedonebit.comm.Transport"
         )
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return LocalTransport()

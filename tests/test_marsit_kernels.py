@@ -49,7 +49,7 @@ def test_local_update_equals_its_twin(sizes, world_size):
         assert_equal_backends("local_update", make)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, DTYPES, strict=True))
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(KINDS, DTYPES, strict=True)))
 def test_local_update_of_bad_gradients_equals_its_twin_and_tells_the_chunk(kind, dtype):
     for hold in (0, 1):
 

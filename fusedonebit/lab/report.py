@@ -61,6 +61,8 @@ CLAIMS = (
     ("onebit-adam-ternary", "onebit-adam"),
     ("onebit-adam-freeze-3", "onebit-adam"),
     ("onebit-adam, 64 workers", "onebit-adam"),
+    ("marsit-100", "psgd"),
+    ("marsit", "psgd"),
 )
 """Who is compared with whom, seed by seed. The cost of the freeze is that of "frozen" against none."""
 
