@@ -91,7 +91,8 @@ class MarsitSGD(MarsitOptimizer):
     ``full_precision_every`` rounds g_t is the mean of all v in float32 instead, and c = 0. Momentum and
     compensation are this worker's own: each rank saves and loads its own checkpoint. Do not average
     gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After
-    every round parameters are bit-identical on all ranks.
+    every round parameters are bit-identical on all ranks. A bit has no zero: coordinates without a
+    gradient go forth and back by eta_s, unless a ``mask`` keeps them still.
 
     Args:
         params: Parameters or groups of them, as for ``torch.optim.SGD``; float32, bfloat16 or float16;
