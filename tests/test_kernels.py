@@ -212,6 +212,7 @@ def test_30_steps_through_the_kernels_give_identical_parameters(options):
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
     (plain, _), (triton, other) = (run_ranks(train, 2, backend, PAPER, 20) for backend in ("plain", "triton"))

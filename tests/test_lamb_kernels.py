@@ -273,6 +273,7 @@ def test_30_steps_through_the_kernels_give_identical_parameters(kind):
         assert any(r != 1 for r in layers["ratio"])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
     (plain, _), (triton, other) = (run_ranks(train, 2, backend, "adaptive") for backend in ("plain", "triton"))

@@ -88,7 +88,8 @@ def test_lamb_records_and_draws_its_layers(tmp_path: Path, text: Path):
     assert frozen[4]["coefficient"] == frozen[7]["coefficient"] == pytest.approx(frozen[3]["average"])
 
 
-@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.full), "2"])
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", ["1", "2"])
 def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, text: Path, nproc: str):
     common = ("--nproc", nproc, "--freeze-step", "3", "--text", str(text), "--steps", "12")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -159,6 +160,7 @@ def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, text: Path)
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
     process = endless(text, tmp_path / "out", records=1)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
@@ -167,6 +169,7 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path)
     assert process.returncode == 1
 
 
+@pytest.mark.full
 def test_works_under_torchrun(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
