@@ -20,6 +20,9 @@ from torch import Tensor
 from fusedonebit import OneBitAdam, triton_kernels
 
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (100_000,), (300, 0, 5, 2048, 129)]
+EACH_SIZE = pytest.mark.parametrize(
+    "sizes", [pytest.param(s, marks=pytest.mark.full) if max(s) > 10_000 else s for s in SIZES]
+)
 
 
 def block_of(sizes: tuple[int, ...]) -> int:
@@ -29,7 +32,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
     block = 1024 if world_size < 3 else block_of(sizes)
     for special in (False, True):
@@ -84,7 +87,7 @@ def test_finish_flags_dropped_elements_as_its_twin_does():
 
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     def make() -> tuple:
         p = problem(sizes, world_size, block_of(sizes), masks={0: torch.arange(sizes[0]) % 3 > 0})
@@ -94,7 +97,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
     for inside in (False, True):
         for skip in (0, 1):
@@ -108,7 +111,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_adam_update_equals_its_twin(sizes, dtype):
     for skip in (0, 1):
         for sums in (False, True):
@@ -123,7 +126,7 @@ def test_adam_update_equals_its_twin(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_flatten_equals_its_twin(sizes, dtype):
     for special in (False, True):
 

@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 from optimizers import PAPER
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem
-from test_kernels import SIZES, block_of, do_not_run_kernels
+from test_kernels import EACH_SIZE, SIZES, block_of, do_not_run_kernels
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitLamb
 
-LAYER_SIZES = [(1,), (100_000,), SIZES[-1], (3, 0), (0,)]  # where a program is a layer, W only adds padding
+# Where a program is a layer, W only adds padding.
+LAYER_SIZES = [(1,), pytest.param((100_000,), marks=pytest.mark.full), SIZES[-1], (3, 0), (0,)]
+    (1,),
+    pytest.param((100_000,), marks=pytest.mark.full),
+    SIZES[-1],
+    (3, 0),
+    (0,),
+]  # where a program is a layer, W only adds padding
 WAYS = [(deepspeed, blend) for deepspeed in (False, True) for blend in (False, True)]
 
 
@@ -36,7 +43,7 @@ def put_special(tensors: list[Tensor], values: tuple[float, ...] = SPECIAL) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_lamb_update_equals_its_twin(sizes, dtype):
     for inside, sums, skip in some(sizes, (False, True, 0), (True, False, 0), (False, True, 1)):
 
@@ -85,7 +92,7 @@ def test_lamb_coefficient_equals_its_twin(sizes, world_size, deepspeed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_lamb_move_equals_its_twin(sizes, dtype):
     for inside, skip in some(sizes, (True, 0), (False, 0), (False, 1)):
 
@@ -97,7 +104,7 @@ def test_lamb_move_equals_its_twin(sizes, dtype):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
         if (max(sizes) > 1000 and i % 5 != world_size - 1) or (max(sizes) > 10_000 and way[2] and world_size > 2):

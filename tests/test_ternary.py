@@ -13,7 +13,7 @@ from observe import fingerprint, observe
 from optimizers import ADAM_AND_LAMB, PAPER, UNGUARDED, construct
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem, wide
-from test_kernels import SIZES, block_of
+from test_kernels import EACH_SIZE, SIZES, block_of
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -35,7 +35,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
     for options in ({"special": True, "masks": masks(sizes)}, {})[: 1 if max(sizes) > 10_000 else 2]:
 
@@ -75,7 +75,7 @@ def test_finish_equals_its_twin(scope, norm):
 
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     def arguments() -> tuple:
         return make(sizes, world_size, masks=masks(sizes)).server_arguments("layer", world_size - 1, skip)
@@ -84,7 +84,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
     for preconditioned in (False, True):
 
@@ -96,7 +96,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("sizes", [pytest.param(s, marks=pytest.mark.full) if max(s) > 10_000 else s for s in SIZES])
+@EACH_SIZE
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
         if i % (5 if max(sizes) > 10_000 else 3) != world_size - 1:
