@@ -21,12 +21,6 @@ from fusedonebit import Lamb, OneBitLamb
 
 # Where a program is a layer, W only adds padding.
 LAYER_SIZES = [(1,), pytest.param((100_000,), marks=pytest.mark.full), SIZES[-1], (3, 0), (0,)]
-    (1,),
-    pytest.param((100_000,), marks=pytest.mark.full),
-    SIZES[-1],
-    (3, 0),
-    (0,),
-]  # where a program is a layer, W only adds padding
 WAYS = [(deepspeed, blend) for deepspeed in (False, True) for blend in (False, True)]
 
 
