@@ -142,7 +142,7 @@ VARIANTS = {
     "pick_owned, W=1": Case("pick_owned", {"BLOCK": WORDS, "world_size": 1}),
     "place_owned, W=1": Case("place_owned", {"BLOCK": WORDS, "world_size": 1}),
     "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1, "ROUNDING": True}),
-    "add_values, replaces, mixed": Case("add_values", FP32 | NEAREST | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
+    "add_values, mixed": Case("add_values", FP32 | NEAREST | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")

@@ -70,6 +70,7 @@ def test_every_optimizer_learns_and_all_start_alike(monkeypatch, name):
     assert sum(record["losses"][80:90]) / 10 < (2.2 if name.startswith("naive") else 1.9)
 
 
+@pytest.mark.full
 def test_frozen_adam_is_adam_until_then_and_64_workers_fit(monkeypatch):
     short(monkeypatch, "mlp", 20)
     adam, frozen = (lab.run(lab.Key("mlp", name, 0, workers=64))["losses"] for name in ("adam", "adam-frozen"))
