@@ -19,7 +19,7 @@ from .transport import LocalTransport, Transport
 from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 
 Prepare = Callable[[slice], None]
-"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks: see ``RoundAllReduce.add``."""
+"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks: ``RoundAllReduce.add``."""
 
 
 class RoundAllReduce:
@@ -85,7 +85,7 @@ class RoundAllReduce:
         """One round on tensors themselves; see ``synchronise``.
 
         Args:
-            tensors: Of this worker: dense, of any float dtype and the layout's sizes; an empty one is zeros.
+            tensors: Of this worker: contiguous, of any float dtype and the layout's sizes; an empty one is zeros.
             step: eta_s, how far each coordinate goes in a round of signs.
             tag: See ``synchronise``.
             abort: See ``synchronise``.
@@ -224,7 +224,7 @@ class RoundAllReduce:
         """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
         if self.arrived_words is not None:
             return describe_mismatch(self.arrived_words)
-        return describe_note(int(self.messages.words[:, Word.SIGNAL].max()))
+        return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
 
     def resume(self, rounds: int, digest: int, pending: int) -> None:
         """Takes up a checkpoint's counts; ``compensated`` is filled apart."""
