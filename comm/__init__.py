@@ -11,6 +11,7 @@ from .agree import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .hops import Topology
 from .marsit import MarsitAllReduce
+from .shards import ShardGroup
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
 from .wire import Flag, Messages, Word, describe_mismatch
@@ -23,6 +24,7 @@ __all__ = [
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",
+    "ShardGroup",
     "SimulatedGroup",
     "SimulatedTransport",
     "Topology",

@@ -232,14 +232,16 @@ class CompressedAllReduce:
         for scale in self._scales():
             scale *= kept
 
-    def veto(self, refused: Tensor) -> None:
-        """Refuses the last average where ``refused`` bool [1] is set, alike on all ranks: it becomes zero.
+    def refuse(self, flags: Tensor) -> None:
+        """Adds ``flags`` int32 [1], equal on all ranks, to those of the last step: where any is set it is skipped.
 
-        Nothing is lost: servers, which already have all messages, keep the average as residual.
+        The average becomes zero. Nothing is lost: servers, which already have all messages, keep it as
+        residual. A step that is skipped already stays as it is.
         """
-        self.flags = self.flags + refused.int() * int(Flag.VETO)
+        kept = ((self.flags != 0) | (flags == 0)).float()
+        self.flags = self.flags | flags
         for scale in (self.scale, self.server.scale):
-            scale *= 1.0 - refused.float()
+            scale *= kept
 
     def take_residuals(self, out: Tensor) -> None:
         """Takes all residuals out, by one all-reduce: they are zero then.

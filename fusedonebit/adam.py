@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,9 @@ from .deepspeed import onebit_adam_arguments
 from .hyperparameters import OneBitOptions
 from .onebit import OneBitOptimizer
 from .triton_kernels import ScaleScope, adam_update, apply_momentum
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -85,6 +88,8 @@ class OneBitAdam(OneBitOptimizer):
             rounded; float16 ones are refused.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``.
+        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
+            ``fully_shard`` over another (docs/beyond-one-node.md).
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -128,6 +133,7 @@ class OneBitAdam(OneBitOptimizer):
         block_size: int | None = None,
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = OneBitOptions(
@@ -157,6 +163,7 @@ class OneBitAdam(OneBitOptimizer):
             defaults,
             options,
             process_group=process_group,
+            mesh=mesh,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
             warm_start=warm_start,

@@ -14,7 +14,7 @@ from torch import Tensor
 from .comm import Flag
 from .distributed import DistributedOptimizer
 from .marks import Mark, Marks
-from .scaling import LossScale, clip_factor, overflow_flags
+from .scaling import LossScale, clip_factor, norm_over, overflow_flags
 from .triton_kernels import TAIL, flatten
 
 
@@ -49,10 +49,12 @@ class AveragingOptimizer(DistributedOptimizer):
         self._transport.all_reduce(tail if self._averaged else self._grad)
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
-            overflow = overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
-            self._overflowed, flags = (overflow > 0).float(), flags | overflow
+            flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
+        flags = self._shards.union(flags)
+        if loss_scale.found_inf is not None:
+            self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self._grad_norm = torch.linalg.vector_norm(values)
+            self._grad_norm = norm_over(self._shards, torch.linalg.vector_norm(values))
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._list.before_update()
         self._update(self._grad, coef, flags)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +15,9 @@ from .comm.hops import torus_rows
 from .comm.rounds import RoundAllReduce
 from .hyperparameters import check_choice, check_count
 from .rounds import RoundOptimizer, RoundOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
     "psgd": None,  # Marsit that is always of full precision
@@ -80,6 +83,7 @@ class BaselineSGD(_Baseline):
         seed: Of random signs.
         maximize: Ascend instead of descend.
         process_group: As for ``MarsitSGD``.
+        mesh: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -100,10 +104,11 @@ class BaselineSGD(_Baseline):
         seed: int = 0,
         maximize: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = _options(False, aggregation, topology, coding, local_steps, seed)
-        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group)
+        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
 
 
 class BaselineAdam(_Baseline):
@@ -125,10 +130,11 @@ class BaselineAdam(_Baseline):
         seed: int = 0,
         maximize: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = _options(True, aggregation, topology, coding, local_steps, seed)
-        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group)
+        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
 
 
 def _options(

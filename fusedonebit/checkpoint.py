@@ -40,6 +40,7 @@ from torch import Tensor
 from .comm import agree, checksum
 from .errors import warn
 from .hyperparameters import LAMB_KEYS
+from .sharding import local
 
 if TYPE_CHECKING:
     from .distributed import DistributedOptimizer
@@ -133,8 +134,8 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
 
 def _masks(optimizer: DistributedOptimizer) -> dict[int, int]:
     """Checksums of the masks by parameter."""
-    params = enumerate(optimizer._list.params)
-    return {i: checksum(optimizer._masks[p].contiguous()) for i, p in params if p in optimizer._masks}
+    params = enumerate(optimizer._list.owners)
+    return {i: checksum(local(optimizer._masks[p]).contiguous()) for i, p in params if p in optimizer._masks}
 
 
 def load(

@@ -54,7 +54,7 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
-    ours = dict(zip(map(id, optimizer._list.params), optimizer._list.names, strict=True))
+    ours = dict(zip(map(id, optimizer._list.owners), optimizer._list.names, strict=True))
     theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
     for key in ours.keys() ^ theirs.keys():
         raise ValueError(

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import checkpoint, compiled, construction, inspection
-from .comm import CollectiveError, Flag, Transport, agree, make_transport
+from .comm import CollectiveError, Flag, ShardGroup, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
 from .scaling import SCALER_ATTRIBUTES
+from .sharding import group_of, local
 from .telemetry import capturing
 from .triton_kernels import Coef, FlatLayout, LiveTable, block_table, choose_block_size, live_table
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -49,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options: Options,
         *,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
         mask: Mapping[Tensor, Tensor] | None = None,
         broadcast_parameters: bool = False,
     ) -> None:
@@ -60,7 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
-        self._transport = make_transport(process_group, self.device)
+        self._transport = make_transport(group_of(process_group, mesh), self.device)
+        self._shards = ShardGroup()
         try:
             if error is not None:
                 raise error
@@ -69,38 +75,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
+            self._shards = construction.shards_of(self._list, self._transport, self.device)
             construction.check_masks(mask or {}, self._list)
             construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
         except Exception as caught:
             error = caught
-        self._agree_on_construction(error, broadcast_parameters)
+        construction.agree_on_everything(self, error, broadcast_parameters)
         self._build()
         self._built = True
         self._number = compiled.number_of(self)
 
     # ---------------------------------------------------------------- construction
 
-    def _agree_on_construction(self, error: Exception | None, broadcast: bool) -> None:
-        """Compares everything that must be equal on all ranks, values last."""
-        facts = [] if error else construction.facts(self, broadcast)
-        agree(self._transport, facts, self.device, error, "construct the optimizer alike on every rank")
-        if broadcast:
-            self._list.before_update()
-            for dense in self._list.dense:
-                self._transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
-            with torch.no_grad():
-                self._list.after_update()
-        hint = "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
-        agree(self._transport, self._list.values(), self.device, hint=hint)
-
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self._list, self.device
-        world_size = self._transport.world_size
-        block_size = self.options.block_size or choose_block_size(plist.sizes, world_size)
-        self.layout = FlatLayout(plist.sizes, world_size, block_size)
+        self.layout = self._make_layout(self._transport.world_size)
         self._block_tensor = block_table(self.layout, device)
         self._live = self._live_table()
         self._make_moments()
@@ -122,6 +114,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._broken = ""
         self._publish_state()
 
+    def _make_layout(self, chunks: int) -> FlatLayout:
+        """The flat index space; as long for each shard, so that checkpoints are rectangular."""
+        sizes = self._list.sizes
+        block_size = self.options.block_size or choose_block_size(sizes, chunks)
+        if self._shards.count == 1:
+            return FlatLayout(sizes, chunks, block_size)
+        if self.options.block_size is None:
+            block_size = -int(self._shards.max(torch.tensor([-block_size], device=self.device)))
+        blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
+        return FlatLayout(sizes, chunks, block_size, int(self._shards.max(blocks)))
+
     def _make_moments(self) -> None:
         """Allocates what is kept per element, float32 [P] each."""
         self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
@@ -139,21 +142,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
         """Which elements count: those no mask keeps still, of tensors that are not excluded."""
         masks = {}
-        for i, p in enumerate(self._list.params):
-            if p in self._masks:
+        for i, (owner, p) in enumerate(zip(self._list.owners, self._list.params, strict=True)):
+            if owner in self._masks:
                 ordered = torch.empty_strided(p.shape, self._list.dense[i].stride(), dtype=torch.bool)
-                masks[i] = ordered.copy_(self._masks[p]).as_strided((p.numel(),), (1,))
+                masks[i] = ordered.copy_(local(self._masks[owner])).as_strided((p.numel(),), (1,))
         return live_table(self.layout, masks, excluded).to(self.device)
 
     def _publish_state(self) -> None:
         """Fills ``self.state`` with views of the flat buffers, under torch's names."""
         self.state.clear()
-        for i, p in enumerate(self._list.params):
-            offset = self.layout.offset(i)
-            views = {name: self._list.shaped(flat, i, offset) for name, flat in self._moments().items()}
+        for i, p in enumerate(self._list.owners):
+            parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in self._moments().items()}
+            if i in self._list.masters:
+                parts["master"] = self._list.dense[i]
+            views = {name: self._list.published(part, i) for name, part in parts.items()}
             self.state[p] = {"step": self._step, **views}
-        for i in self._list.masters:
-            self.state[self._list.params[i]]["master"] = self._list.dense[i]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before any variance is frozen. Every rank must call it.
@@ -175,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._list.refresh_masters()
         kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
         outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
-        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.params)}
+        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.owners)}
         error: Exception | None = None
         try:
             super().add_param_group({**param_group, "added_at": self._outcomes.updates})
@@ -186,13 +189,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         try:
-            self._agree_on_construction(error, broadcast=False)
+            construction.agree_on_everything(self, error, broadcast=False)
         except Exception:
             self.param_groups, self._list = old_groups, old_list
             raise
         self._build()
         self._outcomes = outcomes
-        for i, p in enumerate(self._list.params):
+        for i, p in enumerate(self._list.owners):
             for key, value in tables.get(id(p), {}).items():
                 self._tables()[key][..., i] = value
         for p, state in kept.items():
@@ -435,7 +438,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
 
     def _index(self, param: Tensor) -> int:
-        for i, p in enumerate(self._list.params):
+        for i, p in enumerate(self._list.owners):
             if p is param:
                 return i
         raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")

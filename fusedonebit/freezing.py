@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .comm import ShardGroup
 from .telemetry import HostMirror
 from .triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance
 
@@ -44,16 +45,16 @@ class AutoFreeze:
         self._fired = torch.zeros((), dtype=torch.bool, device=device)
         self._mirror = HostMirror(device, depth=DECISION_DELAY)
 
-    def observe(self, sums: Tensor, step: Tensor) -> None:
+    def observe(self, total: Tensor, step: Tensor) -> None:
         """Looks at v after an update.
 
         Args:
-            sums: float64 [B], sums of v by block.
+            total: float64 [], the sum of v.
             step: float32 [], updates done; where the step was skipped nothing new is seen.
         """
         t = step.long()
         slot = (t % self.distance).reshape(1)
-        corrected = sums.sum() / (1 - self.beta2 ** t.double()).clamp(min=1e-300)
+        corrected = total / (1 - self.beta2 ** t.double()).clamp(min=1e-300)
         before = self._norms.gather(0, slot)[0]
         low, high = torch.minimum(before, corrected), torch.maximum(before, corrected)
         stable = (low >= STABLE_RATIO * high) & (low > 0) & (t > self._seen)
@@ -94,6 +95,7 @@ class DeadCoordinates:
         block_tensor: int64 [B].
         exp_avg_sq: float32 [P].
         live_count: int32 [B].
+        shards: Where the rest of the tensors is.
 
     Attributes:
         mean: float32 [tensors], the mean of each tensor's v > 0 (0 where it has none).
@@ -101,12 +103,16 @@ class DeadCoordinates:
         count: Live elements with v == 0 in the other tensors.
     """
 
-    def __init__(self, layout: FlatLayout, block_tensor: Tensor, exp_avg_sq: Tensor, live_count: Tensor) -> None:
+    def __init__(
+        self, layout: FlatLayout, block_tensor: Tensor, exp_avg_sq: Tensor, live_count: Tensor, shards: ShardGroup
+    ) -> None:
         partials = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=exp_avg_sq.device)
         live_variance(layout.sizes, layout.block_size, exp_avg_sq, partials)
         n = len(layout.sizes)
         sums, alive, live = (
-            torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, block_tensor, values)
+            shards.sum(
+                torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, block_tensor, values)
+            )
             for values in (*partials, live_count.double())
         )
         self.mean = (sums / alive.clamp(min=1.0)).float()
@@ -115,7 +121,7 @@ class DeadCoordinates:
 
 
 def quantile_floor(
-    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool
+    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool, shards: ShardGroup
 ) -> Tensor:
     """What v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
 
@@ -128,13 +134,14 @@ def quantile_floor(
         live: Which elements count.
         coef: float32 [tensors, columns of ``Coef``].
         eps_inside_sqrt: Which denom.
+        shards: Where the rest of v is.
 
     Returns:
         float32 [tensors].
     """
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=exp_avg_sq.device)
     exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row, counts)
-    below = counts.cumsum(0)
+    below = shards.sum(counts).cumsum(0)
     half = (below[-1:] + 1) // 2
     median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()
     k = coef.double()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .comm import ShardGroup
+
 LIMIT = 10.0
 """Times the norm of the last uncompressed update, where what is compressed is the update itself."""
 
@@ -52,14 +54,15 @@ class DivergenceGuard:
         self.reference.fill_(reference)
         self.limit.fill_(limit)
 
-    def refuses(self, scale: Tensor, unbias: Tensor) -> Tensor:
+    def refuses(self, scale: Tensor, unbias: Tensor, shards: ShardGroup) -> Tensor:
         """Whether an update is too large, or not finite: bool [1].
 
         Args:
             scale: float32 [B], s.
             unbias: float32 [B], 1 / (1 - beta1^t) of each block's tensor.
+            shards: Where the rest of the update is.
         """
-        self.norm = (scale * unbias).double().mul_(self._root).square_().sum().sqrt()
+        self.norm = shards.sum((scale * unbias).double().mul_(self._root).square_().sum()).sqrt()
         return ~(self.norm <= self.limit).reshape(1)
 
     def describe(self, rewarms: bool, steps: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from .averaging import AveragingOptimizer
 from .comm import Transport
 from .hyperparameters import Options, check_lamb_group
 from .triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class LambUpdate(AveragingOptimizer):
@@ -28,6 +31,7 @@ class LambUpdate(AveragingOptimizer):
         self._layers[Layer.RATIO] = 1.0
         # Padding behind the last tensor counts as its own: its sums are zero.
         self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
+        self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -40,8 +44,21 @@ class LambUpdate(AveragingOptimizer):
         moments = (self._exp_avg, self._exp_avg_sq, self.options.eps_inside_sqrt)
         sums = self._exp_avg_sq_sums
         lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
-        lamb_coefficient(self._norms, self._layer_start, skip, self._deepspeed, coef, self._layers)
+        sums, start = self._by_layer(self._norms)
+        lamb_coefficient(sums, start, skip, self._deepspeed, coef, self._layers)
         lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
+
+    def _by_layer(self, norms: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums [2, B] by block as kernels take them: with each tensor's first block; of shards, one row per tensor."""
+        if self._shards.count == 1:
+            return norms, self._layer_start
+        return self._shards.sum(self._segments(norms, "sum")), self._one_each
+
+    def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
+        """Of values [..., B], each tensor's sum or maximum here: [..., tensors]; 0 where nothing of it is here."""
+        flat = by_block.reshape(-1, by_block.shape[-1])
+        rows = [torch.segment_reduce(row, reduction, offsets=self._layer_start, initial=0.0) for row in flat]
+        return torch.stack(rows).view(*by_block.shape[:-1], -1)
 
     def _tables(self) -> dict[str, Tensor]:
         return super()._tables() | {"layer": self._layers}
@@ -58,7 +75,7 @@ class LambUpdate(AveragingOptimizer):
         partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
         live = self._live
         square_sums(self.layout.sizes, self.layout.block_size, flat, live.bits, live.row, partials)
-        return torch.segment_reduce(partials, "sum", offsets=self._layer_start)
+        return self._segments(partials, "sum")
 
     def stats(self, layers: bool = False) -> dict[str, Any]:
         """Where training stands. Waits for the device.
@@ -70,8 +87,8 @@ class LambUpdate(AveragingOptimizer):
             What ``AveragingOptimizer.stats`` or ``OneBitOptimizer.stats`` returns; with ``layers``
             also "layers", lists with one entry per tensor: name, coefficient (c of the last step),
             average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the
-            2-norm of the variance that follows the gradients, after the freeze the fresh one). They
-            are what 1-bit LAMB's figures 1 to 3 show.
+            2-norm of the variance that follows the gradients, after the freeze the fresh one; of
+            sharded parameters that of this rank's shard). They are what 1-bit LAMB's figures 1 to 3 show.
         """
         told = super().stats()
         if layers:
@@ -128,6 +145,8 @@ class Lamb(LambUpdate):
             nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
+            ``fully_shard`` over another (docs/beyond-one-node.md).
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -162,6 +181,7 @@ class Lamb(LambUpdate):
         block_size: int | None = None,
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = Options(
@@ -179,6 +199,7 @@ class Lamb(LambUpdate):
             defaults | {"c_min": c_min, "c_max": c_max, "beta3": beta3},
             options,
             process_group=process_group,
+            mesh=mesh,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )

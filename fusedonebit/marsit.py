@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,9 @@ from .comm import MarsitAllReduce, Topology, Transport
 from .comm.marsit import check_topology
 from .hyperparameters import check_count
 from .rounds import RoundOptimizer, RoundOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 GLOBAL_RATIO = {"sgd": 0.3, "adam": 1.0}
 """Defaults of eta_s / eta_l; see docs/marsit.md."""
@@ -126,6 +129,7 @@ class MarsitSGD(MarsitOptimizer):
         stochastic_rounding: Of bfloat16 parameters; see ``OneBitAdam``. Not with several local steps.
         process_group: Ranks to agree with; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -160,6 +164,7 @@ class MarsitSGD(MarsitOptimizer):
         block_size: int | None = None,
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = MarsitOptions(
@@ -182,6 +187,7 @@ class MarsitSGD(MarsitOptimizer):
             defaults | {"maximize": maximize},
             options,
             process_group=process_group,
+            mesh=mesh,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )
@@ -203,7 +209,7 @@ class MarsitAdam(MarsitOptimizer):
         bias_correction: Adam's.
         topology, rows, full_precision_every, compensation_limit, local_steps, seed, maximize, mask, nonfinite,
             max_grad_norm, master_weights, broadcast_parameters, block_size, stochastic_rounding,
-            process_group: As for ``MarsitSGD``.
+            process_group, mesh: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -234,6 +240,7 @@ class MarsitAdam(MarsitOptimizer):
         block_size: int | None = None,
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = MarsitOptions(
@@ -256,6 +263,7 @@ class MarsitAdam(MarsitOptimizer):
             defaults | {"maximize": maximize},
             options,
             process_group=process_group,
+            mesh=mesh,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )

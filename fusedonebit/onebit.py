@@ -113,7 +113,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
         reduce = self._reduce
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport)
+        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport, self._shards)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
@@ -129,8 +129,11 @@ class OneBitOptimizer(AveragingOptimizer):
         )
         if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
             self._first_look = None
+        if self._shards.count > 1:
+            reduce.refuse(self._shards.union(reduce.flags))
         if self.options.guard != "off":
-            reduce.veto(self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor]))
+            refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
+            reduce.refuse(refused.int() * int(Flag.VETO))
         self._list.before_update()
         self._apply(coef, reduce.flags)
         self._list.after_update()
@@ -139,7 +142,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self._exp_avg_sq_sums, self._step)
+            self._auto.observe(self._shards.sum(self._exp_avg_sq_sums.sum()), self._step)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -187,7 +190,7 @@ class OneBitOptimizer(AveragingOptimizer):
                 "an earlier run before the first step, or set freeze_step >= 1"
             )
         layout, options, block_tensor = self.layout, self.options, self._reduce.block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel)
+        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
@@ -196,7 +199,7 @@ class OneBitOptimizer(AveragingOptimizer):
         reference = self._last_update_norm(coef)
         least = dead.mean * options.least_share
         if options.precondition:
-            floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt)
+            floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt, self._shards)
             least = torch.maximum(least, floor)
         freeze(
             layout.sizes,
@@ -279,7 +282,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _last_update_norm(self, coef: Tensor) -> Tensor:
         """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._reduce.block_tensor]
-        return (self._update_sums(self._exp_avg, coef) * factor).sum().sqrt()
+        return self._shards.sum((self._update_sums(self._exp_avg, coef) * factor).sum()).sqrt()
 
     def _arm_guard(self, reference: Tensor) -> None:
         """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
@@ -291,7 +294,7 @@ class OneBitOptimizer(AveragingOptimizer):
         weight = live if self.options.precondition else self._update_sums(None, coef.float())
         weight = weight / coef[:, Coef.UNIT][owner].square() * factor
         # Momentum of pure noise has this norm; a training run at rest may have less.
-        noise = (live * factor * (1 - beta1) / (1 + beta1)).sum().sqrt()
+        noise = self._shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
         self._guard.arm(reference, noise, weight)
 
     def _layer_factor(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from .hyperparameters import VARIANCE_FLOOR, OneBitOptions, check_choice, check_
 from .lamb import LambUpdate
 from .onebit import OneBitOptimizer
 from .triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale, live_variance
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 QUIET = 0.03
 """A layer's root mean square of m over that of its gradients, below which it is quiet. Noise has 0.23 (beta1 = 0.9)."""
@@ -131,6 +134,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
+            ``fully_shard`` over another (docs/beyond-one-node.md).
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -190,6 +195,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         block_size: int | None = None,
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         defaults |= {"c_min": c_min, "c_max": c_max, "beta3": beta3}
@@ -224,6 +230,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             defaults,
             options,
             process_group=process_group,
+            mesh=mesh,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
             warm_start=warm_start,
@@ -307,7 +314,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _warn_of_averages(self) -> None:
         """Says where c_avg is not what the layers moved with until now."""
-        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start) > 0
+        live = self._segments(self._live.numel.double(), "sum") > 0
         still = [self._list.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()]
         if still:
             warn(
@@ -337,11 +344,13 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         that of its vanishing momentum it would drown all others once it moves again. It takes no
         part in the mean. A layer without any variance keeps 1.
         """
-        live = torch.segment_reduce(self._live.numel.double(), "sum", offsets=self._layer_start).clamp(min=1.0)
+        shards = self._shards
+        live = shards.sum(self._segments(self._live.numel.double(), "sum")).clamp(min=1.0)
         sums = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
         live_variance(self.layout.sizes, self.layout.block_size, self._exp_avg_sq, sums)
-        variance = torch.segment_reduce(sums[0], "sum", offsets=self._layer_start) / live
-        size, least = (self._sum_of_squares(self._exp_avg) / live).sqrt(), QUIET * variance.sqrt()
+        variance = shards.sum(self._segments(sums[0], "sum")) / live
+        squares = shards.sum(self._sum_of_squares(self._exp_avg))
+        size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)
         size = torch.maximum(size, least)
         counted = torch.where(moving.any(), moving, size > 0)
@@ -372,9 +381,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 self._largest,
                 norms,
             )
-            lamb_rescale(
-                self._largest, norms, self._layer_start, skip, self._deepspeed, self._started, coef, self._layers
-            )
+            largest, start = self._largest, self._layer_start
+            if self._shards.count > 1:
+                largest, start = self._shards.max(self._segments(largest, "max")), self._one_each
+                norms = None if norms is None else self._shards.sum(self._segments(norms, "sum"))
+            lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
         else:
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average

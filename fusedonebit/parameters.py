@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .comm import checksum
 from .comm.agree import Fact
+from .sharding import like, local, shard_mesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,7 +45,8 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 class ParameterList:
     """The trainable parameters of all groups, in order, as the ops want them.
 
-    Parameters stay where they are. One whose elements do not fill a contiguous piece of memory
+    Parameters stay where they are; of a DTensor only this rank's shard is looked at.
+    One whose elements do not fill a contiguous piece of memory
     (a strided view) has a dense copy, which is written back after each update; so has, with master
     weights, one of 16 bits: a copy in float32, which then is the truth.
 
@@ -56,7 +58,9 @@ class ParameterList:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
 
     Attributes:
-        params: The parameters that require gradients.
+        owners: The parameters that require gradients, as given.
+        params: What this rank holds of each: its shard of a DTensor, else the parameter itself.
+        mesh: The mesh over which all are sharded, or None.
         group_of: Index of the group of each.
         index_of: Index of each among all parameters of all groups (as in a ``state_dict``).
         names: For messages: ``"parameter 3"`` and its name where the user gave one.
@@ -65,7 +69,7 @@ class ParameterList:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool = False) -> None:
-        self.params: list[Tensor] = []
+        self.owners: list[Tensor] = []
         self.frozen: list[Tensor] = []
         self.group_of: list[int] = []
         self.index_of: list[int] = []
@@ -77,15 +81,17 @@ class ParameterList:
                 name = f"parameter {index}" + (f" ({given})" if given else "")
                 _check_parameter(p, name)
                 if p.requires_grad:
-                    self.params.append(p)
+                    self.owners.append(p)
                     self.group_of.append(number)
                     self.index_of.append(index)
                     self.names.append(name)
                 else:
                     self.frozen.append(p)
                 index += 1
-        if not self.params:
+        if not self.owners:
             raise ValueError("params must contain at least one tensor that requires gradients, got none")
+        self.mesh = shard_mesh(self.owners, self.names)
+        self.params = [local(p) for p in self.owners]
         self._check_together()
         self.sizes = tuple(p.numel() for p in self.params)
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
@@ -128,15 +134,17 @@ class ParameterList:
 
     def gradients(self, nothing: Tensor) -> list[Tensor]:
         """The gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
-        return [nothing if p.grad is None else p.grad for p in self.params]
+        if self.mesh is None:
+            return [nothing if p.grad is None else p.grad for p in self.params]
+        return [nothing if p.grad is None else local(p.grad) for p in self.owners]
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
         if not self._unchanged():
             return False
+        if not all(p.requires_grad for p in self.owners):
+            return False
         for p, g in zip(self.params, given, strict=True):
-            if not p.requires_grad:
-                return False
             if g.numel() and (g.dtype not in SUPPORTED_DTYPES or g.shape != p.shape or g.stride() != p.stride()):
                 return False
         return not self._staged and not any(p.requires_grad for p in self.frozen)
@@ -178,7 +186,8 @@ class ParameterList:
         return grads
 
     def _check_unchanged(self) -> None:
-        for i, p in enumerate(self.params):
+        for i, owner in enumerate(self.owners):
+            p = self._current(i, owner)
             if p.data_ptr() != self._pointers[i] or p.stride() != self._kinds[i][3]:
                 kind = (p.dtype, p.device, p.shape, p.stride())
                 if kind != self._kinds[i]:
@@ -189,7 +198,7 @@ class ParameterList:
                     )
                 # The same tensor in other memory: the dense alias is the parameter, nothing to do.
                 self._pointers[i] = p.data_ptr()
-            if not p.requires_grad:
+            if not owner.requires_grad:
                 raise RuntimeError(
                     f"{self.names[i]} no longer requires gradients; freeze parameters before the optimizer "
                     "is made, or keep coordinates still with mask="
@@ -200,6 +209,17 @@ class ParameterList:
                     f"a parameter of shape {tuple(p.shape)} requires gradients now but did not when the optimizer "
                     "was made; construct the optimizer anew"
                 )
+
+    def _current(self, i: int, owner: Tensor) -> Tensor:
+        """What this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
+        if self.mesh is None:
+            return owner
+        before, now = self.params[i], local(owner)
+        if now.data_ptr() != before.data_ptr() or now.shape != before.shape:
+            self.params[i] = now
+            if self.dense[i] is before:
+                self.dense[i] = now
+        return now
 
     @contextmanager
     def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -261,6 +281,10 @@ class ParameterList:
         part = flat[offset : offset + self.sizes[i]]
         return part.as_strided(self.dense[i].shape, self._strides[i])
 
+    def published(self, part: Tensor, i: int) -> Tensor:
+        """``part``, of parameter ``i``'s shape here, distributed as the parameter is."""
+        return like(self.owners[i], part)
+
     def strides(self) -> list[list[int]]:
         """Strides of each parameter's memory order, for checkpoints."""
         return [list(stride) for stride in self._strides]
@@ -284,7 +308,7 @@ class ParameterList:
 def _check_parameter(p: Tensor, name: str) -> None:
     if not isinstance(p, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(p).__name__}")
-    if p.layout is not torch.strided:
+    if local(p).layout is not torch.strided:
         raise TypeError(f"{name} must be dense, got layout {p.layout}; sparse parameters are not supported")
     if not p.requires_grad:
         return
@@ -292,7 +316,7 @@ def _check_parameter(p: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}")
     if p.device.type == "meta":
         raise ValueError(f"{name} must have memory, got a meta tensor; materialise the model first")
-    if _overlaps_itself(p):
+    if _overlaps_itself(local(p)):
         raise ValueError(f"{name} must not overlap itself, got strides {p.stride()}; pass p.contiguous()")
 
 

@@ -163,7 +163,7 @@ class RoundOptimizer(DistributedOptimizer):
     def _scaling(self, grads: Sequence[Tensor], alone: bool) -> tuple[Tensor, Tensor]:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport)
+        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport, self._shards)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:

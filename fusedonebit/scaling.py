@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .comm import Flag, Transport
+from .comm import Flag, ShardGroup, Transport
 from .triton_kernels import Coef
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -47,6 +47,11 @@ def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
     return torch.where(torch.isfinite(norm), factor, 1.0)
 
 
+def norm_over(shards: ShardGroup, norm: Tensor) -> Tensor:
+    """The norm [] of everything, from that of what is here."""
+    return norm if shards.count == 1 else shards.sum(norm.square()).sqrt()
+
+
 class Agreed(NamedTuple):
     """What all ranks do with their gradients in one step; None where nobody asked for it."""
 
@@ -67,7 +72,11 @@ class Agreed(NamedTuple):
 
 
 def agree_on_scaling(
-    grads: Sequence[Tensor], loss_scale: LossScale, max_grad_norm: float | None, transport: Transport
+    grads: Sequence[Tensor],
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    transport: Transport,
+    shards: ShardGroup,
 ) -> Agreed:
     """Decides what is multiplied with what in a compressed step, by at most one collective of two numbers.
 
@@ -80,6 +89,7 @@ def agree_on_scaling(
         loss_scale: From the GradScaler.
         max_grad_norm: Or None.
         transport: Between the ranks.
+        shards: The ranks that hold the rest of the gradients.
     """
     factor, found_inf = loss_scale.factor(), loss_scale.found_inf
     if found_inf is None and max_grad_norm is None:
@@ -89,9 +99,10 @@ def agree_on_scaling(
         told[0] = found_inf > 0
     if max_grad_norm is not None:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+        norm = norm_over(shards, norm)
         told[1] = norm if factor is None else norm * factor
     transport.all_reduce(told)
-    hold = None if found_inf is None else overflow_flags(told[0], transport.world_size)
+    hold = None if found_inf is None else shards.union(overflow_flags(told[0], transport.world_size))
     if max_grad_norm is None:
         return Agreed(hold, factor, None)
     mean_norm = told[1] / transport.world_size

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
+from fusedonebit.comm import ShardGroup
 from fusedonebit.triton_kernels import Coef
 from observe import fingerprint, observe
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
@@ -36,7 +37,7 @@ def problem(eps: float, low: float, high: float, seed: int = 0) -> Problem:
 
 
 def least_of(p: Problem, inside: bool) -> Tensor:
-    return quantile_floor(p.layout, p.exp_avg_sq, p.table, p.coef, inside)
+    return quantile_floor(p.layout, p.exp_avg_sq, p.table, p.coef, inside, ShardGroup())
 
 
 def frozen(p: Problem, inside: bool) -> np.ndarray:

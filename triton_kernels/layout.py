@@ -56,6 +56,7 @@ class FlatLayout:
         sizes: Number of elements of each tensor; zeros are legal.
         world_size: Number of chunks.
         block_size: Elements per block, one of ``BLOCK_SIZES``.
+        least_blocks: The line is at least so long: where ranks hold different shards, as long as the longest.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -64,6 +65,7 @@ class FlatLayout:
     sizes: tuple[int, ...]
     world_size: int = 1
     block_size: int = BLOCK_SIZES[0]
+    least_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -84,7 +86,7 @@ class FlatLayout:
     @cached_property
     def blocks_per_chunk(self) -> int:
         """Blocks that each rank serves; at least one, so that no buffer is ever empty."""
-        return max(1, -(-self.first_block[-1] // self.world_size))
+        return max(1, -(-max(self.first_block[-1], self.least_blocks) // self.world_size))
 
     @property
     def n_blocks(self) -> int:
@@ -114,12 +116,29 @@ class FlatLayout:
     @cached_property
     def fingerprint(self) -> int:
         """A 31-bit hash that differs between layouts; travels in every message's header."""
-        text = f"{self.sizes}/{self.world_size}/{self.block_size}"
+        text = f"{self.sizes}/{self.world_size}/{self.block_size}/{self.least_blocks}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
     def offset(self, tensor: int) -> int:
         """Flat index of a tensor's first element."""
         return self.first_block[tensor] * self.block_size
+
+    def part(self, index: int, count: int) -> FlatLayout:
+        """The ``index``-th of ``count`` equal ranges of the line, as a layout of its own.
+
+        It has all tensors, each with those of its elements that lie in the range, maybe none, and
+        ``world_size / count`` chunks: those of this layout that lie in the range.
+
+        Raises:
+            ValueError: if ``count`` does not divide ``world_size``.
+        """
+        if self.world_size % count:
+            raise ValueError(f"count must divide world_size {self.world_size}, got {count}")
+        length = self.numel // count
+        sizes = [0] * len(self.sizes)
+        for span in self.spans(index * length, (index + 1) * length):
+            sizes[span.tensor] = span.stop - span.start
+        return FlatLayout(tuple(sizes), self.world_size // count, self.block_size, self.n_blocks // count)
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """Yields the parts of tensors inside the flat range ``start:stop``, in order."""

@@ -61,7 +61,7 @@ class FrozenVariance(AveragingOptimizer):
 
     def _freeze(self) -> None:
         layout, block_tensor = self.layout, self._block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel)
+        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
         as_it_is = torch.ones(len(layout.sizes), len(Coef), device=self.device)
         tables = (as_it_is, block_tensor, dead.mean, dead.mean * self.floor)
         freeze(layout.sizes, layout.block_size, self._exp_avg, self._exp_avg_sq, False, False, *tables)

@@ -1,0 +1,55 @@
+"""Sums, maxima and flags over ranks that hold different shards of the same tensors.
+
+Where a model is sharded (FSDP2), each rank compresses with those that hold the same shard as it does.
+What an optimizer must know of a whole tensor, or of all of them, is added up here: a few numbers per
+tensor, never values of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .agree import Fact, agree
+from .transport import LocalTransport, Transport
+from .wire import union
+
+
+class ShardGroup:
+    """The ranks that together hold all shards of one replica.
+
+    Args:
+        transport: Between them; None where every rank holds everything.
+    """
+
+    def __init__(self, transport: Transport | None = None) -> None:
+        self.transport: Transport = LocalTransport() if transport is None else transport
+
+    @property
+    def count(self) -> int:
+        """How many shards there are; 1: everything is here."""
+        return self.transport.world_size
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""
+        return values if self.count == 1 else self._gathered(values).sum(0).view_as(values)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maxima over the shards: of the shape and dtype of ``values``."""
+        return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
+
+    def union(self, flags: Tensor) -> Tensor:
+        """All flags that any of them has set: int32 [1], from int32 [1]."""
+        return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
+
+    def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
+        """As ``agree.agree``, between the shards."""
+        agree(self.transport, facts, device, error, hint)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        row = values.reshape(1, -1).contiguous()
+        rows = torch.empty(self.count, row.shape[1], dtype=row.dtype, device=row.device)
+        self.transport.all_gather(rows, row)
+        return rows
