@@ -1,16 +1,23 @@
-"""``state_dict`` and ``load_state_dict``: exact, free of padding, tensors and plain values only.
+"""``state_dict`` and ``load_state_dict``: exact, tensors and plain values only.
 
 In the warm-up the ``state`` is AdamW's own (``step``, ``exp_avg``, ``exp_avg_sq`` per parameter),
-equal on all ranks. In the compression stage each rank saves its own file; per parameter:
+equal on all ranks. In the compression stage per parameter:
 
     step               float32 []
     exp_avg_sq         float32, the parameter's shape: the frozen variance
-    exp_avg_bits       uint8 [ceil(n / 8)]: signs of the momentum, in memory order
-    exp_avg_nonzero    uint8 [ceil(n / 8)]: where it is not zero; only with ``ternary=True``
-    exp_avg_scale      float32 [blocks]: its magnitudes
-    worker_error       float32, the parameter's shape: this rank's residual
-    server_error       float32 [k]: residual of the k elements of it that this rank serves, from
-    server_error_start int, in memory order
+
+and with the first parameter, along the whole line of elements (P, padding included; ``FlatLayout``), as
+rows of each of the W ranks, or S shards (``rows.Rows``):
+
+    exp_avg_bits       uint8 [S, P / 8]: signs of the momentum
+    exp_avg_nonzero    uint8 [S, P / 8]: where it is not zero; only with ``ternary=True``
+    exp_avg_scale      float32 [S, blocks]: its magnitudes
+    worker_error       float32 [W, S, P]: each rank's residual
+    server_error       float32 [W, S, P / W]: residual of the elements that each rank serves
+    rank               int64 [W, S, 1]
+
+Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of
+them (``fusedonebit.dcp``). ``torch.save`` works as well: then each rank saves, and loads, its own file.
 
 With ``master_weights=True`` each parameter of 16 bits has in both stages, equal on all ranks:
 
@@ -23,13 +30,15 @@ ignores what it has, which leaves the rounded values.
 
 And what else an optimizer keeps per element (``_buffers``), as bits (``_momenta``) or, in all stages,
 per tensor (``_tables``): 1-bit LAMB adds the fresh variance, the last momentum, ``layer`` and ``unit``.
-Momentum and residuals are in the unit in which they
-are compressed. Like torch's, the tensors are references to live state where they can be: copy or
-save them before the next step. Saving settles the deferred residuals, which changes no later step.
+Momentum and residuals are in the unit in which they are compressed. The header, all that is no tensor,
+is JSON in the first of the ``param_groups``. Like torch's, the tensors are references to live state where
+they can be: copy or save them before the next step. Saving settles the deferred residuals, which changes
+no later step.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +46,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from . import lines
 from .comm import agree, checksum
+from .construction import failure
 from .errors import warn
 from .hyperparameters import LAMB_KEYS
 from .sharding import local
@@ -47,71 +58,46 @@ if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
 
 KEY = "fusedonebit"
-FORMAT = 1
+FORMAT = 2
 _SETTLED = ("precondition", "ternary", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
 _STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
 _RUNNING = ("max_grad_norm", "master_weights", "capturable")
 _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size", *_RUNNING)
-_OF_ONE_RANK = ("worker_error", "server_error")
+
+State = Mapping[str, Any]
 
 
 def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Completes torch's own ``state_dict``."""
     optimizer._outcomes.catch_up()
-    packed["state"] = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
+    states = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
+    for i, index in enumerate(optimizer._list.index_of):
+        states[index] |= _state_of(optimizer, i, states[index])
     if optimizer.phase == "compression":
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
-        lines = {name: plane.reshape(-1) for name, plane in _planes(onebit).items()}
-        for i, index in enumerate(optimizer._list.index_of):
-            packed["state"][index] |= _compressed_state(onebit, i, lines)
-    for i, index in enumerate(optimizer._list.index_of):
-        packed["state"][index] |= {name: table[..., i].clone() for name, table in optimizer._tables().items()}
-    for state in packed["state"].values():
-        # A tensor of its own for each: AdamW counts each up, and a shared one many times.
-        state["step"] = state["step"].clone()
-    packed[KEY] = _header(optimizer)
+        states[optimizer._list.index_of[0]] |= lines.save(onebit)
+    packed["state"] = states
+    packed["param_groups"][0][KEY] = json.dumps(_header(optimizer))
     return packed
 
 
-def _planes(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
-    """The planes of its momenta's bits, uint8 [W, P / 8W] each, by the names under which they are saved."""
-    planes: dict[str, Tensor] = {}
-    for name, (bits, _) in optimizer._momenta().items():
-        if bits.dim() == 3:
-            planes |= {f"{name}_bits": bits[:, 0], f"{name}_nonzero": bits[:, 1]}
-        else:
-            planes[f"{name}_bits"] = bits
-    return planes
+def _state_of(optimizer: DistributedOptimizer, i: int, state: State) -> dict[str, Any]:
+    """What parameter ``i`` has beyond what is published, and what is not as published."""
+    # A tensor of its own for each: AdamW counts each up, and a shared one many times.
+    kept: dict[str, Any] = {"step": state["step"].clone()}
+    if optimizer.phase == "compression":
+        for name, flat in cast("OneBitOptimizer", optimizer)._buffers().items():
+            part = optimizer._list.shaped(flat, i, optimizer.layout.offset(i))
+            kept[name] = optimizer._list.published(part, i)
+    kept |= {name: optimizer._rows.of_each(state[name]) for name in optimizer._of_one_rank if name in state}
+    return kept | {name: table[..., i].clone() for name, table in optimizer._tables().items()}
 
 
-def _compressed_state(optimizer: OneBitOptimizer, i: int, lines: Mapping[str, Tensor]) -> dict[str, Any]:
-    layout, reduce = optimizer.layout, optimizer._reduce
-    offset, size = layout.offset(i), layout.sizes[i]
-    first, end = layout.first_block[i : i + 2]
-    start, stop = _served(optimizer, i)
-    own = optimizer._transport.rank * layout.chunk_numel
-    state: dict[str, Any] = {}
-    for name, line in lines.items():
-        state[name] = line[offset // 8 : offset // 8 + -(-size // 8)].clone()
-    for name, (_, scale) in optimizer._momenta().items():
-        state[f"{name}_scale"] = scale[first:end].clone()
-    for name, flat in optimizer._buffers().items():
-        state[name] = optimizer._list.shaped(flat, i, offset)
-    return state | {
-        "worker_error": optimizer._list.shaped(reduce.worker.compensated, i, offset),
-        "server_error": reduce.server.compensated[offset + start - own : offset + stop - own],
-        "server_error_start": start,
-    }
-
-
-def _served(optimizer: DistributedOptimizer, i: int) -> tuple[int, int]:
-    """The range of parameter ``i``'s elements that this rank serves, maybe empty."""
-    layout = optimizer.layout
-    lo = optimizer._transport.rank * layout.chunk_numel - layout.offset(i)
-    start = min(max(lo, 0), layout.sizes[i])
-    stop = min(max(lo + layout.chunk_numel, 0), layout.sizes[i])
-    return start, stop
+def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None if it is not of this package."""
+    text = state_dict["param_groups"][0].get(KEY) if state_dict["param_groups"] else None
+    return None if text is None else json.loads(text)
 
 
 def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
@@ -122,8 +108,9 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "updates": optimizer._outcomes.updates,
         "skipped": optimizer._outcomes.skipped,
         "world_size": optimizer._transport.world_size,
-        "rank": optimizer._transport.rank,
+        "shards": optimizer._shards.count,
         "block_size": optimizer.layout.block_size,
+        "line": optimizer.layout.numel,
         "strides": optimizer._list.strides(),
         "masks": _masks(optimizer),
         "options": {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS},
@@ -132,10 +119,38 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
     }
 
 
-def _masks(optimizer: DistributedOptimizer) -> dict[int, int]:
-    """Checksums of the masks by parameter."""
-    params = enumerate(optimizer._list.owners)
-    return {i: checksum(local(optimizer._masks[p]).contiguous()) for i, p in params if p in optimizer._masks}
+def _masks(optimizer: DistributedOptimizer) -> dict[str, int]:
+    """Checksums of the masks by parameter; of shards, which differ, none."""
+    masks, owners = optimizer._masks, enumerate(optimizer._list.owners)
+    whole = optimizer._shards.count == 1
+    return {str(i): checksum(masks[p].contiguous()) for i, p in owners if p in masks and whole}
+
+
+def template(optimizer: DistributedOptimizer, packed: dict[str, Any], header: State | None) -> dict[str, Any]:
+    """Room for a checkpoint with this header, for ``torch.distributed.checkpoint`` to fill.
+
+    Args:
+        optimizer: Whose checkpoint it is to be.
+        packed: Torch's own ``state_dict``.
+        header: What ``header_of`` says; None is AdamW's.
+    """
+    compressed = header is not None and header["phase"] == "compression"
+    replicas = optimizer._rows.shape[0] if header is None else header["world_size"]
+    states: dict[int, dict[str, Any]] = {}
+    for i, index in enumerate(optimizer._list.index_of):
+        of_parameter = tuple(optimizer._list.params[i].shape)
+        states[index] = state = {"step": torch.zeros(())}
+        for name, shape in _shapes(optimizer, i, compressed).items():
+            part = torch.zeros(shape, device=optimizer.device)
+            if name in optimizer._of_one_rank:
+                state[name] = optimizer._rows.spread(replicas, part)
+            else:
+                state[name] = optimizer._list.published(part, i) if shape == of_parameter else part
+    if compressed:
+        states[optimizer._list.index_of[0]] |= lines.template(cast("OneBitOptimizer", optimizer), header or {})
+    packed["state"] = states
+    packed["param_groups"][0][KEY] = ""
+    return packed
 
 
 def load(
@@ -144,72 +159,87 @@ def load(
     load_groups: Callable[[dict[str, Any]], None],
 ) -> None:
     """Checks everything on every rank, and only then changes anything."""
-    header: Mapping[str, Any] = {}
+    header: State = {}
+    states: Sequence[State] = []
     facts: list[tuple[str, str]] = []
     error: Exception | None = None
     try:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        header = _check(optimizer, state_dict)
-        facts = _facts(optimizer, state_dict, header)
+        _check_groups(optimizer, state_dict)
+        states = by_parameter(optimizer, state_dict)
+        header = _check(optimizer, header_of(state_dict), states)
+        facts = _facts(optimizer, states, header)
     except (KeyError, TypeError, ValueError) as caught:
         error = caught if not isinstance(caught, KeyError) else ValueError(f"state_dict lacks the key {caught}")
     hint = "load, on every rank, the checkpoint of the same moment"
-    agree(optimizer._transport, facts, optimizer.device, error, hint)
+    mine = error
+    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
+    optimizer._shards.agree(_moment(header), optimizer.device, error, hint)
+    if error is not None:
+        raise error
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
     groups = _merged_groups(optimizer, state_dict["param_groups"])
+    numbers = iter(range(len(optimizer._list.owners) + len(optimizer._list.frozen)))
+    groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in groups]
     load_groups({"state": {}, "param_groups": groups})
+    optimizer._block_size = header.get("block_size") if header["phase"] == "compression" else None
     optimizer._build()
     with torch.no_grad():
-        _fill(optimizer, state_dict["state"], header)
+        _fill(optimizer, states, header)
 
 
-def _check(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> list[State]:
+    """The state of each trainable parameter, which its group names by number, or by name."""
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    return [state_dict["state"].get(names[index], {}) for index in optimizer._list.index_of]
+
+
+def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State]) -> State:
     """Returns the header; makes one up for a checkpoint of AdamW."""
-    _check_groups(optimizer, state_dict)
-    header = state_dict.get(KEY)
     if header is None:
-        header = {
-            "phase": "warmup",
-            "updates": _adamw_updates(state_dict),
-            "skipped": 0,
-        }
+        header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0}
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
     compressed = header["phase"] == "compression"
     optimizer._check_header(header)
     if compressed:
         _check_compressed(optimizer, header)
-    for i, index in enumerate(optimizer._list.index_of):
-        state = state_dict["state"].get(index, {})
+    for i, state in enumerate(states):
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
             if key not in state and (key in optimizer._optional or (key in optimizer._tables() and not compressed)):
                 continue  # nor has it what LAMB keeps per tensor, or master weights
-            if not isinstance(state[key], Tensor):
-                raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(state[key]).__name__}")
-            if tuple(state[key].shape) != expected:
-                raise ValueError(
-                    f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape "
-                    f"{expected}, got {tuple(state[key].shape)}"
-                )
+            _check_shape(optimizer, i, key, state[key], expected, header)
+    if compressed:
+        lines.check(cast("OneBitOptimizer", optimizer), states[0], header)
     return header
 
 
+def _check_shape(
+    optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...], header: State
+) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
+    shape = tuple(local(value).shape)
+    if key in optimizer._of_one_rank:
+        if not optimizer._rows.has_all(value, header["world_size"]) and optimizer._rows.own(value) is None:
+            raise ValueError(f"{key} in the checkpoint is not of this rank; each rank must load the file that it saved")
+        shape = shape[2:]
+    if shape != expected:
+        raise ValueError(
+            f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape {expected}, got {shape}"
+        )
+
+
 def _shapes(optimizer: DistributedOptimizer, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
-    layout, shape = optimizer.layout, tuple(optimizer._list.params[i].shape)
+    """What a checkpoint has of parameter ``i`` here, besides ``step`` and lines."""
+    shape = tuple(optimizer._list.params[i].shape)
     tables = {name: tuple(table.shape[:-1]) for name, table in optimizer._tables().items()}
     masters = {"master": shape} if i in optimizer._list.masters else {}
-    if not compressed:
-        return {**dict.fromkeys(optimizer._moments(), shape), **tables, **masters}
-    onebit = cast("OneBitOptimizer", optimizer)
-    first, end = layout.first_block[i : i + 2]
-    start, stop = _served(optimizer, i)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*onebit._buffers(), "worker_error"), shape)
-    shapes |= dict.fromkeys(_planes(onebit), (-(-layout.sizes[i] // 8),))
-    shapes |= {f"{name}_scale": (end - first,) for name in onebit._momenta()}
-    return {**shapes, **tables, **masters, "server_error": (stop - start,)}
+    kept = cast("OneBitOptimizer", optimizer)._buffers() if compressed else optimizer._moments()
+    return {**dict.fromkeys(kept, shape), **tables, **masters}
 
 
 def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -229,25 +259,23 @@ def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
 
 def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The saved groups; what a checkpoint of another optimizer lacks is as it is, what only that has is dropped."""
-    foreign = set(LAMB_KEYS) - set(optimizer._hyper_parameters)
+    foreign = {*LAMB_KEYS, KEY} - set(optimizer._hyper_parameters)
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
-def _check_compressed(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
+def _check_compressed(optimizer: DistributedOptimizer, header: State) -> None:
     own = {
         "algorithm": type(optimizer).__name__,
-        "world_size": optimizer._transport.world_size,
-        "rank": optimizer._transport.rank,
-        "block_size": optimizer.layout.block_size,
+        "shards": optimizer._shards.count,
+        "block_size": optimizer.options.block_size or header["block_size"],
         "strides": optimizer._list.strides(),
         "masks": _masks(optimizer),
     }
     way_out = {
-        "world_size": "resume with as many ranks as wrote it, or from a checkpoint of the warm-up",
-        "rank": "each rank must load the file that it saved itself",
-        "block_size": "pass that block_size",
+        "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
+        "block_size": "pass that block_size, or none",
     }
     for key, value in own.items():
         if header[key] != value:
@@ -259,66 +287,50 @@ def _check_compressed(optimizer: DistributedOptimizer, header: Mapping[str, Any]
             warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 
 
-def _adamw_updates(state_dict: Mapping[str, Any]) -> int:
-    return max((int(state["step"]) for state in state_dict["state"].values()), default=0)
+def _adamw_updates(states: Sequence[State]) -> int:
+    return max((int(state["step"]) for state in states if state), default=0)
 
 
-def _facts(
-    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+def _moment(header: State) -> list[tuple[str, str]]:
     keys = ("phase", "updates", "synchronisations", "started")
-    facts = [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
-    for index, name in zip(optimizer._list.index_of, optimizer._list.names, strict=True):
-        for key, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and key not in (*_OF_ONE_RANK, *optimizer._of_one_rank):
-                facts.append((f"the checksum of {key} of {name}", str(checksum(value.contiguous()))))
+    return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
+
+
+def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> list[tuple[str, str]]:
+    facts = _moment(header)
+    for state, name in zip(states, optimizer._list.names, strict=True):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key not in (*lines.OWN, *optimizer._of_one_rank):
+                facts.append((f"the checksum of {key} of {name}", str(checksum(local(value).contiguous()))))
     return facts
 
 
-def _fill(optimizer: DistributedOptimizer, states: Mapping[int, Mapping[str, Any]], header: Mapping[str, Any]) -> None:
+def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)
-    for i, index in enumerate(optimizer._list.index_of):
+    compressed = header["phase"] == "compression"
+    flats = cast("OneBitOptimizer", optimizer)._buffers() if compressed else optimizer._moments()
+    for i, state in enumerate(states):
         for name, table in optimizer._tables().items():
-            if name in states.get(index, {}):
-                table[..., i] = states[index][name].to(optimizer.device)
-    for i in optimizer._list.masters:
-        optimizer._list.load_master(i, states.get(optimizer._list.index_of[i], {}).get("master"))
-    if header["phase"] == "compression":
-        _fill_compressed(cast("OneBitOptimizer", optimizer), states)
-    else:
-        for i, index in enumerate(optimizer._list.index_of):
-            if index in states:
-                kept = {name: flat for name, flat in optimizer._moments().items() if name in states[index]}
-                _fill_flat(optimizer, i, states[index], **kept)
+            if name in state:
+                table[..., i] = local(state[name]).to(optimizer.device)
+        if i in optimizer._list.masters:
+            optimizer._list.load_master(i, _taken(optimizer, "master", state, header))
+        for name, flat in flats.items():
+            if (part := _taken(optimizer, name, state, header)) is not None:
+                optimizer._list.shaped(flat, i, optimizer.layout.offset(i)).copy_(part)
+    if compressed:
+        lines.fill(cast("OneBitOptimizer", optimizer), states[0], header)
     optimizer._resumed(header)
     optimizer._publish_state()
 
 
-def _fill_flat(optimizer: DistributedOptimizer, i: int, state: Mapping[str, Any], **flat: Tensor) -> None:
-    for name, buffer in flat.items():
-        optimizer._list.shaped(buffer, i, optimizer.layout.offset(i)).copy_(state[name])
-
-
-def _fill_compressed(optimizer: OneBitOptimizer, states: Mapping[int, Mapping[str, Any]]) -> None:
-    layout, reduce, device = optimizer.layout, optimizer._reduce, optimizer.device
-    buffers = optimizer._buffers() | {"worker_error": reduce.worker.compensated}
-    momenta, planes = optimizer._momenta(), _planes(optimizer)
-    lines = {name: torch.zeros(layout.numel // 8, dtype=torch.uint8, device=device) for name in planes}
-    for i, index in enumerate(optimizer._list.index_of):
-        state, offset = states[index], layout.offset(i)
-        _fill_flat(optimizer, i, state, **buffers)
-        first, end = layout.first_block[i : i + 2]
-        for name, (_, scale) in momenta.items():
-            scale[first:end] = state[f"{name}_scale"].to(device)
-        for name, line in lines.items():
-            packed = state[name].to(device)
-            line[offset // 8 : offset // 8 + len(packed)] = packed
-        start, stop = _served(optimizer, i)
-        own = optimizer._transport.rank * layout.chunk_numel
-        served = reduce.server.compensated[offset + start - own : offset + stop - own]
-        served.copy_(state["server_error"])
-    for name, plane in planes.items():
-        plane.copy_(lines[name].view(plane.shape))
+def _taken(optimizer: DistributedOptimizer, name: str, state: State, header: State) -> Tensor | None:
+    """What this rank takes of an entry of a parameter's state; None if there is none."""
+    if name not in state or name not in optimizer._of_one_rank:
+        return local(state[name]) if name in state else None
+    if header["world_size"] == optimizer._rows.shape[0]:
+        return optimizer._rows.own(state[name])
+    return optimizer._rows.mean(state[name], header["world_size"])

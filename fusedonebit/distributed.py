@@ -20,6 +20,7 @@ from .comm import CollectiveError, Flag, ShardGroup, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
+from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
 from .sharding import group_of, local
 from .telemetry import capturing
@@ -83,6 +84,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
+        self._rows = Rows(self._transport, self._shards, self.device)
+        self._block_size: int | None = None  # of a checkpoint
+        self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self._build()
         self._built = True
         self._number = compiled.number_of(self)
@@ -117,10 +121,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_layout(self, chunks: int) -> FlatLayout:
         """The flat index space; as long for each shard, so that checkpoints are rectangular."""
         sizes = self._list.sizes
-        block_size = self.options.block_size or choose_block_size(sizes, chunks)
+        given = self.options.block_size or self._block_size
+        block_size = given or choose_block_size(sizes, chunks)
         if self._shards.count == 1:
             return FlatLayout(sizes, chunks, block_size)
-        if self.options.block_size is None:
+        if given is None:
             block_size = -int(self._shards.max(torch.tensor([-block_size], device=self.device)))
         blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
         return FlatLayout(sizes, chunks, block_size, int(self._shards.max(blocks)))
@@ -453,15 +458,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors and plain values only. See ``checkpoint``."""
-        return checkpoint.save(self, super().state_dict())
+        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``."""
+        packed = super().state_dict()
+        if self._expected is not None:
+            return checkpoint.template(self, packed, *self._expected)
+        return checkpoint.save(self, packed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
 
         Raises:
-            ValueError: on every rank, if the checkpoint is of another model, world size or rank;
-                nothing was changed.
+            ValueError: on every rank, if the checkpoint is of another model, or, where each rank has a
+                file of its own, of another world size or rank; nothing was changed.
         """
         checkpoint.load(self, state_dict, super().load_state_dict)
 

@@ -67,9 +67,14 @@ class AutoFreeze:
         return any(bool(fired) for fired in self._mirror.push(self._fired.reshape(1).int()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors to resume from."""
-        pending = self._mirror.flush_pending()
-        return {"norms": self._norms, "seen": self._seen, "fired": self._fired, "pending": pending}
+        """Plain values to resume from; waits for the device."""
+        pending = [value.tolist() for value in self._mirror.flush_pending()]
+        return {
+            "norms": self._norms.tolist(),
+            "seen": int(self._seen),
+            "fired": bool(self._fired),
+            "pending": pending,
+        }
 
     def check(self, state: dict[str, Any]) -> None:
         """Raises ValueError if ``state`` is of another beta2."""
@@ -81,10 +86,10 @@ class AutoFreeze:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes; the distance must be the same."""
-        self._norms.copy_(state["norms"])
-        self._seen.copy_(state["seen"])
-        self._fired.copy_(state["fired"])
-        self._mirror.refill(state["pending"])
+        self._norms.copy_(torch.tensor(state["norms"], dtype=torch.float64))
+        self._seen.fill_(state["seen"])
+        self._fired.fill_(state["fired"])
+        self._mirror.refill([torch.tensor(value, dtype=torch.int32) for value in state["pending"]])
 
 
 class DeadCoordinates:

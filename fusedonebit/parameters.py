@@ -287,7 +287,9 @@ class ParameterList:
 
     def strides(self) -> list[list[int]]:
         """Strides of each parameter's memory order, for checkpoints."""
-        return [list(stride) for stride in self._strides]
+        return [
+            list(owner.stride()) if self.mesh else list(s) for owner, s in zip(self.owners, self._strides, strict=True)
+        ]
 
     def facts(self) -> list[Fact]:
         """What must be equal on all ranks: count, dtypes, shapes and memory order."""

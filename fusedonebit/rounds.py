@@ -255,12 +255,12 @@ class RoundOptimizer(DistributedOptimizer):
         name = type(self).__name__
         if header.get("algorithm") != name:
             raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
-        for key, here in (("world_size", self._transport.world_size), ("rank", self._transport.rank)):
-            if header[key] != here:
-                raise ValueError(
-                    f"the checkpoint's {key} is {header[key]}, but here it is {here}; "
-                    "resume with as many ranks as wrote it, each with its own file"
-                )
+        if header["local"] and header["world_size"] != self._transport.world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
+                f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
+                "rank: save at the end of a round, or resume with as many ranks as wrote it"
+            )
         if header["local"] >= self.options.local_steps:
             raise ValueError(
                 f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "

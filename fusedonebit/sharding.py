@@ -36,8 +36,9 @@ def like(owner: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
+    as_it_is: Any = owner
     return DTensor.from_local(
-        part, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        part, as_it_is.device_mesh, as_it_is.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint import KEY
+from .checkpoint import by_parameter, header_of
 from .comm import agree, checksum
+from .construction import failure
+from .sharding import local
 
 if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
@@ -29,10 +31,11 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
     error: Exception | None = None
     try:
         _check(optimizer, state_dict)
-        variances = [_variance(optimizer, state_dict, i) for i in range(len(optimizer._list.index_of))]
-        if not any(bool(v.any()) for v in variances):
+        states = by_parameter(optimizer, state_dict)
+        variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
+        if optimizer._shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
-        tables = _tables(optimizer, state_dict)
+        tables = _tables(optimizer, state_dict, states)
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught if not isinstance(caught, KeyError) else ValueError(f"warm_start lacks the key {caught}")
     facts = [
@@ -40,7 +43,9 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
         for name, tensor in zip(optimizer._list.names, tensors, strict=False)
     ]
-    agree(optimizer._transport, facts, optimizer.device, error, "give every rank the same earlier run's checkpoint")
+    mine, hint = error, "give every rank the same earlier run's checkpoint"
+    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
+    optimizer._shards.agree([], optimizer.device, error, hint)
     with torch.no_grad():
         for i, v in enumerate(variances):
             optimizer._list.shaped(optimizer._exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
@@ -59,29 +64,30 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
 
 
-def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], i: int) -> Tensor:
+def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """A parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
-    index, name = optimizer._list.index_of[i], optimizer._list.names[i]
-    shape, state = tuple(optimizer._list.params[i].shape), state_dict["state"].get(index, {})
+    name, shape = optimizer._list.names[i], tuple(optimizer._list.params[i].shape)
     if not state:
         return torch.zeros(shape)
-    v = state["exp_avg_sq"]
+    v = local(state["exp_avg_sq"]) if isinstance(state["exp_avg_sq"], Tensor) else state["exp_avg_sq"]
     if not isinstance(v, Tensor) or tuple(v.shape) != shape:
         got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
-    group = next(group for group in state_dict["param_groups"] if index in group["params"])
-    entered = float(state_dict.get(KEY, {}).get("variance_step", state["step"])) - group.get("added_at", 0)
+    group = state_dict["param_groups"][optimizer._list.group_of[i]]
+    entered = float((header_of(state_dict) or {}).get("variance_step", state["step"])) - group.get("added_at", 0)
     if not optimizer.options.bias_correction or entered <= 0:
         return v.float().contiguous()
     return (v.float() / (1 - float(group["betas"][1]) ** entered)).contiguous()
 
 
-def _tables(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+def _tables(
+    optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Tensor]]:
     """What the optimizer keeps per tensor, by name, one tensor each; an earlier warm-up has no momentum scales yet."""
-    unsettled = {"unit"} if state_dict.get(KEY, {}).get("phase") != "compression" else set()
+    unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
     for name, table in optimizer._tables().items():
-        rows = [state_dict["state"].get(index, {}).get(name) for index in optimizer._list.index_of]
+        rows = [state.get(name) for state in states]
         if name == "layer" and any(row is None for row in rows):
             raise ValueError(
                 f"warm_start of {type(optimizer).__name__} must be the state_dict() of Lamb or OneBitLamb: "

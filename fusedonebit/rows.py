@@ -1,0 +1,127 @@
+"""State that differs from rank to rank, in a form that ``torch.distributed.checkpoint`` saves whole.
+
+To it a plain tensor is the same on all ranks, so that it keeps one rank's. Hence what each rank has of its
+own is a row of a DTensor [replicas, shards, ...], and what replicas share but shards do not is one of a
+DTensor [shards, ...]. Where ``torch.distributed`` does not know the ranks (threads, MPI) rows are plain
+tensors [1, 1, ...], and a checkpoint is one file per rank.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import ShardGroup, Transport
+from .sharding import is_dtensor, local
+
+
+class Rows:
+    """The grid of ranks, replicas by shards, and this rank's place in it.
+
+    Args:
+        transport: Between the replicas.
+        shards: Between the shards of each.
+        device: Where tensors lie.
+    """
+
+    def __init__(self, transport: Transport, shards: ShardGroup, device: torch.device) -> None:
+        self._transport, self._shards, self._device = transport, shards, device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Replicas and shards."""
+        return self._transport.world_size, self._shards.count
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's replica and shard."""
+        return self._transport.rank, self._shards.transport.rank
+
+    def of_each(self, here: Tensor) -> Tensor:
+        """What each rank has of its own, [...]: a row of [replicas, shards, ...]."""
+        return self._distributed(here[None, None], (0, 1))
+
+    def of_each_shard(self, here: Tensor) -> Tensor:
+        """What all replicas have alike, [...]: a row of [shards, ...]."""
+        return self._distributed(here[None], (None, 0))
+
+    def spread(self, replicas: int, here: Tensor) -> Tensor:
+        """Room for ``of_each`` rows of another number of replicas, spread over these."""
+        shape, placed = (replicas, 1, *here.shape), (0, 1)
+        if self.mesh is None or self.shape[0] == 1:
+            return self._distributed(here.new_zeros(shape), (None, 1))
+        from torch.distributed.tensor import zeros
+
+        placements = self._placements(placed)
+        whole = (replicas, self.shape[1], *here.shape)
+        return zeros(whole, dtype=here.dtype, device_mesh=self.mesh, placements=placements)
+
+    def whole(self, replicas: int, here: Tensor) -> Tensor:
+        """Room for ``of_each`` rows of another number of replicas, all of them here."""
+        return self._distributed(here.new_zeros((replicas, 1, *here.shape)), (None, 1))
+
+    def own(self, rows: Tensor) -> Tensor | None:
+        """This rank's row of what ``of_each`` has made, here or in an earlier run; None if it has another number."""
+        part = local(rows)
+        if part.shape[:2] == (1, 1) and (not is_dtensor(rows) or rows.shape[:2] == self.shape):
+            return part[0, 0]
+        return part[self.place] if part.shape[:2] == self.shape else None
+
+    def own_of_shard(self, rows: Tensor) -> Tensor | None:
+        """This rank's row of what ``of_each_shard`` has made; None if it has another number."""
+        part = local(rows)
+        if part.shape[0] == 1:
+            return part[0]
+        return part[self.place[1]] if part.shape[0] == self.shape[1] else None
+
+    def has_all(self, rows: Tensor, replicas: int) -> bool:
+        """Whether these ranks have between them the rows of all of another run's replicas."""
+        if local(rows).shape[0] == replicas:
+            return True
+        mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
+        return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0]
+
+    def mean(self, rows: Tensor, replicas: int) -> Tensor:
+        """The mean over another run's replicas of what each had, of rows that are all here; every rank calls it."""
+        part = local(rows)
+        if part.shape[0] == replicas:
+            return part[:, 0].mean(0)
+        total = part[:, 0].sum(0)
+        self._transport.all_reduce(total)
+        return total / replicas
+
+    def _distributed(self, part: Tensor, dims: tuple[int | None, int]) -> Tensor:
+        """``part`` as a DTensor whose dimensions ``dims`` are spread over replicas and shards."""
+        if self.mesh is None or (dims[0] is None and self.shape[1] == 1):
+            return part
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(part, self.mesh, self._placements(dims), run_check=False)
+
+    def _placements(self, dims: tuple[int | None, int]) -> list[Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        placed = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return [p for p, count in zip(placed, self.shape, strict=True) if count > 1]
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The ranks as a ``DeviceMesh`` of the dimensions longer than 1; None where there is none to be had."""
+        sides = (self._transport, self._shards.transport)
+        groups = [getattr(side, "group", None) for side in sides if side.world_size > 1]
+        if not groups or any(not isinstance(group, dist.ProcessGroup) for group in groups):
+            return None
+        from torch.distributed.device_mesh import DeviceMesh
+
+        kind = self._device.type
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], kind)
+        replicas = torch.tensor([dist.get_process_group_ranks(groups[0])], device=self._device)
+        columns = replicas.new_empty(self.shape[1], self.shape[0])
+        self._shards.transport.all_gather(columns, replicas)
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group(groups, kind, mesh=columns.T.contiguous().cpu(), mesh_dim_names=names)
