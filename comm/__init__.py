@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .agree import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
+from .buckets import BucketedAllReduce
 from .hops import Topology
 from .marsit import MarsitAllReduce
 from .shards import ShardGroup
@@ -17,6 +18,7 @@ from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic,
 from .wire import Flag, Messages, Word, describe_mismatch
 
 __all__ = [
+    "BucketedAllReduce",
     "CollectiveError",
     "CompressedAllReduce",
     "DisagreementError",

@@ -54,6 +54,9 @@ class CompressedAllReduce:
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
+        gathered: W messages to use, or None to allocate them: a part of a larger whole (``parts``).
+        scale: float32 [B] to use, or None to allocate zeros.
+        served: float32 [P / W], zeros, to use as the server's c, or None to allocate it.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -76,6 +79,9 @@ class CompressedAllReduce:
         compensated: Tensor | None = None,
         live: LiveTable | None = None,
         ternary: bool = False,
+        gathered: Messages | None = None,
+        scale: Tensor | None = None,
+        served: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.transport: Transport = transport if transport is not None else LocalTransport()
@@ -86,26 +92,35 @@ class CompressedAllReduce:
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = torch.device(device)
-        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary)
+        self.scale = torch.zeros(layout.n_blocks, device=self.device) if scale is None else scale
+        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary, gathered, served)
         self.set_live(live_table(layout).to(self.device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int32, device=self.device)
 
-    def _build(self, scope: ScaleScope, norm: int, compensated: Tensor | None, ternary: bool) -> None:
+    def _build(
+        self,
+        scope: ScaleScope,
+        norm: int,
+        compensated: Tensor | None,
+        ternary: bool,
+        gathered: Messages | None,
+        served_part: Tensor | None,
+    ) -> None:
         layout, device, rank = self.layout, self.device, self.transport.rank
         served = layout.blocks_per_chunk
         slot, slots = layout.scale_slots(scope)
+        slots = slots if gathered is None else gathered.slots
         self._own = slice(rank * served, (rank + 1) * served)
         self.block_tensor = block_table(layout, device)
         if compensated is None:
             compensated = torch.zeros(layout.numel, device=device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm, ternary)
-        served_part = torch.zeros(layout.chunk_numel, device=device)
+        served_part = torch.zeros(layout.chunk_numel, device=device) if served_part is None else served_part
         self.server = ErrorFeedback(served_part, slot[self._own], norm, ternary)
-        self.scale = torch.zeros(layout.n_blocks, device=device)
         self.agreement = torch.zeros(2, served, dtype=torch.float64, device=device)
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
-        self.gathered = Messages(layout.world_size, slots, layout, device, ternary)
+        self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         self.served = Messages(1, slots, layout, device, ternary)
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
@@ -286,10 +301,30 @@ class CompressedAllReduce:
         alike = (residual == residual[0]).all() & (residual[0] != 0) & (agreement > 1 - 1e-6).all()
         return torch.where(self.flags == 0, alike.int(), -1)
 
-    def resume(self, synchronisations: int, digest: int) -> None:
-        """Takes up the counts of a checkpoint; ``worker``, ``server``, the bits and ``scale`` are filled apart."""
+    @property
+    def bits(self) -> Tensor:
+        """The result's signs: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary."""
+        return self.gathered.bits
+
+    @property
+    def worker_residual(self) -> Tensor:
+        """This rank's c, after ``settle`` e: float32 [P]."""
+        return self.worker.compensated
+
+    @property
+    def server_residual(self) -> Tensor:
+        """That of the chunk which it serves: float32 [P / W]."""
+        return self.server.compensated
+
+    @property
+    def digests(self) -> list[int]:
+        """What the next messages tell of the last; waits for the device."""
+        return [int(self.served.words[0, Word.DIGEST])]
+
+    def resume(self, synchronisations: int, digests: Sequence[int]) -> None:
+        """Takes up the counts of a checkpoint; residuals, bits and ``scale`` are filled apart."""
         self.synchronisations.fill_(synchronisations)
-        self.served.words[:, Word.DIGEST] = digest
+        self.served.words[:, Word.DIGEST] = digests[0]
 
     def serve_again(self) -> None:
         """Puts the loaded result into this rank's message, from which a step that is held back gathers it."""
@@ -307,6 +342,10 @@ class CompressedAllReduce:
         held = [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.agreement]
         return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
 
+    def norms(self) -> tuple[float, float, float]:
+        """|c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
+        return *self.worker.norms(), self.server.norms()[1]
+
     def settle(self) -> None:
         """Forms both deferred residuals in place: then ``compensated`` holds e, its scales 0.
 
@@ -317,12 +356,7 @@ class CompressedAllReduce:
 
     def result(self) -> Tensor:
         """The last average, float32 [P], by flat index, zero where nothing is live; allocates."""
-        bits = self.gathered.bits
-        values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(self.scale), -1) * self.scale[:, None]
-        if bits.dim() == 3:
-            values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
-        live = unpack(self.live.bits[self.live.row.long()]).view_as(values) > 0
-        return torch.where(live, values, 0.0).view(-1)
+        return result_of(self.bits, self.scale, self.live)
 
     def _plain_coef(self) -> Tensor:
         # beta1 = 0: c = tensor + residual.
@@ -331,3 +365,12 @@ class CompressedAllReduce:
         coef[:, Coef.ONE_MINUS_BETA1] = 1.0
         coef[:, Coef.UNIT] = 1.0
         return coef
+
+
+def result_of(bits: Tensor, scale: Tensor, live: LiveTable) -> Tensor:
+    """The values that bits and scales stand for: float32 [P], zero where nothing is live."""
+    values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(scale), -1) * scale[:, None]
+    if bits.dim() == 3:
+        values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
+    alive = unpack(live.bits[live.row.long()]).view_as(values) > 0
+    return torch.where(alive, values, 0.0).view(-1)

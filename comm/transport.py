@@ -136,6 +136,14 @@ class TorchTransport:
         self.backend = _backend_for(self.group, device)
         self.device = device
 
+    def apart(self) -> TorchTransport:
+        """The same ranks over a process group of its own, counted with this one; all of them call it."""
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, backend=self.backend, use_local_synchronization=True)
+        other = TorchTransport(group, self.device)
+        other.traffic = self.traffic
+        return other
+
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
         with self._named("all_to_all"):

@@ -71,6 +71,7 @@ class Messages:
         layout: Its chunk length gives the bits of each, its fingerprint the layout word.
         device: Where the buffer lies.
         ternary: Two planes of bits instead of one.
+        buffer: uint8 [count, nbytes], zeros, to use; None allocates.
 
     Attributes:
         buffer: uint8 [count, nbytes].
@@ -80,10 +81,21 @@ class Messages:
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
     """
 
-    def __init__(self, count: int, slots: int, layout: FlatLayout, device: torch.device, ternary: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        slots: int,
+        layout: FlatLayout,
+        device: torch.device,
+        ternary: bool = False,
+        buffer: Tensor | None = None,
+    ) -> None:
         self.nbytes = self.size(slots, layout, ternary)
         scale_bytes = self.nbytes - HEADER_BYTES - _bit_bytes(layout, ternary)
-        self.buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
+        self.slots = slots
+        if buffer is None:
+            buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
+        self.buffer = buffer
         self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
         self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
@@ -92,6 +104,11 @@ class Messages:
             self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout.fingerprint
+
+    def rows(self, start: int, stop: int, layout: FlatLayout) -> Messages:
+        """Some of the messages, in the same memory, as those of ``layout``."""
+        ternary = self.bits.dim() == 3
+        return Messages(stop - start, self.slots, layout, self.buffer.device, ternary, self.buffer[start:stop])
 
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:

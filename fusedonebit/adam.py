@@ -47,7 +47,7 @@ class OneBitAdam(OneBitOptimizer):
         scale_norm: ``"l1"``: mean \|c\| (the paper). ``"l2"``: \|c\|_2/sqrt(d) (DeepSpeed).
             ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or
-            per 4096 elements of a tensor (``"block"``).
+            per 4096 elements of a tensor (``"block"``), or per bucket.
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each
             coordinate, so that the error feedback stays exact. Denominators are at least a thousandth
             of their median (``freezing.quantile_floor``).
@@ -86,6 +86,11 @@ class OneBitAdam(OneBitOptimizer):
             bfloat16 Zamirai et al., 2020). Which way depends only on the number of updates and the
             element: it is the same on all ranks and after a resumption. float32 parameters are not
             rounded; float16 ones are refused.
+        overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
+            the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
+            result, bit for bit, as with as many ``buckets`` without it.
+        buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4
+            with ``overlap``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``.
         mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
@@ -132,6 +137,8 @@ class OneBitAdam(OneBitOptimizer):
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         stochastic_rounding: bool = False,
+        overlap: bool = False,
+        buckets: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -157,6 +164,8 @@ class OneBitAdam(OneBitOptimizer):
             capturable=capturable,
             block_size=block_size,
             stochastic_rounding=stochastic_rounding,
+            overlap=overlap,
+            buckets=buckets,
         )
         super().__init__(
             params,
@@ -218,7 +227,7 @@ class OneBitAdam(OneBitOptimizer):
             self._list.dense,
             layout.sizes,
             layout.block_size,
-            reduce.gathered.bits,
+            reduce.bits,
             reduce.scale,
             None if self.options.precondition else self._exp_avg_sq,
             self.options.eps_inside_sqrt,

@@ -96,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self._list, self.device
-        self.layout = self._make_layout(self._transport.world_size)
+        self.layout = self._make_layout(self._chunks)
         self._block_tensor = block_table(self.layout, device)
         self._live = self._live_table()
         self._make_moments()
@@ -117,6 +117,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._begun = self._averaged = False
         self._broken = ""
         self._publish_state()
+
+    @property
+    def _chunks(self) -> int:
+        """Into how many ranges, one for each rank to serve, the line is cut."""
+        return self._transport.world_size
 
     def _make_layout(self, chunks: int) -> FlatLayout:
         """The flat index space; as long for each shard, so that checkpoints are rectangular."""

@@ -22,6 +22,9 @@ VARIANCE_FLOOR = 0.01
 
 LEAST_REWARM_STEPS = 10
 
+OVERLAPPED_BUCKETS = 4
+"""Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -70,6 +73,13 @@ class OneBitOptions(Options):
     rewarm_steps: int
     guard: str
     dead_coordinates: str
+    overlap: bool = False
+    buckets: int | None = None
+
+    @property
+    def bucket_count(self) -> int:
+        """Into how many buckets the line is cut."""
+        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
 
     @property
     def least_share(self) -> float:
@@ -83,7 +93,8 @@ class OneBitOptions(Options):
         check_count("freeze_step", self.freeze_step, alternative="auto")
         check_count("lr_warmup_steps", self.lr_warmup_steps)
         check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
-        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_choice("scale_scope", self.scale_scope, ("global", "bucket", "layer", "block"))
+        self._check_buckets()
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
         check_flag("precondition", self.precondition)
         check_flag("ternary", self.ternary)
@@ -104,6 +115,27 @@ class OneBitOptions(Options):
         if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
             way_out = "precondition=False" if self.precondition else "variance_floor=0"
             raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
+
+    def _check_buckets(self) -> None:
+        check_flag("overlap", self.overlap)
+        if self.buckets is not None:
+            check_count("buckets", self.buckets)
+            if self.buckets < 1:
+                raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets}")
+        if self.bucket_count > 1 and self.scale_scope == "global":
+            raise ValueError(
+                f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
+                "scale for all is known only when all gradients are"
+            )
+        if not self.overlap:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm must be None with overlap=True, got {self.max_grad_norm!r}: the norm is known only "
+                "when all gradients are; the guard refuses outliers"
+            )
+        if self.capturable:
+            raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:

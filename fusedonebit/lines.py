@@ -45,7 +45,7 @@ def _planes(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
 def _own(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
     reduce, (replica, shard) = optimizer._reduce, optimizer._rows.place
     rank = torch.tensor([replica * optimizer._rows.shape[1] + shard], device=optimizer.device)
-    return {"worker_error": reduce.worker.compensated, "server_error": reduce.server.compensated, "rank": rank}
+    return {"worker_error": reduce.worker_residual, "server_error": reduce.server_residual.view(-1), "rank": rank}
 
 
 def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
         kept = _cut(_here(optimizer._rows.own_of_shard(state[name]), name), 0, line.numel()).to(line)
         target = planes.get(name, line)
         target.copy_(kept.view(target.shape))
-    worker, server = reduce.worker.compensated, reduce.server.compensated
+    worker, server = reduce.worker_residual, reduce.server_residual.view(-1)
     if header["world_size"] == optimizer._rows.shape[0]:
         worker.copy_(_here(optimizer._rows.own(state["worker_error"]), "worker_error"))
         server.copy_(_here(optimizer._rows.own(state["server_error"]), "server_error"))

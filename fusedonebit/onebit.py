@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .averaging import AveragingOptimizer
-from .comm import CompressedAllReduce, Flag, Word, describe_mismatch
+from .comm import BucketedAllReduce, CompressedAllReduce, Flag, Transport, describe_mismatch
 from .errors import warn
 from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
+from .overlap import Overlap, transport_of_its_own
 from .scaling import LossScale, agree_on_scaling
 from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
@@ -33,6 +35,9 @@ class OneBitOptimizer(AveragingOptimizer):
     options: OneBitOptions
 
     def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
+        self._overlap: Overlap | None = None
+        self._apart: Transport | None = None
+        self._late_error: Exception | None = None
         super().__init__(*arguments, **keywords)
         if warm_start is not None:
             take_warm_start(self, warm_start)
@@ -41,16 +46,7 @@ class OneBitOptimizer(AveragingOptimizer):
         super()._build()
         options, device = self.options, self.device
         self._phase = "warmup"
-        self._reduce = CompressedAllReduce(
-            self.layout,
-            self._transport,
-            device=device,
-            scale_norm=options.scale_norm,
-            scale_scope=options.scale_scope,
-            compensated=self._exp_avg,
-            live=self._live,
-            ternary=self.options.ternary,
-        )
+        self._reduce = self._make_reduce()
         self._behind = torch.zeros((), device=device)
         self._variance_step: Tensor | None = None
         self._unit: Tensor | None = None
@@ -66,6 +62,37 @@ class OneBitOptimizer(AveragingOptimizer):
             beta2 = max(float(group["betas"][1]) for group in self.param_groups)
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
+
+    @property
+    def _chunks(self) -> int:
+        return self._transport.world_size * self.options.bucket_count
+
+    def _make_reduce(self) -> CompressedAllReduce | BucketedAllReduce:
+        """What averages momenta, with the storage of the warm-up's."""
+        options = self.options
+        shared: dict[str, Any] = {
+            "device": self.device,
+            "scale_norm": options.scale_norm,
+            "scale_scope": options.scale_scope,
+            "compensated": self._exp_avg,
+            "live": self._live,
+            "ternary": options.ternary,
+        }
+        if options.bucket_count == 1 and not options.overlap:
+            return CompressedAllReduce(self.layout, self._transport, **shared)
+        if not options.overlap:
+            return BucketedAllReduce(self.layout, options.bucket_count, self._transport, **shared)
+        if self._overlap is not None:
+            self._overlap.close()
+        if self._apart is None:
+            self._apart = transport_of_its_own(self._transport)
+        reduce = BucketedAllReduce(self.layout, options.bucket_count, self._apart, **shared)
+        self._overlap = Overlap(self, reduce)
+        return reduce
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
+        return nullcontext() if self._overlap is None else self._overlap.paused()
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         super()._check_group(group, name)
@@ -113,20 +140,14 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
         reduce = self._reduce
+        if self._overlap is not None:
+            abort = self._catch_up_with_buckets() or abort
         agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport, self._shards)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
-        reduce(
-            grads,
-            coef=agreed.scaled(coef),
-            exp_avg_sq=self._exp_avg_sq if self.options.precondition else None,
-            eps_inside_sqrt=self.options.eps_inside_sqrt,
-            tag=self._coefficients.tag,
-            abort=abort,
-            hold=agreed.hold,
-        )
+        reduce(grads, **self._momentum_options(agreed.scaled(coef), abort), hold=agreed.hold)
         if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
             self._first_look = None
         if self._shards.count > 1:
@@ -138,6 +159,36 @@ class OneBitOptimizer(AveragingOptimizer):
         self._apply(coef, reduce.flags)
         self._list.after_update()
         return reduce.flags
+
+    def _momentum_options(self, coef: Tensor, abort: bool) -> dict[str, Any]:
+        return {
+            "coef": coef,
+            "exp_avg_sq": self._exp_avg_sq if self.options.precondition else None,
+            "eps_inside_sqrt": self.options.eps_inside_sqrt,
+            "tag": self._coefficients.tag,
+            "abort": abort,
+        }
+
+    def _start_bucket(self, bucket: int, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> None:
+        assert isinstance(self._reduce, BucketedAllReduce)
+        self._reduce.start(bucket, grads, **self._momentum_options(coef, abort))
+
+    def _catch_up_with_buckets(self) -> bool:
+        """Waits for what the backward pass has sent; whether this rank has seen there that it can't take the step."""
+        assert self._overlap is not None
+        if any(value is not None for value in LossScale.of(self)):
+            self._late_error = RuntimeError(
+                "a GradScaler can't be used with overlap=True: gradients are sent before it has unscaled them; "
+                "train in bfloat16 without one, or pass overlap=False"
+            )
+        else:
+            self._late_error = self._overlap.error
+        self._overlap.catch_up()
+        return self._late_error is not None
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        late, self._late_error = self._late_error, None
+        return super()._error_due(error or late)
 
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
@@ -315,7 +366,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The momenta it keeps as bits uint8 [W, P / 8W] ([W, 2, P / 8W] where ternary) and scales float32 [B]."""
-        return {"exp_avg": (self._reduce.gathered.bits, self._reduce.scale)}
+        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
 
     def _settled(self) -> dict[str, Any]:
         """Options that say in which unit, or with what, the compression stage goes on."""
@@ -328,7 +379,8 @@ class OneBitOptimizer(AveragingOptimizer):
         return {
             "settled": self._settled(),
             "synchronisations": int(self._reduce.synchronisations),
-            "digest": int(self._reduce.served.words[0, Word.DIGEST]),
+            "digests": self._reduce.digests,
+            "buckets": self.options.bucket_count,
             "variance_step": float(entered),
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
@@ -370,7 +422,8 @@ class OneBitOptimizer(AveragingOptimizer):
         self._variance_step = torch.tensor(header["variance_step"], device=self.device)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
-        self._reduce.resume(header["synchronisations"], header["digest"])
+        digests, count = header["digests"], self.options.bucket_count
+        self._reduce.resume(header["synchronisations"], digests if len(digests) == count else digests[:1] * count)
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
@@ -398,8 +451,7 @@ class OneBitOptimizer(AveragingOptimizer):
             dead_coordinates (with v == 0 at the freeze, in other tensors).
         """
         reduce = self._reduce
-        compensated, worker_error = reduce.worker.norms()
-        _, server_error = reduce.server.norms()
+        compensated, worker_error, server_error = reduce.norms()
         over_momentum, agreement = reduce.signals() if self._phase == "compression" else (0.0, 0.0)
         return super().stats() | {
             "freeze_step": self._frozen_at,

@@ -97,7 +97,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         lr_warmup_steps: With ``"auto"``: updates before v is looked at.
         scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or
-            per 4096 elements of a tensor (``"block"``).
+            per 4096 elements of a tensor (``"block"``), or per bucket.
         precondition: Compress m/denom instead of m; see ``OneBitAdam``. The layers' momentum scaling
             does better here (docs/numerics.md).
         ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
@@ -132,6 +132,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         block_size: Elements per block of the layout; None chooses.
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
             nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
+        overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
+            the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
+            result, bit for bit, as with as many ``buckets`` without it.
+        buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4
+            with ``overlap``.
         process_group: Ranks to average over; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
         mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
@@ -194,6 +199,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         stochastic_rounding: bool = False,
+        overlap: bool = False,
+        buckets: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -224,6 +231,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             capturable=capturable,
             block_size=block_size,
             stochastic_rounding=stochastic_rounding,
+            overlap=overlap,
+            buckets=buckets,
         )
         super().__init__(
             params,
@@ -272,7 +281,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             self._unit = torch.ones(len(layout.sizes), device=device)
         if self._adaptive:
             self._started = torch.zeros(1, dtype=torch.int32, device=device)
-            self._last_bits = torch.zeros_like(self._reduce.gathered.bits, memory_format=torch.contiguous_format)
+            self._last_bits = torch.zeros_like(self._reduce.bits, memory_format=torch.contiguous_format)
             self._last_scale = torch.zeros(layout.n_blocks, device=device)
             self._largest = torch.zeros(layout.n_blocks, device=device)
 
@@ -359,7 +368,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         params, layout, live, reduce = self._list.dense, self.layout, self._live, self._reduce
-        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.gathered.bits, reduce.scale
+        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.bits, reduce.scale
         tables = (coef, self._block_tensor, live.bits, live.row, skip)
         if self._adaptive:
             norms = self._norms if self._deepspeed else None

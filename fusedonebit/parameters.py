@@ -138,6 +138,11 @@ class ParameterList:
             return [nothing if p.grad is None else p.grad for p in self.params]
         return [nothing if p.grad is None else local(p.grad) for p in self.owners]
 
+    def gradient(self, i: int, nothing: Tensor) -> Tensor:
+        """That of parameter ``i`` alone; see ``gradients``."""
+        grad = self.owners[i].grad
+        return nothing if grad is None else local(grad)
+
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
         if not self._unchanged():
@@ -287,9 +292,7 @@ class ParameterList:
 
     def strides(self) -> list[list[int]]:
         """Strides of each parameter's memory order, for checkpoints."""
-        return [
-            list(owner.stride()) if self.mesh else list(s) for owner, s in zip(self.owners, self._strides, strict=True)
-        ]
+        return [list(stride) for stride in (self._strides if self.mesh is None else [p.stride() for p in self.owners])]
 
     def facts(self) -> list[Fact]:
         """What must be equal on all ranks: count, dtypes, shapes and memory order."""

@@ -24,7 +24,7 @@ from torch import Tensor
 BLOCK_SIZES = (1024, 512, 256, 128)
 """Elements per block that kernels are built for. The smallest still packs to 16 bytes."""
 
-ScaleScope = Literal["global", "layer", "block"]
+ScaleScope = Literal["global", "bucket", "layer", "block"]
 
 SCALE_BLOCK = 4096
 """Elements that share a scale where ``scale_scope="block"``: 0.8 % of the bits (one per 1024: 3.1 %)."""
@@ -170,20 +170,20 @@ class FlatLayout:
     def scale_segments(self, scope: ScaleScope) -> Tensor:
         """Index of the scale that each block shares on the worker's side: int64 [n_blocks].
 
-        Rising and without gaps. ``"global"``: one scale; ``"layer"``: one per tensor;
+        Rising and without gaps. ``"global"`` and ``"bucket"``: one scale; ``"layer"``: one per tensor;
         ``"block"``: one per 4096 elements of a tensor, 0.8 % of their bits.
 
         Raises:
             ValueError: if ``scope`` is none of these.
         """
-        if scope == "global":
+        if scope in ("global", "bucket"):  # of a bucket: one each
             return torch.zeros(self.n_blocks, dtype=torch.int64)
         if scope == "layer":
             return torch.unique_consecutive(self.block_tensor(), return_inverse=True)[1]
         if scope == "block":
             within = torch.arange(self.n_blocks) - torch.tensor(self.first_block)[self.block_tensor()]
             return (within % (SCALE_BLOCK // self.block_size) == 0).long().cumsum(0) - 1
-        raise ValueError(f"scale_scope must be 'global', 'layer' or 'block', got {scope!r}")
+        raise ValueError(f"scale_scope must be 'global', 'bucket', 'layer' or 'block', got {scope!r}")
 
     def scale_slots(self, scope: ScaleScope) -> tuple[Tensor, int]:
         """Returns each block's slot among the scales of its chunk's message, and the slots needed.

@@ -1,0 +1,88 @@
+"""The 1-bit all-reduce in buckets: a few large ranges of the line, each sent as soon as it is there.
+
+A backward pass fills the line from its end. Bucket k can travel while bucket k - 1 is not there yet;
+only the first bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout
+from .parts import PartedAllReduce
+from .transport import LocalTransport, Transport
+
+
+class BucketedAllReduce(PartedAllReduce):
+    """A ``CompressedAllReduce`` of equal ranges of the line, one after the other, or each when it is told to.
+
+    Args:
+        layout: The whole line; its ``world_size`` is ``count`` times the transport's.
+        count: How many buckets.
+        transport: How messages travel; None for world size 1.
+        options: See ``CompressedAllReduce``.
+    """
+
+    def __init__(self, layout: FlatLayout, count: int, transport: Transport | None = None, **options: Any) -> None:
+        self.transport: Transport = transport if transport is not None else LocalTransport()
+        super().__init__(layout, count, range(count), self.transport, **options)
+        self._started: set[int] = set()
+
+    def bucket_of(self) -> list[range]:
+        """The buckets in which each tensor lies."""
+        length = self.layout.numel // self.count
+        buckets = []
+        for i, size in enumerate(self.layout.sizes):
+            first = self.layout.offset(i)
+            buckets.append(range(first // length, -(-(first + size) // length)) if size else range(0))
+        return buckets
+
+    def start(
+        self,
+        bucket: int,
+        tensors: Sequence[Tensor],
+        *,
+        exp_avg_sq: Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        """Averages one bucket; ``finish`` says how it went. All ranks start buckets in the same order.
+
+        Args:
+            bucket: Its index.
+            tensors: As for ``CompressedAllReduce``; those that do not lie in the bucket are not looked at.
+            exp_avg_sq: float32 [P], or None.
+            more: As for a call of ``CompressedAllReduce``.
+        """
+        self._started.add(bucket)
+        v = None if exp_avg_sq is None else exp_avg_sq[self._elements(bucket)]
+        self.parts[bucket](self._pieces(bucket, tensors), exp_avg_sq=v, **more)
+
+    def finish(self, start: Callable[[int], None]) -> None:
+        """Starts, with ``start(bucket)``, all that have not been; then all buckets are skipped, or none."""
+        for bucket in reversed(range(self.count)):
+            if bucket not in self._started:
+                start(bucket)
+        self._started.clear()
+        flags = self.parts[0].flags
+        for part in self.parts[1:]:
+            flags = flags | part.flags
+        for part in self.parts:
+            part.refuse(flags)
+        self.flags = flags
+
+    def __call__(self, tensors: Sequence[Tensor], **options: Any) -> None:
+        """All buckets, the last first; see ``CompressedAllReduce``."""
+        self.finish(lambda bucket: self.start(bucket, tensors, **options))
+
+    @property
+    def started(self) -> frozenset[int]:
+        """Those on their way."""
+        return frozenset(self._started)
+
+    def take_residuals(self, out: Tensor) -> None:
+        """See ``CompressedAllReduce``; one all-reduce for each bucket."""
+        for bucket, part in enumerate(self.parts):
+            part.take_residuals(out[self._elements(bucket)])
