@@ -186,7 +186,7 @@ def marsit_torus(parameters: float, gpus: int, network: Network, rows: int | Non
 
 
 def row_links(width: int, per_node: int, gpus: int) -> int:
-    """Rows' links that leave a node at the same time, at most."""
+    """Rows' links that leave a node at the same time; of rows that neither fill nodes nor share one, at most."""
     if gpus == per_node or per_node % width == 0:
         return 0
     return 1 if width % per_node == 0 else 2  # a node where one row ends and another begins has both

@@ -66,7 +66,7 @@ def draw(axis: Axes, plan: Plan) -> None:
 
 
 def _ticks(counts: Sequence[int]) -> list[int]:
-    return [n for n in (2, 8, 32, 128, 512, 2048, 8192, 16384, 65536, 262144) if counts[0] <= n <= counts[-1]]
+    return [n for n in (2, 8, 32, 128, 512, 2048, 16384, 131072) if counts[0] <= n <= counts[-1]]
 
 
 def _mark(axis: Axes, plan: Plan) -> None:

@@ -181,8 +181,7 @@ def show(plan: Plan, console: Console) -> None:
     if plan.full_precision_every:
         console.print(f"Marsit's have one fp32 round of {plan.full_precision_every} in them (--full-precision-every)")
     counts = plan.scale()
-    step = -(-len(counts) // 6)
-    columns = sorted({*counts[::step], plan.gpus, counts[-1]} - {1})
+    columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]} - {1})  # as many as 80 letters hold
     console.print("", scale_table(plan, columns), sep="\n")
     for line in plan.advice():
         console.print(line, soft_wrap=True)
