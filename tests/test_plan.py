@@ -224,7 +224,7 @@ def test_the_command_names_the_cheapest_and_draws(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cheapest: Marsit, owner, 136 ms a step" in out
     assert "for 1-bit Adam and 1-bit LAMB: 1-bit, flat, 411 ms a step" in out
-    assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.0 times as fast)" in out
+    assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.01 times as fast)" in out
     assert "16,384" in out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -339,6 +339,14 @@ def test_auto_trains_as_the_topology_that_it_names(optimizer, world_size, topolo
     for (x, said), (y, _) in zip(auto, named, strict=True):
         assert torch.equal(x, y)
         assert f"topology: {topology} (auto), full precision never" in said
+
+
+def test_ranks_that_were_told_of_other_networks_get_an_error():
+    def build(rank, transport):
+        with pytest.raises(ValueError, match="network is Network.* on rank 0 but Network.* on rank 1"):
+            MarsitSGD(make(), topology="auto", network=Network((rank + 1) * 1e9), process_group=transport)
+
+    SimulatedGroup(2).run(build)
 
 
 def test_a_group_added_later_keeps_the_topology():

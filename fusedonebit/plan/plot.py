@@ -85,7 +85,7 @@ def _mark(axis: Axes, plan: Plan) -> None:
     per_node = plan.network.gpus_per_node
     if per_node > 2:
         axis.axvspan(2, per_node, color="black", alpha=0.05, linewidth=0)
-        axis.annotate("one node", (2, 0.985), (4, 0), ("data", "axes fraction"), "offset points", fontsize=8, va="top")
+        axis.annotate("one node", (2, 0.01), (4, 0), ("data", "axes fraction"), "offset points", fontsize=8)
     if plan.gpus < 2:
         return
     cheapest = plan.cheapest()

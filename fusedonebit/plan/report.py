@@ -113,7 +113,7 @@ class Plan:
             )
         if not self.compresses:
             return f"do not compress here: it saves {gain}, {self.share:.1%} of the step (below {LEAST_GAIN:.0%})"
-        return f"compress: saves {gain}, {self.share:.0%} of the step ({1 / (1 - self.share):.1f} times as fast)"
+        return f"compress: saves {gain}, {self.share:.0%} of the step ({1 / (1 - self.share):.3g} times as fast)"
 
 
 def duration(seconds: float) -> str:
