@@ -13,6 +13,7 @@ from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.hops import TOPOLOGIES, stages
 from torch.nn import Parameter
 
+from benchmarks import planner
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.cli import main
 from fusedonebit.plan import METHODS, TYPICAL, Network, choose_topology, cost
@@ -171,6 +172,12 @@ def test_shuffled_times_miss_that_limit():
     assert min(medians) > LIMIT
 
 
+def test_the_page_shows_what_the_models_say():
+    page = planner.PAGE.read_text()
+    for table in (planner.summary_table, planner.errors_table, planner.constants_table, planner.others_table):
+        assert table() in page, "python -m benchmarks.planner writes it anew"
+
+
 def test_a_fit_finds_the_constants_that_made_its_times():
     for cluster in (ETHERNET, INFINIBAND):
         made = Fit(3e-10, Network(0.7e9, inside=math.inf, gpus_per_node=cluster.gpus_per_node))
@@ -224,7 +231,7 @@ def test_the_command_names_the_cheapest_and_draws(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cheapest: Marsit, owner, 136 ms a step" in out
     assert "for 1-bit Adam and 1-bit LAMB: 1-bit, flat, 411 ms a step" in out
-    assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.01 times as fast)" in out
+    assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.03 times as fast)" in out
     assert "16,384" in out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -343,7 +350,7 @@ def test_auto_trains_as_the_topology_that_it_names(optimizer, world_size, topolo
 
 def test_ranks_that_were_told_of_other_networks_get_an_error():
     def build(rank, transport):
-        with pytest.raises(ValueError, match="network is Network.* on rank 0 but Network.* on rank 1"):
+        with pytest.raises(ValueError, match=r"network is Network.* on rank 0 but Network.* on rank 1"):
             MarsitSGD(make(), topology="auto", network=Network((rank + 1) * 1e9), process_group=transport)
 
     SimulatedGroup(2).run(build)
