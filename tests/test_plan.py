@@ -357,10 +357,15 @@ def test_ranks_that_were_told_of_other_networks_get_an_error():
 
 
 def test_a_group_added_later_keeps_the_topology():
-    optimizer = MarsitSGD(make(), topology="auto", process_group=None)
-    before = repr(optimizer).split("topology")[1][:20]
-    optimizer.add_param_group({"params": make(10**5)})
-    assert repr(optimizer).split("topology")[1][:20] == before
+    network = Network(1e6, gpus_per_node=1, between_latency=1e-3, base=1e-2)
+    assert [choose_topology(d, 4, network) for d in (100, 10**6)] == ["torus", "owner"]
+
+    def build(rank, transport):
+        optimizer = MarsitSGD(make(), topology="auto", network=network, process_group=transport)
+        optimizer.add_param_group({"params": make(10**6)})
+        return repr(optimizer)
+
+    assert all("topology: torus (auto)" in said for said in SimulatedGroup(4).run(build))
 
 
 @pytest.mark.parametrize(
