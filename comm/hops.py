@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Topology = Literal["ring", "torus", "owner"]
-TOPOLOGIES = ("ring", "torus", "owner")
+TOPOLOGIES: tuple[Topology, ...] = ("ring", "torus", "owner")
 
 
 class Hop(NamedTuple):

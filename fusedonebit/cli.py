@@ -1,4 +1,4 @@
-"""The command line: ``fusedonebit train``."""
+"""The command line: ``fusedonebit train``, ``lab`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from .plan import command as planner
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell reports SIGINT
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     _add_lab(commands)
+    _add_plan(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -54,7 +56,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
     add("--steps", type=_whole("--steps", 1), default=500, help="updates")
     add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
-    add("--topology", choices=("ring", "torus", "owner"), default="ring", help="of marsit's rounds")
+    add("--topology", choices=("ring", "torus", "owner", "auto"), default="ring", help="of marsit's rounds")
     add(
         "--full-precision-every",
         type=_whole("--full-precision-every", 0),
@@ -95,6 +97,30 @@ def _add_lab(commands: argparse._SubParsersAction) -> None:
     add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, the table and the plots; what is there stays")
     add("--list", action="store_true", help="name the tasks and the optimizers")
     lab.set_defaults(run=_lab)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a step's messages cost on your network, and whether to compress them",
+        description="Estimate what the messages of one optimizer step cost, uncompressed and compressed, on 2 to "
+        "16,384 GPUs; name the cheapest, and say where compressing does not pay.",
+        formatter_class=_Defaults,
+    )
+    planner.add_arguments(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as missing:
+        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[train]"')
+    try:
+        return planner.run(arguments)
+    except planner.InputError as error:
+        return _refuse(str(error))
 
 
 def _lab(arguments: argparse.Namespace) -> int:

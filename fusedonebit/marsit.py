@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import MarsitAllReduce, Topology, Transport
+from .comm.hops import TOPOLOGIES
 from .comm.marsit import check_topology
-from .hyperparameters import check_count
+from .hyperparameters import check_choice, check_count
+from .plan import Network, choose_topology
 from .rounds import RoundOptimizer, RoundOptions
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ GLOBAL_RATIO = {"sgd": 0.3, "adam": 1.0}
 class MarsitOptions(RoundOptions):
     """Settings of Marsit. See ``MarsitSGD`` for their meaning."""
 
-    topology: Topology
+    topology: Topology | Literal["auto"]
+    network: Network | None
     rows: int | None
     full_precision_every: int
     compensation_limit: float | None
@@ -36,6 +39,11 @@ class MarsitOptions(RoundOptions):
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
         # Which torus there is depends on the world size, which is looked at when buffers are made.
+        check_choice("topology", self.topology, (*TOPOLOGIES, "auto"))
+        if self.network is not None and not isinstance(self.network, Network):
+            raise TypeError(f"network must be a fusedonebit.plan.Network or None, got {type(self.network).__name__}")
+        if self.network is not None and self.topology != "auto":
+            raise ValueError(f'network must be None unless topology is "auto", got {self.network!r}')
         check_count("full_precision_every", self.full_precision_every)
         check_count("seed", self.seed)
         limit = self.compensation_limit
@@ -48,22 +56,32 @@ class MarsitOptimizer(RoundOptimizer):
     """What ``MarsitSGD`` and ``MarsitAdam`` share: all but the local update."""
 
     options: MarsitOptions
+    _topology: Topology | None = None
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         super()._check_group(group, name)
+        options, world_size = self.options, self._transport.world_size
+        topology = "ring" if options.topology == "auto" else options.topology  # neither has rows, and a ring always is
+        check_topology(topology, options.rows, world_size, options.full_precision_every, options.seed)
+        if options.network is not None:
+            options.network.place(world_size)
+
+    def _choose_topology(self) -> Topology:
+        """Of "auto" the planner's choice, for the parameters at construction: groups added later don't change it."""
         options = self.options
-        check_topology(
-            options.topology, options.rows, self._transport.world_size, options.full_precision_every, options.seed
-        )
+        if options.topology != "auto":
+            return options.topology
+        return choose_topology(self.layout.real_numel, self._transport.world_size, options.network)
 
     def _make_reduce(self) -> MarsitAllReduce:
         options = self.options
+        self._topology = self._topology or self._choose_topology()
         return MarsitAllReduce(
             self.layout,
             self._transport,
             device=self.device,
             live=self._live,
-            topology=options.topology,
+            topology=self._topology,
             rows=options.rows,
             full_precision_every=options.full_precision_every,
             compensation_limit=options.compensation_limit,
@@ -73,8 +91,9 @@ class MarsitOptimizer(RoundOptimizer):
     def _described(self) -> list[str]:
         options = self.options
         often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
+        chosen = " (auto)" if options.topology == "auto" else ""
         return [
-            f"topology: {options.topology}, full precision {often}",
+            f"topology: {self._topology}{chosen}, full precision {often}",
             f"local_steps: {options.local_steps}",
         ]
 
@@ -108,7 +127,9 @@ class MarsitSGD(MarsitOptimizer):
             larger: what it can't carry away piles up in the compensation.
         topology: "ring": 2(M - 1) hops. "torus": rows and columns, fewer hops. "owner": no hops and half the
             bytes: whose bit counts is drawn beforehand, alike on all ranks, and one all-gather
-            brings those bits.
+            brings those bits. "auto": the one whose 1-bit rounds are estimated to be the fastest; ``repr`` tells
+            which, docs/planner.md how.
+        network: For topology "auto": a ``fusedonebit.plan.Network``; None: ``fusedonebit.plan.TYPICAL``.
         rows: Of a torus; None: the most that is not above the columns.
         full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.
         compensation_limit: Largest compensation of a coordinate, in units of eta_s; None: without limit, the
@@ -149,7 +170,8 @@ class MarsitSGD(MarsitOptimizer):
         weight_decay: float = 0.0,
         *,
         global_ratio: float = GLOBAL_RATIO["sgd"],
-        topology: Topology = "ring",
+        topology: Topology | Literal["auto"] = "ring",
+        network: Network | None = None,
         rows: int | None = None,
         full_precision_every: int = 100,
         compensation_limit: float | None = 1.0,
@@ -177,6 +199,7 @@ class MarsitSGD(MarsitOptimizer):
             stochastic_rounding=stochastic_rounding,
             local_steps=local_steps,
             topology=topology,
+            network=network,
             rows=rows,
             full_precision_every=full_precision_every,
             compensation_limit=compensation_limit,
@@ -207,7 +230,7 @@ class MarsitAdam(MarsitOptimizer):
         weight_decay: Decoupled, as in AdamW.
         global_ratio: eta_s / eta_l; see ``MarsitSGD``.
         bias_correction: Adam's.
-        topology, rows, full_precision_every, compensation_limit, local_steps, seed, maximize, mask, nonfinite,
+        topology, network, rows, full_precision_every, compensation_limit, local_steps, seed, maximize, mask, nonfinite,
             max_grad_norm, master_weights, broadcast_parameters, block_size, stochastic_rounding,
             process_group, mesh: As for ``MarsitSGD``.
 
@@ -224,7 +247,8 @@ class MarsitAdam(MarsitOptimizer):
         weight_decay: float = 1e-2,
         *,
         global_ratio: float = GLOBAL_RATIO["adam"],
-        topology: Topology = "ring",
+        topology: Topology | Literal["auto"] = "ring",
+        network: Network | None = None,
         rows: int | None = None,
         full_precision_every: int = 100,
         compensation_limit: float | None = 1.0,
@@ -253,6 +277,7 @@ class MarsitAdam(MarsitOptimizer):
             stochastic_rounding=stochastic_rounding,
             local_steps=local_steps,
             topology=topology,
+            network=network,
             rows=rows,
             full_precision_every=full_precision_every,
             compensation_limit=compensation_limit,

@@ -32,7 +32,7 @@ class Settings:
     lr: float
     freeze_step: int | Literal["auto"]
     lr_warmup_steps: int
-    topology: Topology = "ring"
+    topology: Topology | Literal["auto"] = "ring"
     full_precision_every: int = 100
     local_steps: int = 1
     seed: int = 0
@@ -128,6 +128,7 @@ def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
 def _baseline(
     params: Parameters, settings: Settings, aggregation: str, global_ratio: float = 1.0
 ) -> torch.optim.Optimizer:
+    assert settings.topology != "auto"  # refused with these: what is compared should be compared on one topology
     return BaselineAdam(
         params,
         settings.lr,

@@ -49,7 +49,7 @@ class Job:
     resume: bool
     eval_every: int
     save_every: int
-    topology: Topology = "ring"
+    topology: Topology | Literal["auto"] = "ring"
     full_precision_every: int = 100
     local_steps: int = 1
 
@@ -233,8 +233,9 @@ def check(job: Job, world_size: int) -> None:
         for flag, steps in (("--steps", job.steps), ("--eval-every", job.eval_every), ("--save-every", job.save_every)):
             if steps % job.local_steps:
                 raise InputError(f"{flag} must be a multiple of --local-steps {job.local_steps}, got {steps}")
-    if job.topology == "owner" and set(in_rounds) - {"marsit"}:
-        raise InputError(f"--topology owner is marsit's alone, got it with {', '.join(set(in_rounds) - {'marsit'})}")
+    others = sorted(set(in_rounds) - {"marsit"})
+    if job.topology in ("owner", "auto") and others:
+        raise InputError(f"--topology {job.topology} is marsit's alone, got it with {', '.join(others)}")
     if job.topology == "torus" and in_rounds:
         try:
             torus_rows(world_size, None)

@@ -1,0 +1,207 @@
+"""The planner against published times: ``python -m benchmarks.planner`` writes docs/planner.md's tables and picture.
+
+Nothing is measured here: what was measured is in ``fusedonebit.plan.readings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from fusedonebit.plan import Network
+from fusedonebit.plan.costs import all_reduce, all_to_all, flat
+from fusedonebit.plan.fit import (
+    CLUSTERS,
+    SPLITS,
+    Prediction,
+    each_held_out,
+    fit,
+    held_out,
+    ring_share,
+    summarise,
+    unfitted,
+)
+from fusedonebit.plan.plot import draw
+from fusedonebit.plan.readings import (
+    ALL_REDUCE_256,
+    ALL_TO_ALL_64_H800,
+    ALL_TO_ALL_128,
+    BERT_LARGE,
+    COMPUTE_256_ETHERNET,
+    ETHERNET,
+    SPEEDUP_256_ETHERNET,
+    TABLE_2,
+    V100_64,
+)
+from fusedonebit.plan.report import Plan, duration
+
+PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
+PICTURE = PAGE.with_suffix(".png")
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+COLOURS = {"Ethernet": "#d1495b", "InfiniBand": "#2e6f95"}
+
+
+def constants_table() -> str:
+    """What was fitted, to which rows."""
+    lines = ["| cluster | fitted on | 1/h, GB/s of gradient | Bn, Gbit/s | Bn as the paper states it |"]
+    lines.append("|---|---|--:|--:|--:|")
+    for cluster in CLUSTERS:
+        rows = [r for r in TABLE_2 if r.cluster is cluster]
+        for name, fitted in (*SPLITS.items(), ("all its rows", lambda nodes: True)):
+            found = fit([r for r in rows if fitted(r.nodes)])
+            lines.append(
+                f"| {cluster.name} | {name} | {1e-9 / found.handling:.2f} | {8e-9 * found.network.between:.2f} | "
+                f"{8e-9 * cluster.stated:.3g} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def errors_table() -> str:
+    """Every row of table 2, as predicted by fits that did not see it."""
+    columns = {f"fitted on {name}": held_out(fitted) for name, fitted in SPLITS.items()}
+    columns["fitted on all other node counts"] = each_held_out()
+    lines = [f"| cluster, nodes, batch | measured, ms | {' | '.join(columns)} |", "|---|--:|" + "--:|" * len(columns)]
+    for r in TABLE_2:
+        cells = []
+        for predictions in columns.values():
+            found = [p for p in predictions if p.reading == r]
+            cells.append(f"{found[0].milliseconds:.0f} ({found[0].error:+.1%})" if found else "(fitted)")
+        lines.append(f"| {r.cluster.name}, {r.nodes}, {r.batch} | {r.milliseconds:g} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary_table() -> str:
+    """Median and largest errors of all splits, and of models that are worse."""
+    found: dict[str, Sequence[Prediction]] = {
+        f"fitted on {name}, the others predicted": held_out(fitted) for name, fitted in SPLITS.items()
+    }
+    found["each node count predicted from all others"] = each_held_out()
+    found |= {
+        f"ring only (no tree), fitted on {name}": held_out(fitted, share=ring_share) for name, fitted in SPLITS.items()
+    }
+    found["nothing fitted: stated bandwidths, h = 0"] = unfitted()
+    lines = ["| absolute errors | rows | median over rows | median over node counts | largest |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    for name, predictions in found.items():
+        s = summarise(predictions)
+        numbers = " | ".join(f"{value:.1%}" for value in s)
+        lines.append(f"| {name} | {len(predictions)} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def bandwidth_of(seconds: float, nbytes: int, gpus: int, per_node: int) -> float:
+    """The network's bandwidth with which ``all_reduce`` takes as long as was read; by bisection."""
+    low, high = 1e6, 1e13
+    for _ in range(80):
+        middle = (low * high) ** 0.5
+        slow = all_reduce(nbytes, gpus, Network(middle, gpus_per_node=per_node)) > seconds
+        low, high = (middle, high) if slow else (low, middle)
+    return low
+
+
+def others_table() -> str:
+    """Other published readings: an order of magnitude, as their machines are not known well."""
+    lines = ["| reading | read | model | what the model was told |", "|---|--:|--:|---|"]
+
+    def add(what: str, read: str, predicted: float, told: str) -> None:
+        lines.append(f"| {what} | {read} | {duration(predicted)} | {told} |")
+
+    fast = Network(400e9, gpus_per_node=16)
+    for nbytes, seconds in ALL_TO_ALL_128:
+        told = "ap is this reading / 127" if nbytes == 512 else "the same ap"
+        add(f"all-to-all, 128 GPUs, {nbytes} B", duration(seconds), all_to_all(nbytes, 128, fast), told)
+    nbytes, (least, most) = ALL_TO_ALL_64_H800
+    h800 = Network(400e9, gpus_per_node=8)
+    add(
+        "all-to-all, 64 H800, 8 MiB",
+        f"{duration(least)} to {duration(most)}",
+        all_to_all(nbytes, 64, h800),
+        "assumed: 8 cards of 400 Gbit/s a node",
+    )
+    largest, seconds = ALL_REDUCE_256[0]
+    between = bandwidth_of(seconds, largest, 256, 16)
+    for nbytes, seconds in ALL_REDUCE_256:
+        told = f"Bn from this reading: {between / 1e9:.0f} GB/s" if nbytes == largest else "the same Bn"
+        predicted = all_reduce(nbytes, 256, Network(between, gpus_per_node=16))
+        add(f"all-reduce, 256 GPUs, {nbytes >> 20} MiB", duration(seconds), predicted, told)
+    nbytes, reduced, exchanged = V100_64
+    v100 = Network(bandwidth_of(reduced, nbytes, 64, 8), gpus_per_node=8)
+    told = f"Bn from its all-reduce of 122 ms: {v100.between / 1e9:.2g} GB/s"
+    add("all-to-all, 64 V100, 256 MiB", duration(exchanged), all_to_all(nbytes, 64, v100), told)
+    ethernet = fit([r for r in TABLE_2 if r.cluster is ETHERNET])
+    uncompressed = TABLE_2[0].milliseconds + COMPUTE_256_ETHERNET
+    inferred = 1e-3 * (uncompressed / SPEEDUP_256_ETHERNET - COMPUTE_256_ETHERNET)
+    add(
+        "1-bit LAMB's messages, 256 GPUs, Ethernet",
+        f"about {duration(inferred)}",
+        flat(BERT_LARGE, 256, ethernet.network),
+        'Bn from table 2; read is inferred from "up to 4.5x", compute as in table 2',
+    )
+    return "\n".join(lines) + "\n"
+
+
+def draw_page(path: Path) -> None:
+    """Left: table 2 and what fits say that did not see it. Right: a plan for its Ethernet cluster."""
+    figure, axes = plt.subplots(1, 2, figsize=(14.5, 5.6), layout="constrained", width_ratios=(1, 1.35))
+    _draw_errors(axes[0])
+    draw(axes[1], Plan(BERT_LARGE, 256, Network(ETHERNET.stated, 10e9, 4), 1e-3 * COMPUTE_256_ETHERNET))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_errors(axis: Axes) -> None:
+    fitted = SPLITS["1, 4 and 16 nodes"]
+    for cluster in CLUSTERS:
+        rows = [r for r in TABLE_2 if r.cluster is cluster]
+        colour, model = COLOURS[cluster.name], fit([r for r in rows if fitted(r.nodes)])
+        curve = {r.nodes: model.milliseconds(r) for r in rows}
+        axis.plot(list(curve), list(curve.values()), color=colour, linewidth=1.5)
+        for seen, face in ((True, colour), (False, "white")):
+            shown = [r for r in rows if fitted(r.nodes) is seen]
+            axis.plot(
+                [r.nodes for r in shown],
+                [r.milliseconds for r in shown],
+                "o",
+                markerfacecolor=face,
+                color=colour,
+                markersize=7,
+                linestyle="none",
+            )
+        place, below = (max(curve), curve[max(curve)]), cluster.name == "InfiniBand"  # where no points are
+        told = f"{cluster.name}, {cluster.gpus_per_node} GPUs a node"
+        axis.annotate(
+            told, place, (0, -26 if below else 14), textcoords="offset points", color=colour, ha="right", fontsize=9
+        )
+    axis.plot([], [], "o", color="grey", label="measured, fitted to (1, 4, 16 nodes)")
+    axis.plot([], [], "o", color="grey", markerfacecolor="white", label="measured, held out")
+    axis.plot([], [], color="grey", label="model")
+    axis.set(xscale="log", yscale="log", xlabel="nodes", ylabel="ms, all-reduce of BERT-Large's float16 gradients")
+    nodes = sorted({r.nodes for r in TABLE_2})
+    axis.set_xticks(nodes, [str(n) for n in nodes])
+    axis.set_yticks([200, 500, 1000, 2000, 5000], ["200", "500", "1,000", "2,000", "5,000"])
+    axis.minorticks_off()
+    axis.set_ylim(140, 6000)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.42))
+    axis.set_title("1-bit LAMB's table 2, and the model", fontsize=10, loc="left")
+
+
+def main() -> None:
+    text = "\n" + "\n".join([summary_table(), errors_table(), constants_table(), others_table()]) + "\n"
+    print(text)
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + text + page[page.index(END) :])
+    draw_page(PICTURE)
+    print(f"wrote the tables of docs/{PAGE.name}, and docs/{PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The body of ``fusedonebit plan``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from .costs import TYPICAL, Network
+from .units import parse_bandwidth, parse_count
+
+
+class InputError(ValueError):
+    """What was asked can't be planned; one line that says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    add = parser.add_argument
+    add("--params", type=parse_count, required=True, metavar="N", help="parameters of the model: 340M, 1.3B")
+    add("--gpus", type=_whole, required=True, metavar="N", help="in all")
+    add("--gpus-per-node", type=_whole, default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
+    add(
+        "--network",
+        type=parse_bandwidth,
+        required=True,
+        metavar="RATE",
+        help="what one NODE sends to others, all cards together, best as measured: 4.1Gbps, 12.5GB/s, 8x400Gbps",
+    )
+    add("--nvlink", type=parse_bandwidth, default="200GB/s", metavar="RATE", help="what one GPU sends within its node")
+    add("--step-ms", type=_milliseconds, metavar="MS", help="what a step takes without messages")
+    add(
+        "--latency-us",
+        type=_microseconds,
+        default=TYPICAL.between_latency * 1e6,
+        metavar="US",
+        help="of a hop between nodes",
+    )
+    add(
+        "--full-precision-every",
+        type=_count,
+        default=100,
+        metavar="K",
+        help="rounds of marsit of which one is of full precision; 0: none",
+    )
+    add("--out", default="runs/plan", metavar="DIR", help="for plan.png")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the tables, draws the picture.
+
+    Raises:
+        InputError: if what was asked makes no sense together.
+    """
+    from rich.console import Console
+
+    from .plot import plot_plan
+    from .report import Plan, show
+
+    gpus, per_node = arguments.gpus, arguments.gpus_per_node
+    if gpus > per_node and gpus % per_node:
+        raise InputError(f"--gpus must be a multiple of --gpus-per-node {per_node}, or at most that, got {gpus}")
+    network = Network(arguments.network, arguments.nvlink, per_node, between_latency=arguments.latency_us * 1e-6)
+    compute = None if arguments.step_ms is None else arguments.step_ms * 1e-3
+    plan = Plan(arguments.params, gpus, network, compute, arguments.full_precision_every)
+    out = Path(arguments.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        plot_plan(plan, out / "plan.png")
+    except OSError as error:
+        raise InputError(f"--out {out} can't be written: {error.strerror or error}") from error
+    console = Console(highlight=False)
+    show(plan, console)
+    console.print(f"picture: {out / 'plan.png'}", soft_wrap=True)
+    return 0
+
+
+def _whole(text: str, least: int = 1) -> int:
+    if not text.strip().isdecimal() or int(text) < least or int(text) > 10**6:
+        raise argparse.ArgumentTypeError(f"must be a whole number of {least} to 1,000,000, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _milliseconds(text: str) -> float:
+    return _positive(text, "milliseconds")
+
+
+def _microseconds(text: str) -> float:
+    return _positive(text, "microseconds")
+
+
+def _positive(text: str, unit: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of {unit} > 0, got {text!r}")
+    return value

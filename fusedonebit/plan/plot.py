@@ -1,0 +1,157 @@
+"""``plan.png``: what a step's messages cost against the number of GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from .costs import METHODS
+from .report import Plan, bandwidth, duration
+
+STYLES = {
+    "fp32": ("#3b4252", "-"),
+    "bf16": ("#8a93a6", "-"),
+    "flat": ("#1f6fb2", "-"),
+    "hierarchical": ("#5aa9d6", "--"),
+    "hierarchical-bf16": ("#5aa9d6", ":"),
+    "marsit-ring": ("#e9a23b", "-"),
+    "marsit-torus": ("#b5651d", "--"),
+    "marsit-owner": ("#d1495b", "-"),
+}
+"""Grey is uncompressed, blue is 1-bit Adam's and LAMB's, warm is Marsit's; dashes are what hierarchy there is."""
+SMALLEST_GAP = 0.052  # between two labels, of the axis' height
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Draws a plan to a PNG."""
+    figure, axis = plt.subplots(figsize=(10, 5.6), layout="constrained")
+    draw(axis, plan)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw(axis: Axes, plan: Plan) -> None:
+    """Cost against GPUs, both logarithmic; each line is named where it ends."""
+    counts = plan.scale()
+    ends = {}
+    for name, (colour, dashes) in STYLES.items():
+        points = [(n, 1e3 * plan.costs(n)[name]) for n in counts if name in plan.costs(n)]
+        heavy = name in ("fp32", "flat", "marsit-owner")
+        axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=2.2 if heavy else 1.5)
+        ends[name] = points[-1][1]
+    axis.set(xscale="log", yscale="log", xlim=(counts[0], counts[-1]), xlabel="GPUs")
+    axis.set_ylabel("ms a step, for messages alone")
+    axis.set_xticks(_ticks(counts), [f"{n:,}" for n in _ticks(counts)])
+    axis.tick_params(axis="x", which="minor", bottom=False)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    _mark(axis, plan)
+    _name(axis, ends)
+    net = plan.network
+    axis.set_title(
+        f"{_short(plan.parameters)} parameters, {net.gpus_per_node} GPUs a node, "
+        f"{bandwidth(net.between)} between nodes, {net.inside / 1e9:.3g} GB/s inside",
+        fontsize=10,
+        loc="left",
+    )
+
+
+def _ticks(counts: Sequence[int]) -> list[int]:
+    return [n for n in (2, 8, 32, 128, 512, 2048, 16384, 131072) if counts[0] <= n <= counts[-1]]
+
+
+def _mark(axis: Axes, plan: Plan) -> None:
+    """What was asked: its column and its cheapest; and how long a step computes."""
+    if plan.compute is not None:
+        axis.axhline(1e3 * plan.compute, color="black", linestyle=(0, (1, 3)), linewidth=1)
+        axis.annotate(
+            f"a step computes for {duration(plan.compute)}",
+            (0.01, 1e3 * plan.compute),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+        )
+    per_node = plan.network.gpus_per_node
+    if per_node > 2:
+        axis.axvspan(2, per_node, color="black", alpha=0.05, linewidth=0)
+        axis.annotate("one node", (2, 0.01), (4, 0), ("data", "axes fraction"), "offset points", fontsize=8)
+    if plan.gpus < 2:
+        return
+    cheapest = plan.cheapest()
+    seconds, right = plan.costs()[cheapest], plan.gpus > 1000
+    axis.axvline(plan.gpus, color="black", linewidth=0.8, alpha=0.35, zorder=0)
+    axis.plot([plan.gpus], [1e3 * seconds], "o", color=STYLES[cheapest][0], markersize=8, zorder=5, clip_on=False)
+    axis.annotate(
+        f"{plan.gpus:,} GPUs: {METHODS[cheapest].label}, {duration(seconds)}",
+        (plan.gpus, 1e3 * seconds),
+        xytext=(-8 if right else 8, -14),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=9,
+        fontweight="bold",
+        color=STYLES[cheapest][0],
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
+
+
+def _name(axis: Axes, ends: dict[str, float]) -> None:
+    """Labels behind the lines' ends, moved apart where they would overlap."""
+    low, high = map(math.log, axis.get_ylim())
+    places = {name: (math.log(end) - low) / (high - low) for name, end in ends.items()}
+    wanted = sorted(places, key=places.__getitem__)
+    spread = _apart([places[name] for name in wanted])
+    for name, place in zip(wanted, spread, strict=True):
+        axis.annotate(
+            METHODS[name].label,
+            (1, places[name]),
+            xycoords="axes fraction",
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=STYLES[name][0],
+            arrowprops={
+                "arrowstyle": "-",
+                "color": STYLES[name][0],
+                "linewidth": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Moves sorted places so that neighbours are ``SMALLEST_GAP`` apart, groups around their middle."""
+    groups: list[list[float]] = []
+    for place in places:
+        groups.append([place])
+        while len(groups) > 1 and _bottom(groups[-1]) - _top(groups[-2]) < SMALLEST_GAP:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [_bottom(group) + i * SMALLEST_GAP for group in groups for i in range(len(group))]
+
+
+def _bottom(group: Sequence[float]) -> float:
+    return sum(group) / len(group) - (len(group) - 1) / 2 * SMALLEST_GAP
+
+
+def _top(group: Sequence[float]) -> float:
+    return _bottom(group) + (len(group) - 1) * SMALLEST_GAP
+
+
+def _short(parameters: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{letter}"
+    return str(parameters)
