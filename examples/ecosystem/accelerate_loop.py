@@ -19,7 +19,6 @@ STEPS = 200
 
 
 def main() -> None:
-    # Before the optimizer: it makes the process group.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     teacher = nn.Linear(64, 10)
@@ -27,7 +26,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(x, teacher(x).argmax(1)), batch_size=32)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
-    # The model before the optimizer: that wants parameters on their device, and equal on all ranks, as DDP makes them.
+    # The model before the optimizer, which wants parameters on their device, and equal on all ranks as DDP makes them.
     model = accelerator.prepare(model)
     # max_grad_norm here instead of accelerator.clip_grad_norm_, which clips each rank by its own norm.
     ours = fusedonebit.OneBitAdam(model.parameters(), lr=3e-3, freeze_step=STEPS // 5, max_grad_norm=1.0)
@@ -48,10 +47,11 @@ def main() -> None:
         losses.append(loss.item())
         if len(losses) % 80 == 2 and accelerator.is_main_process:
             print(f"step {len(losses) // 2:3}  loss {losses[-1]:.3f}  {ours.stats()['bytes_step']:6,} bytes sent")
+    stats = ours.stats()
     digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
     print(
-        f"rank {accelerator.process_index}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, phase {ours.phase}, "
-        f"{ours.stats()['bytes_step']:,} bytes in the last step, parameters {digest.hexdigest()[:16]}"
+        f"rank {accelerator.process_index}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, phase {stats['phase']}, "
+        f"sent {stats['bytes_step']:,} instead of {stats['bytes_fp32']:,} bytes, parameters {digest.hexdigest()[:16]}"
     )
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     common = {"max_steps": STEPS, "logging_steps": STEPS // 6, "warmup_steps": STEPS // 12, "max_grad_norm": 0}
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "ddp_find_unused_parameters": False}
     arguments = TrainingArguments("runs/trainer", use_cpu=not torch.cuda.is_available(), **common, **quiet)
-    # Ranks have made different random models; DDP comes after the optimizer: broadcast_parameters.
+    # DDP makes models equal that were made from different seeds, but comes after the optimizer: broadcast_parameters.
     settings = {"lr": 3e-3, "freeze_step": STEPS // 4, "max_grad_norm": 1.0, "broadcast_parameters": True}
     # Not optimizers=(...): an optimizer made here might miss the device and the process group, which Trainer sets up.
     ours = {"optimizer_cls_and_kwargs": (fusedonebit.OneBitAdam, settings)}
@@ -50,7 +50,7 @@ def main() -> None:
     digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in trainer.model.parameters()))
     print(
         f"rank {arguments.process_index}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, phase {stats['phase']}, "
-        f"{stats['bytes_step']:,} bytes in the last step, parameters {digest.hexdigest()[:16]}"
+        f"sent {stats['bytes_step']:,} instead of {stats['bytes_fp32']:,} bytes, parameters {digest.hexdigest()[:16]}"
     )
 
 
