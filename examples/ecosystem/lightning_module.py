@@ -33,8 +33,7 @@ class Student(lightning.LightningModule):
     def configure_optimizers(self) -> tuple[list, list]:
         # max_grad_norm here instead of Trainer(gradient_clip_val=...), which clips each rank by its own norm.
         optimizer = fusedonebit.OneBitAdam(self.parameters(), lr=3e-3, freeze_step=STEPS // 5, max_grad_norm=1.0)
-        model = self.trainer.strategy.model  # which the ddp strategy has wrapped by now
-        if isinstance(model, DistributedDataParallel):  # a single process has none
+        if isinstance(model := self.trainer.strategy.model, DistributedDataParallel):  # "ddp" has wrapped it by now
             fusedonebit.ddp.attach(model, optimizer)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
