@@ -61,13 +61,11 @@ def test_example_learns_compresses_and_keeps_ranks_equal(example: Path, processe
         assert (0 < 25 * sent < fp32) if processes == 2 else sent == fp32 == 0
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
-def test_run_resumed_in_the_compression_stage_continues_bit_for_bit(library: str, tmp_path: Path):
-    needed = {
-        "accelerate": "class OfAllRanks",
-        "lightning": "class OneBitModule",
-        "transformers": "class OneBitTrainer",
-    }
+@pytest.mark.parametrize(
+    ("library", "needed"),
+    [("accelerate", "OfAllRanks"), ("lightning", "OneBitModule"), ("transformers", "OneBitTrainer")],
+)
+def test_run_resumed_in_the_compression_stage_continues_bit_for_bit(library: str, needed: str, tmp_path: Path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), re.DOTALL)
     (snippet,) = [block for block in blocks if f"class {needed}" in block]
     program = tmp_path / "resume.py"
