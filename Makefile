@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab test test-full lint format bench gpu clean
+.PHONY: help setup demo lab test test-full test-ecosystem lint format bench gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
 	@echo "make test       run the test suite (minutes)"
 	@echo "make test-full  run all tests, the long ones included"
+	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      benchmarks on this machine's CPU"
 	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton"
@@ -38,6 +39,14 @@ test: $(READY)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest --full
+
+# torch stays the pinned one; no model or data set is downloaded.
+$(VENV)/.ecosystem: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[ecosystem]"
+	@touch $@
+
+test-ecosystem: $(VENV)/.ecosystem
+	$(BIN)/python -m pytest tests/ecosystem
 
 # A type checker follows folders, not package-dir: give it the package as it is installed.
 TYPED := build/typing/fusedonebit

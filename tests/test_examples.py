@@ -15,7 +15,9 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 def test_examples_are_short():
     assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "plain"}
-    for example in EXAMPLES:
+    others = sorted((EXAMPLES[0].parent / "ecosystem").glob("*.py"))  # tests/ecosystem runs these
+    assert {e.stem for e in others} == {"accelerate_loop", "lightning_module", "transformers_trainer"}
+    for example in EXAMPLES + others:
         assert len(example.read_text().splitlines()) < 60
 
 

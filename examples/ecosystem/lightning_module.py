@@ -1,0 +1,59 @@
+"""1-bit Adam in a LightningModule.
+
+python examples/ecosystem/lightning_module.py 2    (processes)
+"""
+
+import hashlib
+import sys
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import fusedonebit
+
+STEPS = 200
+
+
+class Student(lightning.LightningModule):
+    """Learns what a linear teacher says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> tuple[list, list]:
+        # max_grad_norm here instead of Trainer(gradient_clip_val=...), which clips each rank by its own norm.
+        optimizer = fusedonebit.OneBitAdam(self.parameters(), lr=3e-3, freeze_step=STEPS // 5, max_grad_norm=1.0)
+        if isinstance(model := self.trainer.strategy.model, DistributedDataParallel):  # "ddp" has wrapped it by now
+            fusedonebit.ddp.attach(model, optimizer)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def main() -> None:
+    devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    torch.manual_seed(0)
+    student, teacher, x = Student(), nn.Linear(64, 10), torch.randn(STEPS * 64 * devices, 64)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(devices=devices, strategy="ddp" if devices > 1 else "auto", max_steps=STEPS, **quiet)
+    trainer.fit(student, DataLoader(TensorDataset(x, teacher(x).argmax(1)), batch_size=64))
+    first, *_, last = student.losses
+    stats = student.optimizers().optimizer.stats()
+    digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in student.parameters()))
+    print(
+        f"rank {trainer.global_rank}: loss {first:.3f} -> {last:.3f}, phase {stats['phase']}, "
+        f"sent {stats['bytes_step']:,} instead of {stats['bytes_fp32']:,} bytes, parameters {digest.hexdigest()[:16]}"
+    )
+
+
+if __name__ == "__main__":
+    main()

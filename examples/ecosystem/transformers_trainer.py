@@ -1,0 +1,58 @@
+"""1-bit Adam in Hugging Face's Trainer.
+
+torchrun --nproc-per-node 2 examples/ecosystem/transformers_trainer.py
+"""
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is downloaded
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import fusedonebit
+
+STEPS = 120
+
+
+class Attach(TrainerCallback):
+    """Has DDP average only while the optimizer wants averages; Trainer makes both when training begins."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        model = self.trainer.model_wrapped  # DDP; callbacks are given what is inside
+        if isinstance(model, DistributedDataParallel):  # a single process has none
+            fusedonebit.ddp.attach(model, self.trainer.optimizer.optimizer)  # ours is inside accelerate's
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+
+def main() -> None:
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    counting = (torch.arange(512)[:, None] + torch.arange(32)) % 64
+    # Trainer clips by default, and each rank by its own norm: off here, max_grad_norm of the optimizer instead.
+    common = {"max_steps": STEPS, "logging_steps": STEPS // 6, "warmup_steps": STEPS // 12, "max_grad_norm": 0}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "ddp_find_unused_parameters": False}
+    arguments = TrainingArguments("runs/trainer", use_cpu=not torch.cuda.is_available(), **common, **quiet)
+    # DDP makes models equal that were made from different seeds, but comes after the optimizer: broadcast_parameters.
+    settings = {"lr": 3e-3, "freeze_step": STEPS // 4, "max_grad_norm": 1.0, "broadcast_parameters": True}
+    # Not optimizers=(...): an optimizer made here might miss the device and the process group, which Trainer sets up.
+    ours = {"optimizer_cls_and_kwargs": (fusedonebit.OneBitAdam, settings)}
+    data = [{"input_ids": row, "labels": row} for row in counting]
+    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, **ours)
+    trainer.add_callback(Attach(trainer))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history[:-1]]
+    stats = trainer.optimizer.optimizer.stats()
+    digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in trainer.model.parameters()))
+    print(
+        f"rank {arguments.process_index}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, phase {stats['phase']}, "
+        f"sent {stats['bytes_step']:,} instead of {stats['bytes_fp32']:,} bytes, parameters {digest.hexdigest()[:16]}"
+    )
+
+
+if __name__ == "__main__":
+    main()

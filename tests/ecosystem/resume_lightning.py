@@ -1,0 +1,48 @@
+"""Runs with docs/ecosystem.md's OneBitModule in front of it: 60 steps at once, and 50 + 10."""
+
+import hashlib
+import sys
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_module import Student
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+class Steady(Student):
+    """Its batches depend on the step and the rank only: Lightning does not resume a loader within an epoch."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.global_rank + self.global_step)
+        x = torch.randn(16, 64, generator=generator)
+        return super().training_step([x, x[:, :10].argmax(1)], index)
+
+
+class Resumable(OneBitModule, Steady):  # noqa: F821
+    pass
+
+
+def train(module: type[lightning.LightningModule], folder: str, resume: str | None = None) -> str:
+    student = module()
+    callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=50, save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_steps=60, callbacks=[callback], logger=False,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(student, DataLoader(range(1000)), ckpt_path=resume)
+    assert student.optimizers().optimizer.phase == "compression"
+    vector = torch.nn.utils.parameters_to_vector(student.parameters())
+    return hashlib.sha256(vector.detach().numpy().tobytes()).hexdigest()
+
+
+folder = sys.argv[1]
+whole = train(Resumable, f"{folder}/whole")
+resumed = train(Resumable, f"{folder}/resumed", f"{folder}/whole/step=50.ckpt")
+print(f"whole {whole} resumed {resumed}")
+train(Steady, f"{folder}/plain")
+try:
+    train(Steady, f"{folder}/again", f"{folder}/plain/step=50.ckpt")
+except ValueError as error:
+    print(f"refused: {error}")

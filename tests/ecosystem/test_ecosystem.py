@@ -1,0 +1,79 @@
+"""The examples with other libraries run as they say; so do the checkpoints of docs/ecosystem.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples" / "ecosystem").glob("*.py"))
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+    "accelerate launch": ["-m", "accelerate.commands.launch", "--main_process_port", "0"],  # any that is free
+    "python": [],
+}
+FACTS = re.compile(
+    r"rank (\d): loss ([\d.]+) -> ([\d.]+), phase (\S+), sent ([\d,]+) instead of ([\d,]+) bytes, parameters (\w{16})"
+)
+
+
+def run(*command: str) -> str:
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join([str(ROOT / "examples" / "ecosystem"), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env=os.environ | environment | {"PYTHONPATH": paths},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "FusedOneBitWarning" not in result.stderr  # such as: DDP averages, although the optimizer compresses
+    return result.stdout
+
+
+def as_documented(example: Path) -> list[str]:
+    """The command in an example's docstring, for this Python."""
+    ((launcher, arguments),) = re.findall(
+        rf"^({'|'.join(LAUNCHERS)}) (.*?)(?: {{2,}}.*)?$", example.read_text(), re.MULTILINE
+    )
+    return LAUNCHERS[launcher] + arguments.split()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
+def test_example_learns_compresses_and_keeps_ranks_equal(example: Path, processes: int):
+    output = run(*(as_documented(example) if processes == 2 else [str(example)]))
+    facts = FACTS.findall(output)
+    assert sorted(rank for rank, *_ in facts) == [str(rank) for rank in range(processes)]
+    assert len({parameters for *_, parameters in facts}) == 1
+    for _, first, last, phase, sent, fp32, _ in facts:
+        print(f"{example.name} on {processes}: loss {first} -> {last}, {sent} of {fp32} bytes")
+        assert float(last) < float(first) / 3
+        assert phase == "compression"
+        sent, fp32 = (int(n.replace(",", "")) for n in (sent, fp32))
+        assert (0 < 25 * sent < fp32) if processes == 2 else sent == fp32 == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "needed"),
+    [("accelerate", "OfAllRanks"), ("lightning", "OneBitModule"), ("transformers", "OneBitTrainer")],
+)
+def test_run_resumed_in_the_compression_stage_continues_bit_for_bit(library: str, needed: str, tmp_path: Path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), re.DOTALL)
+    (snippet,) = [block for block in blocks if f"class {needed}" in block]
+    program = tmp_path / "resume.py"
+    program.write_text(snippet + (Path(__file__).parent / f"resume_{library}.py").read_text())
+    launcher = "python" if library == "lightning" else "torchrun"
+    processes = [] if library == "lightning" else ["--nproc-per-node", "2"]
+    output = run(*LAUNCHERS[launcher], *processes, str(program), str(tmp_path / "checkpoints"))
+    digests = re.findall(r"whole (\w{64}) resumed (\w{64})", output)
+    assert len(digests) == 2
+    assert len({digest for pair in digests for digest in pair}) == 1
+    assert output.count("each rank must load the file that it saved itself") == 2  # rank 0's alone is not enough
