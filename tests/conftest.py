@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _rank_processes() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
+    import mpi_ranks
     import ranks
 
     ranks.shut_down()
+    mpi_ranks.shut_down()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reasons = {
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid
+    }
+    for reason in sorted(r.removeprefix("Skipped: ") for r in reasons if "not installed" in r):
+        terminalreporter.write_line(f"SKIPPED: {reason}", red=True, bold=True)
