@@ -92,10 +92,9 @@ class MPITransport:
         self._check("all_gather", gathered, sent)
         self._check_rows("all_gather", gathered, sent, 1)
         with self._named("all_gather"), self._host(sent) as source, self._host(gathered, "w") as target:
+            own, all_ranks = _memory(self._mpi, source), _memory(self._mpi, target)
             for kind, count in self._pieces_of_rows(gathered):
-                self.comm.Allgather(
-                    [_memory(self._mpi, source), count, kind], [_memory(self._mpi, target), count, kind]
-                )
+                self.comm.Allgather([own, count, kind], [all_ranks, count, kind])
         self.traffic.add(sent.nbytes * (self.world_size - 1))
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -223,8 +222,10 @@ class _Exchange:
         mpi = transport._mpi
         with transport._named("exchange"):
             statuses = [mpi.Status() for _ in self._arriving]
-            mpi.Request.Waitall(self._arriving, statuses)
-            mpi.Request.Waitall(self._leaving)
+            for request, status in zip(self._arriving, statuses, strict=True):
+                request.Wait(status)
+            for request in self._leaving:  # not Waitall, whose error only says that there is one
+                request.Wait()
         arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
         if arrived != self._expected:
             error = ValueError(f"{arrived} bytes arrived where {self._expected} were expected")

@@ -51,8 +51,7 @@ def _rank_processes() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reasons = {
-        report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid
-    }
-    for reason in sorted(r.removeprefix("Skipped: ") for r in reasons if "not installed" in r):
-        terminalreporter.write_line(f"SKIPPED: {reason}", red=True, bold=True)
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid]
+    for reason in sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped}):
+        if "not installed" in reason:
+            terminalreporter.write_line(f"SKIPPED: {reason}", red=True, bold=True)

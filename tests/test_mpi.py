@@ -1,4 +1,4 @@
-"""Ranks that ``mpirun`` starts, against gloo's: every method, bit-identical compression stages, errors on every rank."""
+"""Ranks that ``mpirun`` starts, against gloo's: all methods, bit-identical compression stages, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def on_gloo(rank: int, world_size: int, module: str, name: str, *args: Any) -> A
 
 def on_both(function: Callable[..., Any], world_size: int, *args: Any) -> tuple[list[Any], list[Any]]:
     """What each rank of MPI, and of gloo, returns."""
-    return run_mpi(function, world_size, *args), run_ranks(
-        on_gloo, world_size, function.__module__, function.__name__, *args
-    )
+    name = (function.__module__, function.__name__)
+    name = (function.__module__, function.__name__)
+    return run_mpi(function, world_size, *args), run_ranks(on_gloo, world_size, *name, *args)
 
 
 # ---------------------------------------------------------------- the compression stage
