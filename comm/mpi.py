@@ -222,9 +222,10 @@ class _Exchange:
         mpi = transport._mpi
         with transport._named("exchange"):
             statuses = [mpi.Status() for _ in self._arriving]
+            # Not Waitall: Open MPI's may never return once a message was too long, and its error names no cause.
             for request, status in zip(self._arriving, statuses, strict=True):
                 request.Wait(status)
-            for request in self._leaving:  # not Waitall, whose error only says that there is one
+            for request in self._leaving:
                 request.Wait()
         arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
         if arrived != self._expected:

@@ -80,13 +80,13 @@ class _Pool:
         if self._process is not None:
             return self._connections
         with tempfile.TemporaryDirectory() as folder, Listener(os.path.join(folder, "socket")) as listener:
-            listener._listener._socket.settimeout(60)
+            listener._listener._socket.settimeout(120)
             self._process = start_mpi(LARGEST_WORLD, [__file__, listener.address])
             try:
                 accepted = [listener.accept() for _ in range(LARGEST_WORLD)]
             except OSError as error:
                 self.shut_down()
-                raise RankError("mpirun's ranks did not start within 60 s") from error
+                raise RankError("mpirun's ranks did not start within 120 s") from error
             by_rank = {_receive(connection): connection for connection in accepted}
         self._connections = [by_rank[rank] for rank in range(LARGEST_WORLD)]
         return self._connections
@@ -102,7 +102,7 @@ class _Pool:
 _POOL = _Pool()
 
 
-def run_mpi(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_mpi(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls ``function(rank, transport, *args)`` on every rank; returns what each returned."""
     connections = _POOL.start()
     for connection in connections:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,6 +360,7 @@ def test_misuse_is_named():
     assert first["too long"][0] is None
     assert second["too short"][0] is CollectiveError
     assert "12 bytes arrived where 16 were expected" in second["too short"][1]
+    assert "TRUNCATE" in second["too long"][1]
     for told in (first["no such rank"], second["no such rank"], second["too long"]):
         assert told[0] is CollectiveError
         assert told[1].startswith("exchange of rank ")
@@ -424,6 +426,22 @@ def test_a_rank_that_ends_ends_the_job(how):
 def stand_still(rank: int, transport: Transport) -> None:
     if rank:
         signal.pause()
+
+
+@needs_mpi
+@pytest.mark.full
+def test_the_example_runs_and_learns():
+    root = Path(__file__).parent.parent
+    (command,) = re.findall(r"^mpirun -n 2 python (.*)$", (root / "examples" / "mpi.py").read_text(), re.MULTILINE)
+    process = start_mpi(2, [str(root / command)], stdout=subprocess.PIPE)
+    try:
+        out, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert process.returncode == 0
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", out))
+    print(f"examples/mpi.py: loss {first} -> {last}")
+    assert last < first / 3
 
 
 @needs_mpi
