@@ -23,7 +23,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=61" wheel torch triton
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev,mpi]"
 	@touch $@
 
 setup: $(READY)

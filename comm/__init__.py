@@ -2,7 +2,8 @@
 
 They know process groups and tensors, not optimizers. What moves the bytes is a ``Transport``: made
 by ``make_transport`` from a process group, or any object with its four collectives and one exchange, such as a rank
-of a ``SimulatedGroup`` (threads of one process).
+of a ``SimulatedGroup`` (threads of one process). ``fusedonebit.comm.mpi``, which has ``MPITransport``, is imported
+by its own name.
 """
 
 from __future__ import annotations

@@ -19,6 +19,15 @@ class CollectiveError(RuntimeError):
     """A collective failed: a rank died, hung, or called something else."""
 
 
+def failure(collective: str, rank: int, world_size: int, library: str, error: Exception) -> CollectiveError:
+    """What a transport raises where its library says no more than ``error``."""
+    return CollectiveError(
+        f"{collective} of rank {rank} of {world_size} failed ({library}): {error}\n"
+        "Another rank has died, hangs, or does not call step() as often as this one. "
+        "Restart all ranks from the last checkpoint."
+    )
+
+
 class Traffic:
     """Collectives called and bytes sent to other ranks, in all and since ``start_step``."""
 
@@ -185,11 +194,7 @@ class TorchTransport:
         try:
             yield
         except RuntimeError as error:
-            raise CollectiveError(
-                f"{collective} of rank {self.rank} of {self.world_size} failed ({self.backend}): {error}\n"
-                "Another rank has died, hangs, or does not call step() as often as this one. "
-                "Restart all ranks from the last checkpoint."
-            ) from error
+            raise failure(collective, self.rank, self.world_size, self.backend, error) from error
 
     def __repr__(self) -> str:
         return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _rank_processes() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
+    import mpi_ranks
     import ranks
 
     ranks.shut_down()
+    mpi_ranks.shut_down()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid]
+    for reason in sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped}):
+        if "not installed" in reason:
+            terminalreporter.write_line(f"SKIPPED: {reason}", red=True, bold=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+UNDER_TORCHRUN = [example for example in EXAMPLES if example.stem != "mpi"]  # that one is run by test_mpi
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "mpi", "plain"}
     others = sorted((EXAMPLES[0].parent / "ecosystem").glob("*.py"))  # tests/ecosystem runs these
     assert {e.stem for e in others} == {"accelerate_loop", "lightning_module", "transformers_trainer"}
     for example in EXAMPLES + others:
@@ -22,7 +23,7 @@ def test_examples_are_short():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
+@pytest.mark.parametrize("example", UNDER_TORCHRUN, ids=lambda e: e.stem)
 def test_example_runs_and_learns(example: Path):
     (command,) = re.findall(r"^torchrun (.*)$", example.read_text(), re.MULTILINE)
     assert command == f"--nproc-per-node 2 examples/{example.name}"

