@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from fusedonebit.comm import Traffic
 from fusedonebit.comm.transport import Done
 from torch import Tensor
@@ -27,6 +28,11 @@ class Loopback:
         """See ``Transport``."""
         tensor *= self.world_size
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``."""
+        torch.mul(sent[: received.numel()], self.world_size, out=received)
+        self.traffic.add(sent.nbytes - received.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""

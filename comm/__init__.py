@@ -1,7 +1,7 @@
 """The wire format and the collectives on packed uint8 buffers.
 
 They know process groups and tensors, not optimizers. What moves the bytes is a ``Transport``: made
-by ``make_transport`` from a process group, or any object with its four collectives and one exchange, such as a rank
+by ``make_transport`` from a process group, or any object with its five collectives and one exchange, such as a rank
 of a ``SimulatedGroup`` (threads of one process). ``fusedonebit.comm.mpi``, which has ``MPITransport``, is imported
 by its own name.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from .agree import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
+from .hierarchy import HierarchicalAllReduce
 from .hops import Topology
 from .marsit import MarsitAllReduce
 from .shards import ShardGroup
@@ -24,6 +25,7 @@ __all__ = [
     "CompressedAllReduce",
     "DisagreementError",
     "Flag",
+    "HierarchicalAllReduce",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",

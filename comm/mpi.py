@@ -109,6 +109,13 @@ class MPITransport:
                 self.comm.Allreduce(self._mpi.IN_PLACE, [_memory(self._mpi, host), kind])
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``; by an all-reduce of a copy, in float32."""
+        self._check("reduce_scatter", received, sent)
+        total = sent.clone() if sent.dtype in TYPES else sent.float()
+        self.all_reduce(total)
+        received.copy_(total.view(self.world_size, -1)[self.rank].view_as(received))
+
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
         self._check("broadcast", tensor)

@@ -1,6 +1,6 @@
 """An error-compensated 1-bit all-reduce in parts: what the parts of one line of elements have in common.
 
-A part is a range of the line, with a ``CompressedAllReduce`` of its own; its messages are rows of one
+A part is a range of the line, with a ``CompressedAllReduce`` of its own; its messages become rows of one
 buffer, so that kernels find the signs of the whole result in one place, as if there were no parts.
 ``buckets`` cuts the line so that a part can travel while the next is not there yet, ``hierarchy`` so that
 each rank of a node has one of them to send.
@@ -36,6 +36,9 @@ class PartedAllReduce:
         server_residual: float32, of the chunks that this rank serves.
     """
 
+    shares_messages = True
+    """Whether the messages of a part that is here are rows of ``gathered``."""
+
     def __init__(
         self,
         layout: FlatLayout,
@@ -55,7 +58,8 @@ class PartedAllReduce:
         layouts = [layout.part(i, count) for i in range(count)]
         slots = [part.scale_slots(scale_scope) for part in layouts]
         self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
-        self.gathered = Messages(layout.world_size, max(n for _, n in slots), layout, device, ternary)
+        most = max(n for _, n in slots)
+        self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self.block_tensor = block_table(layout, device)
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = torch.zeros(len(self._here), layout.chunk_numel, device=device)
@@ -72,7 +76,9 @@ class PartedAllReduce:
                 scale_scope=scale_scope,
                 compensated=compensated[self._elements(i)],
                 ternary=ternary,
-                gathered=self.gathered.rows(i * chunks, (i + 1) * chunks, layouts[i]),
+                gathered=self.gathered.rows(i * chunks, (i + 1) * chunks, layouts[i])
+                if self.shares_messages
+                else Messages(chunks, most, layouts[i], device, ternary),
                 scale=self.scale[self._blocks(i)],
                 served=served,
             )

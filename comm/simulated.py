@@ -121,6 +121,14 @@ class SimulatedTransport:
         self.group.meet("all_reduce")
         tensor.copy_(total)
 
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``; adds in rank order."""
+        n = received.numel()
+        first, *others = self._offered("reduce_scatter", sent, sent.nbytes - received.nbytes)
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        received.copy_(sum((other[own] for other in others), first[own].clone()))
+        self.group.meet("reduce_scatter")
+
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
         tensor.copy_(self._offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])

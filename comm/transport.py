@@ -73,6 +73,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` over all ranks, in place."""
 
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """Sums ``sent`` [W * n] over all ranks; the w-th n elements of the sum are ``received`` by rank w."""
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites ``tensor`` with rank 0's."""
 
@@ -109,6 +112,10 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Does nothing."""
+
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """Copies."""
+        received.copy_(sent)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Does nothing."""
@@ -170,6 +177,12 @@ class TorchTransport:
         with self._named("all_reduce"):
             dist.all_reduce(tensor, group=self.group)
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
+        """See ``Transport``; bytes are counted as a ring sends them, (W-1)/W of ``sent``."""
+        with self._named("reduce_scatter"):
+            dist.reduce_scatter_tensor(received, sent, group=self.group)
+        self.traffic.add(sent.nbytes - received.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -86,6 +87,9 @@ class OneBitAdam(OneBitOptimizer):
             bfloat16 Zamirai et al., 2020). Which way depends only on the number of updates and the
             element: it is the same on all ranks and after a resumption. float32 parameters are not
             rounded; float16 ones are refused.
+        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
+            are averaged inside a node, and compressed between nodes (``comm.hierarchy``). None: no levels.
+        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
             the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
             result, bit for bit, as with as many ``buckets`` without it.
@@ -137,6 +141,8 @@ class OneBitAdam(OneBitOptimizer):
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         stochastic_rounding: bool = False,
+        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
+        hierarchy_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
         buckets: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
@@ -164,6 +170,7 @@ class OneBitAdam(OneBitOptimizer):
             capturable=capturable,
             block_size=block_size,
             stochastic_rounding=stochastic_rounding,
+            hierarchy_dtype=hierarchy_dtype,
             overlap=overlap,
             buckets=buckets,
         )
@@ -173,6 +180,7 @@ class OneBitAdam(OneBitOptimizer):
             options,
             process_group=process_group,
             mesh=mesh,
+            hierarchy=hierarchy,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
             warm_start=warm_start,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checkpoint, compiled, construction, inspection
-from .comm import CollectiveError, Flag, ShardGroup, Transport, make_transport
+from .comm import CollectiveError, Flag, LocalTransport, ShardGroup, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
@@ -68,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.device = first_device(params)
         self._transport = make_transport(group_of(process_group, mesh), self.device)
         self._shards = ShardGroup()
+        self._inside: Transport = LocalTransport()  # between ranks of one replica, or of one node
         try:
             if error is not None:
                 raise error
@@ -81,9 +82,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
+            self._connect()
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
+        if self._shards.count > 1:
+            self._inside = self._shards.transport
         self._rows = Rows(self._transport, self._shards, self.device)
         self._block_size: int | None = None  # of a checkpoint
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
@@ -92,6 +96,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._number = compiled.number_of(self)
 
     # ---------------------------------------------------------------- construction
+
+    def _connect(self) -> None:
+        """Finds what other groups of ranks a subclass needs; may raise."""
 
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
@@ -342,6 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._begun:
             return
         self._transport.traffic.start_step()
+        self._inside.traffic.start_step()
         if not captured:
             with self._breaking():
                 self._enter_phase()
@@ -428,7 +436,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others); state_bytes (allocated); freeze_step (None); grad_norm (before clipping, of the last
+            others); collectives_inside and bytes_inside (of the last step, between ranks that hold other shards,
+            or are of one node); state_bytes (allocated); freeze_step (None); grad_norm (before clipping, of the last
             step; None without ``max_grad_norm``).
         """
         return inspection.stats(self)

@@ -73,6 +73,7 @@ class OneBitOptions(Options):
     rewarm_steps: int
     guard: str
     dead_coordinates: str
+    hierarchy_dtype: torch.dtype = torch.float32
     overlap: bool = False
     buckets: int | None = None
 
@@ -117,6 +118,8 @@ class OneBitOptions(Options):
             raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
 
     def _check_buckets(self) -> None:
+        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
         check_flag("overlap", self.overlap)
         if self.buckets is not None:
             check_count("buckets", self.buckets)

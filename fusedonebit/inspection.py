@@ -31,6 +31,8 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "collectives_step": transport.traffic.collectives_step,
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
+        "collectives_inside": optimizer._inside.traffic.collectives_step,
+        "bytes_inside": optimizer._inside.traffic.bytes_step,
         "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),
         "state_bytes": state_bytes(optimizer),
         "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),

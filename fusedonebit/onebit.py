@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from .averaging import AveragingOptimizer
-from .comm import BucketedAllReduce, CompressedAllReduce, Flag, Transport, describe_mismatch
+from .comm import (
+    BucketedAllReduce,
+    CompressedAllReduce,
+    Flag,
+    HierarchicalAllReduce,
+    Transport,
+    describe_mismatch,
+)
 from .errors import warn
 from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
@@ -24,6 +31,7 @@ from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
 from .overlap import Overlap, transport_of_its_own
 from .scaling import LossScale, agree_on_scaling
+from .sharding import levels
 from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
@@ -34,7 +42,11 @@ class OneBitOptimizer(AveragingOptimizer):
 
     options: OneBitOptions
 
-    def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, warm_start: Mapping[str, Any] | None, hierarchy: Any = None, **keywords: Any
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._levels: tuple[Transport, Transport] | None = None
         self._overlap: Overlap | None = None
         self._apart: Transport | None = None
         self._late_error: Exception | None = None
@@ -63,11 +75,21 @@ class OneBitOptimizer(AveragingOptimizer):
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
+    def _connect(self) -> None:
+        if self._hierarchy is None:
+            return
+        if self.options.bucket_count > 1 or self.options.overlap:
+            raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
+        if self._shards.count > 1:
+            raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
+        self._levels = levels(self._hierarchy, self._transport, self.device)
+        self._inside = self._levels[1]
+
     @property
     def _chunks(self) -> int:
         return self._transport.world_size * self.options.bucket_count
 
-    def _make_reduce(self) -> CompressedAllReduce | BucketedAllReduce:
+    def _make_reduce(self) -> CompressedAllReduce | BucketedAllReduce | HierarchicalAllReduce:
         """What averages momenta, with the storage of the warm-up's."""
         options = self.options
         shared: dict[str, Any] = {
@@ -78,6 +100,8 @@ class OneBitOptimizer(AveragingOptimizer):
             "live": self._live,
             "ternary": options.ternary,
         }
+        if self._levels is not None:
+            return HierarchicalAllReduce(self.layout, *self._levels, dtype=options.hierarchy_dtype, **shared)
         if options.bucket_count == 1 and not options.overlap:
             return CompressedAllReduce(self.layout, self._transport, **shared)
         if not options.overlap:
@@ -264,6 +288,8 @@ class OneBitOptimizer(AveragingOptimizer):
             None if keep else dead.mean,
             least,
         )
+        if isinstance(self._reduce, HierarchicalAllReduce):
+            self._reduce.clear_elsewhere()
         self._phase = "compression"
         if self._frozen_at is None and self._transport.world_size > 1:
             self._first_look = FirstLook(self.device)
@@ -380,7 +406,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "settled": self._settled(),
             "synchronisations": int(self._reduce.synchronisations),
             "digests": self._reduce.digests,
-            "buckets": self.options.bucket_count,
+            **self._cut(),
             "variance_step": float(entered),
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
@@ -392,6 +418,11 @@ class OneBitOptimizer(AveragingOptimizer):
             "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
         }
+
+    def _cut(self) -> dict[str, int]:
+        """How the line is cut: ranks, buckets, and ranks of a node."""
+        inside = 1 if self._levels is None else self._levels[1].world_size
+        return {"world_size": self._transport.world_size, "buckets": self.options.bucket_count, "inside": inside}
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
@@ -423,7 +454,8 @@ class OneBitOptimizer(AveragingOptimizer):
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count
-        self._reduce.resume(header["synchronisations"], digests if len(digests) == count else digests[:1] * count)
+        same = all(header[key] == value for key, value in self._cut().items())
+        self._reduce.resume(header["synchronisations"], digests if same else digests[:1] * count)
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":

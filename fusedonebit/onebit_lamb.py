@@ -132,6 +132,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         block_size: Elements per block of the layout; None chooses.
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
             nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
+        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
+            are averaged inside a node, and compressed between nodes (``comm.hierarchy``). None: no levels.
+        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
             the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
             result, bit for bit, as with as many ``buckets`` without it.
@@ -199,6 +202,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         broadcast_parameters: bool = False,
         block_size: int | None = None,
         stochastic_rounding: bool = False,
+        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
+        hierarchy_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
         buckets: int | None = None,
         process_group: dist.ProcessGroup | Transport | None = None,
@@ -231,6 +236,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             capturable=capturable,
             block_size=block_size,
             stochastic_rounding=stochastic_rounding,
+            hierarchy_dtype=hierarchy_dtype,
             overlap=overlap,
             buckets=buckets,
         )
@@ -240,6 +246,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             options,
             process_group=process_group,
             mesh=mesh,
+            hierarchy=hierarchy,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
             warm_start=warm_start,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .comm import Transport, make_transport
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -88,6 +90,36 @@ def group_of(process_group: Any, mesh: DeviceMesh | None) -> Any:
             'pass a part of it, such as mesh["replicate"]'
         )
     return mesh.get_group()
+
+
+def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Transport, Transport]:
+    """The ranks between nodes and those inside one, from a ``DeviceMesh`` of two dimensions or two groups.
+
+    Raises:
+        TypeError, ValueError: if it is neither, or the two do not make up ``world``, node by node.
+    """
+    if hasattr(hierarchy, "get_group") and hasattr(hierarchy, "ndim"):
+        if hierarchy.ndim != 2:
+            raise ValueError(
+                f"hierarchy must have two dimensions, between nodes and inside one, got {hierarchy.ndim}: {hierarchy}"
+            )
+        groups = (hierarchy.get_group(0), hierarchy.get_group(1))
+    elif isinstance(hierarchy, (tuple, list)) and len(hierarchy) == 2:
+        groups = tuple(hierarchy)
+    else:
+        raise TypeError(
+            f"hierarchy must be a DeviceMesh of two dimensions, or the groups between nodes and inside one, got "
+            f"{type(hierarchy).__name__}"
+        )
+    between, inside = (make_transport(group, device) for group in groups)
+    place = between.rank * inside.world_size + inside.rank
+    if between.world_size * inside.world_size != world.world_size or place != world.rank:
+        raise ValueError(
+            f"hierarchy must make up all {world.world_size} ranks, node by node, got {between.world_size} nodes of "
+            f"{inside.world_size}, in which rank {world.rank} would be rank {place}"
+        )
+    between.traffic = world.traffic  # what the network between nodes has to carry
+    return between, inside
 
 
 def check_groups(sharded_over: dist.ProcessGroup, averaged_over: dist.ProcessGroup | None, world_size: int) -> None:

@@ -1,0 +1,118 @@
+"""The 1-bit all-reduce in two levels: floats inside a node, where the network is fast, bits between nodes.
+
+    inside a node   1. reduce-scatter: each rank gets one part of the node's mean gradient, float32 or bfloat16
+    between nodes   2. ranks with the same part average its momentum at one bit per element (``CompressedAllReduce``)
+    inside a node   3. all-gather of the parts' messages: bits and scales, not floats
+
+Between nodes each rank sends a share of what it would without levels, as many as a node has ranks; the
+algorithm is that of one worker per node, with scales of its own for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import TAIL, FlatLayout, flatten
+from .parts import PartedAllReduce
+from .transport import Transport
+from .wire import Word, union
+
+
+class HierarchicalAllReduce(PartedAllReduce):
+    """A ``CompressedAllReduce`` whose workers are nodes.
+
+    Args:
+        layout: The whole line; its ``world_size`` is that of both transports, multiplied.
+        between: The ranks of all nodes that have the same place in theirs.
+        inside: The ranks of this node.
+        dtype: In which gradients travel inside: float32 or bfloat16.
+        options: See ``CompressedAllReduce``.
+    """
+
+    shares_messages = False  # what one rank of a node sends the others is not to lie where they put it
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        between: Transport,
+        inside: Transport,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(layout, inside.world_size, [inside.rank], between, **options)
+        self.between, self.inside = between, inside
+        self._own = self._elements(inside.rank)
+        self._flat = torch.zeros(layout.numel + TAIL, device=self.device)
+        self._sent = torch.zeros(layout.numel if dtype != torch.float32 else 0, dtype=dtype, device=self.device)
+        self._arrived = torch.zeros(layout.numel // self.count, dtype=dtype, device=self.device)
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        exp_avg_sq: Tensor | None = None,
+        hold: Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        """See ``CompressedAllReduce``."""
+        part, before = self.parts[0], self.scale.clone()
+        v = None if exp_avg_sq is None else exp_avg_sq[self._own]
+        part(self._mean_inside(tensors), exp_avg_sq=v, hold=hold, **more)
+        self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
+        flags = union(self.gathered.words[:, Word.FLAGS])
+        part.refuse(flags)
+        arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
+        kept = torch.where(flags == 0, arrived, 0.0)
+        self.scale.copy_(kept if hold is None else torch.where(hold == 0, kept, before))
+        self.flags = flags
+
+    def _mean_inside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What of each tensor's mean over the node lies in this rank's part."""
+        layout, numel = self.layout, self.layout.numel
+        flatten(tensors, layout.sizes, layout.block_size, 1.0 / self.count, self._flat)
+        sent = self._flat[:numel] if self._sent.numel() == 0 else self._sent.copy_(self._flat[:numel])
+        self.inside.reduce_scatter(self._arrived, sent)
+        pieces = [self._arrived[:0]] * len(layout.sizes)
+        for tensor, start, stop, flat in self._spans[0]:
+            at = flat - self._own.start
+            pieces[tensor] = self._arrived[at : at + stop - start]
+        return pieces
+
+    def clear_elsewhere(self) -> None:
+        """Drops what ``compensated`` holds of the other ranks' parts."""
+        self._compensated[: self._own.start].zero_()
+        self._compensated[self._own.stop :].zero_()
+
+    @property
+    def worker_residual(self) -> Tensor:
+        """The node's c of the part that is here: float32 [P / ranks of a node]."""
+        return self._compensated[self._own]
+
+    def serve_again(self) -> None:
+        """See ``CompressedAllReduce``; the bits of all parts were loaded."""
+        part, chunks = self.parts[0], self.between.world_size
+        first = self.inside.rank * chunks
+        part.gathered.bits.copy_(self.gathered.bits[first : first + chunks])
+        part.serve_again()
+
+    def take_residuals(self, out: Tensor) -> None:
+        """See ``CompressedAllReduce``; by one all-reduce between nodes, and one all-gather inside."""
+        own = torch.empty_like(self._arrived, dtype=torch.float32)
+        self.parts[0].take_residuals(own)
+        self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of what only serves within a step."""
+        scratch = (self._flat, self._sent, self._arrived)
+        return super().wire_bytes + sum(tensor.nbytes for tensor in scratch)
+
+    def state(self) -> list[Tensor]:
+        """All that the next step needs, tables included."""
+        scratch = {id(self._flat), id(self._sent), id(self._arrived)}
+        return [tensor for tensor in super().state() if id(tensor) not in scratch]
