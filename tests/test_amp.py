@@ -56,11 +56,11 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
     saved, params = optimizer.state_dict(), parameters(optimizer)
     state: dict[str, Any] = {f"x {i}": p.detach().clone() for i, p in enumerate(params)}
     for i, entries in saved["state"].items():
-        state |= {f"{key} {i}": v.clone() if isinstance(v, Tensor) else v for key, v in entries.items()}
+        state |= {f"{key} {i}": local(v).clone() for key, v in entries.items()}
     state |= {f"momentum {i}": optimizer.momentum(p) for i, p in enumerate(params)}
     if hasattr(optimizer, "worker_error"):
         state |= {f"worker_error in its unit {i}": optimizer.worker_error(p) for i, p in enumerate(params)}
-    return state | {f"header {k}": v for k, v in saved["fusedonebit"].items() if k not in COUNTERS}
+    return state | {f"header {k}": v for k, v in header_of(saved).items() if k not in COUNTERS}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

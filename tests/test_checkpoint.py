@@ -185,7 +185,7 @@ def test_the_automatic_freeze_is_pending_at_some_of_these_cuts(name):
     pending = []
     for step in range(STEPS):
         step_once(optimizer, 0, step)
-        auto = optimizer.state_dict()["fusedonebit"]["auto"]
+        auto = header_of(optimizer.state_dict())["auto"]
         pending.append(bool(auto["fired"]) and optimizer.phase == "warmup")
     assert any(pending[4:13:4])
     assert optimizer.phase == "compression"
