@@ -43,9 +43,9 @@ def _planes(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
 
 
 def _own(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
-    reduce, (replica, shard) = optimizer._reduce, optimizer._rows.place
-    rank = torch.tensor([replica * optimizer._rows.shape[1] + shard], device=optimizer.device)
-    return {"worker_error": reduce.worker.compensated, "server_error": reduce.server.compensated, "rank": rank}
+    reduce = optimizer._reduce
+    own = {"worker_error": reduce.worker.compensated, "server_error": reduce.server.compensated}
+    return own | {"rank": optimizer._rows.rank()}
 
 
 def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str,
     }
     worker = torch.zeros(numel, device=optimizer.device)
     server = torch.zeros(numel // replicas, device=optimizer.device)
-    rank = torch.zeros(1, dtype=torch.int64, device=optimizer.device)
+    rank = torch.zeros_like(rows.rank())
     if replicas == rows.shape[0]:
         return room | {name: rows.of_each(part) for name, part in zip(OWN, (worker, server, rank), strict=True)}
     spread = {"worker_error": rows.spread(replicas, worker), "rank": rows.spread(replicas, rank)}
@@ -80,22 +80,8 @@ def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[
             raise TypeError(f"{name} in the checkpoint must be a tensor, got {type(state[name]).__name__}")
         if state[name].shape[-1] != width:
             raise ValueError(f"{name} in the checkpoint must have {width} columns, got {tuple(state[name].shape)}")
-    rows = optimizer._rows
-    if replicas != rows.shape[0]:
-        if not all(rows.has_all(state[name], replicas) for name in ("worker_error", "server_error")):
-            raise ValueError(
-                f"the checkpoint's world_size is {replicas}, but here it is {rows.shape[0]}; load it through "
-                "torch.distributed.checkpoint (fusedonebit.dcp.load), or resume with as many ranks as wrote it"
-            )
-        return
-    mine = rows.own(state["rank"])
-    place = rows.place[0] * rows.shape[1] + rows.place[1]
-    if mine is None or int(mine) != place:
-        saved_by = "of another number of ranks" if mine is None else int(mine)
-        raise ValueError(
-            f"the checkpoint's rank is {saved_by}, but here it is {place}; each rank must load the file that it saved "
-            "itself"
-        )
+    for name in ("worker_error", "server_error"):
+        optimizer._rows.check(state[name], state["rank"], replicas)
 
 
 def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:

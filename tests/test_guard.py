@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fusedonebit.comm import SimulatedGroup
-from observe import fingerprint, flat, observe, parameters, served
+from observe import change_header, fingerprint, flat, observe, parameters, served
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
 from ranks import run_ranks
 from test_conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_gradients

@@ -19,6 +19,8 @@ from ranks import run_ranks
 from teacher_forced import Deviation, worst
 
 from fusedonebit import FusedOneBitWarning, OneBitLamb
+from fusedonebit.checkpoint import header_of
+from fusedonebit.sharding import local
 
 # Shape, magnitude of the gradients, magnitude of the parameters, growth of the gradients per step
 # from GROWTH_FROM on.

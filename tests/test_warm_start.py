@@ -20,6 +20,7 @@ from test_guard import make, train
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
+from fusedonebit.checkpoint import header_of
 
 SHAPES = ((700,), (40, 30), (1,))
 BETAS = (0.8, 0.99)
