@@ -65,6 +65,20 @@ def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str,
 def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, int]:
     """Of each line, how long a row of it is."""
     numel = header["line"]
+    widths = dict.fromkeys(_planes(optimizer), numel // 8)
+    widths |= {f"{name}_scale": numel // header["block_size"] for name in optimizer._momenta()}
+    own = {"worker_error": numel // header["inside"], "server_error": numel // header["world_size"], "rank": 1}
+    return widths | own
+
+
+def _cut_alike(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> bool:
+    return all(header[key] == value for key, value in optimizer._cut().items())
+
+
+def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError if the lines in ``state`` are not those of this model on these ranks."""
+    if header["line"] < optimizer.layout.first_block[-1] * optimizer.layout.block_size:
+        raise ValueError(f"checkpoint of another model: its line has only {header['line']} elements")
     for name, width in _widths(optimizer, header).items():
         if not isinstance(state[name], Tensor):
             raise TypeError(f"{name} in the checkpoint must be a tensor, got {type(state[name]).__name__}")
@@ -74,8 +88,8 @@ def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, 
         optimizer._rows.check(state[name], state["rank"], header["world_size"])
     if not _cut_alike(optimizer, header) and len(local(state["server_error"])) != header["world_size"]:
         raise ValueError(
-            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(optimizer._cut())}; load "
-            "it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
+            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(optimizer._cut())}; "
+            "load it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
         )
 
 
