@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .blame import Witness
+
 
 class CollectiveError(RuntimeError):
     """A collective failed: a rank died, hung, or called something else."""
@@ -135,6 +137,7 @@ class TorchTransport:
         self.traffic = Traffic()
         self.backend = _backend_for(self.group, device)
         self.device = device
+        self._witness = Witness(self.group, self.rank, self.world_size)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
@@ -170,15 +173,18 @@ class TorchTransport:
                 ]
             )
         self.traffic.add(sent.nbytes)
-        return _Works(self, works)
+        return _Works(self, works, self.traffic.collectives_total)
 
     @contextmanager
-    def _named(self, collective: str) -> Iterator[None]:
+    def _named(self, collective: str, number: int | None = None) -> Iterator[None]:
+        # ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
         try:
             yield
         except RuntimeError as error:
+            blame = self._witness.report(collective, number or self.traffic.collectives_total + 1)
             raise CollectiveError(
                 f"{collective} of rank {self.rank} of {self.world_size} failed ({self.backend}): {error}\n"
+                f"{blame + chr(10) if blame else ''}"
                 "Another rank has died, hangs, or does not call step() as often as this one. "
                 "Restart all ranks from the last checkpoint."
             ) from error
@@ -190,12 +196,12 @@ class TorchTransport:
 class _Works:
     """An exchange of a ``TorchTransport``."""
 
-    def __init__(self, transport: TorchTransport, works: list[dist.Work]) -> None:
-        self._transport, self._works = transport, works
+    def __init__(self, transport: TorchTransport, works: list[dist.Work], number: int) -> None:
+        self._transport, self._works, self._number = transport, works, number
 
     def wait(self) -> None:
         """See ``Pending``."""
-        with self._transport._named("exchange"):
+        with self._transport._named("exchange", self._number):
             for work in self._works:
                 work.wait()
 

@@ -12,6 +12,7 @@ comparing them, for no extra collective.
 
 from __future__ import annotations
 
+import zlib
 from enum import IntEnum, IntFlag
 
 import torch
@@ -30,7 +31,7 @@ class Word(IntEnum):
     STEP = 1
     """How often this rank has synchronised."""
     LAYOUT = 2
-    """``FlatLayout.fingerprint``."""
+    """``layout_word``."""
     DIGEST = 3
     """``digest`` of the last gathered messages' bits and scales."""
     TAG = 4
@@ -91,7 +92,7 @@ class Messages:
         if ternary:
             self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
-        self.words[:, Word.LAYOUT] = layout.fingerprint
+        self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:
@@ -103,6 +104,14 @@ class Messages:
     def payload(self) -> Tensor:
         """Scales and bits, uint8 [count, nbytes - 32]."""
         return self.buffer[:, HEADER_BYTES:]
+
+
+def layout_word(layout: FlatLayout, *more: object) -> int:
+    """31 bits that say how a message must be read: its layout, its length, and whatever else that depends on.
+
+    The length counts: a library may take a message that is too short for a whole one, and leave the rest as it was.
+    """
+    return (layout.fingerprint ^ zlib.crc32(repr(more).encode())) & 0x7FFFFFFF
 
 
 def _bit_bytes(layout: FlatLayout, ternary: bool) -> int:
@@ -130,7 +139,7 @@ def union(flags: Tensor) -> Tensor:
 _MEANING = {
     Word.MAGIC: "message format",
     Word.STEP: "number of synchronisations",
-    Word.LAYOUT: "parameter layout",
+    Word.LAYOUT: "parameter layout or message length, as a hash",
     Word.DIGEST: "digest of the last synchronisation",
     Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
 }

@@ -32,7 +32,8 @@ class AveragingOptimizer(DistributedOptimizer):
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
-        marks = Marks(self._transport.world_size, self._outcomes.attempts, self._coefficients.tag)
+        tag = self._coefficients.tag ^ layout.fingerprint
+        marks = Marks(self._transport.world_size, self._outcomes.attempts, tag)
         marks.write(tail, abort, loss_scale.found_inf)
         # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
         flatten(
