@@ -62,7 +62,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _describe(self, flag: Flag) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
-        what = "hyper-parameters (learning rate and the like)"
+        what = "hyper-parameters (learning rate and the like) or the parameter layout"
         if self._ddp_attached:
             what += ", or the gradients that DDP has averaged: change or drop them on all ranks alike"
         return self._say_where("number of steps" if steps else what)

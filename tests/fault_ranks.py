@@ -157,8 +157,8 @@ def save(optimizer: DistributedOptimizer, params: list[Parameter], path: Path, f
 
 def train(rank: int, name: str, folder: Path, fault: Fault | None = None, victim: int = -1) -> dict[str, Any]:
     """Trains from the last checkpoint to the last step, or to the first that fails; tells how it ended."""
-    fault = fault if rank == victim else None
-    transport = Doomed(None, torch.device("cpu"))
+    dist.barrier()  # until here a busy machine may take its time
+    transport = Doomed(dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT)), torch.device("cpu"))
     optimizer, params = make(name, transport)
     first = latest(folder)
     if first:
@@ -170,7 +170,7 @@ def train(rank: int, name: str, folder: Path, fault: Fault | None = None, victim
     for step in range(first, STEPS):
         set_gradients(params, rank, step)
         before, start = fingerprint(params), time.perf_counter()
-        due = fault if fault is not None and step == fault.step else None
+        due = fault if fault is not None and step == fault.step and rank == victim else None
         try:
             if due is not None:
                 transport.arm(due)
@@ -218,15 +218,15 @@ def autopsy(
 class Ranks:
     """The processes of one run; ``results`` has what each returned, or None where it has died or stopped."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, init: str = "", timeout: float = GROUP_TIMEOUT):
+    def __init__(self, function: Callable[..., Any], *args: Any, init: str = ""):
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["fault_ranks"])
+        context.set_forkserver_preload(["fault_preload"])
         self._folder = tempfile.TemporaryDirectory()
         init = init or f"file://{self._folder.name}/store"
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         for rank in range(WORLD_SIZE):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, function, rank, init, timeout, args), daemon=True)
+            process = context.Process(target=_serve, args=(there, function, rank, init, args), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -256,14 +256,11 @@ class Ranks:
         return told
 
 
-def _serve(
-    connection: Connection, function: Callable[..., Any], rank: int, init: str, timeout: float, args: tuple
-) -> None:
+def _serve(connection: Connection, function: Callable[..., Any], rank: int, init: str, args: tuple) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        wait = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD_SIZE, timeout=wait)
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD_SIZE)
         result = function(rank, *args)
     except BaseException:
         result = traceback.format_exc()
