@@ -38,15 +38,15 @@ class Witness:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store = _guarded(lambda: dist.PrefixStore(f"fusedonebit/{group.group_name}", _default_store()))
+        self._store = store = _guarded(lambda: dist.PrefixStore(f"fusedonebit/{group.group_name}", _default_store()))
         self._serial = 0
-        if self._store is not None:
-            _guarded(self._introduce)
+        if store is not None:
+            _guarded(lambda: self._introduce(store))
 
-    def _introduce(self) -> None:
+    def _introduce(self, store: dist.Store) -> None:
         """Tells where this rank lives; a dead one can't any more. Counts the transports of this group."""
-        self._serial = self._store.add(f"serial/{self.rank}", 1)
-        self._store.set(f"home/{self.rank}", json.dumps([_machine(), os.getpid()]))
+        self._serial = store.add(f"serial/{self.rank}", 1)
+        store.set(f"home/{self.rank}", json.dumps([_machine(), os.getpid()]))
 
     def report(self, collective: str, number: int) -> str:
         """Leaves a note that this rank's ``collective``, the ``number``-th, has failed; returns who is to blame.

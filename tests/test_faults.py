@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Fault, Ranks, make, set_gradients, train
-from fusedonebit.comm import Word
+from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
 from fusedonebit.comm.blame import PATIENCE
+from fusedonebit.triton_kernels import FlatLayout
 from observe import fingerprint
 
 from fusedonebit import CollectiveError, Lamb, OutOfStepError
@@ -201,6 +202,14 @@ def spoil(optimizer: Any, what: str) -> None:
         messages.words[:, Word.LAYOUT] ^= what == "layout"
     if what == "server's layout":
         reduce.served.words[:, Word.LAYOUT] ^= 1
+    if what == "finished layout":
+        gather, own = reduce._gather, reduce._stages[-1].finished.start
+
+        def gather_spoilt() -> None:
+            reduce.messages.words[own, Word.LAYOUT] ^= 1
+            gather()
+
+        reduce._gather = gather_spoilt
     if what == "step":
         optimizer._outcomes.attempts += 1
         if hasattr(reduce, "synchronisations"):
@@ -238,6 +247,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
         ("lamb", 2, "step", "number of steps"),
         ("lamb", 2, "layout", "parameter layout"),
         ("ring", 6, "layout", "parameter layout"),
+        ("ring", 6, "finished layout", "a message arrived damaged"),
         ("owner", 6, "layout", "parameter layout"),
         ("ring", 4, "layout", "parameter layout"),
     ],
@@ -249,3 +259,16 @@ def test_another_step_or_layout_on_one_rank_is_found_by_all_before_anything_is_a
         assert re.search(r"after \d+ updates", message)
         assert text in message
         assert still
+
+
+@pytest.mark.parametrize(
+    "options", [({"seed": 0}, {"seed": 1}), ({"topology": "ring"}, {"topology": "ring", "seed": 3})]
+)
+def test_marsit_alone_finds_another_seed_on_one_rank(options):
+    def run(rank: int, transport: Transport) -> int:
+        where: dict = {"topology": "owner", "full_precision_every": 0} | options[rank]
+        reduce = MarsitAllReduce(FlatLayout((300,), 2, 128), transport, **where)
+        reduce([torch.randn(300)], step=0.01)
+        return int(reduce.flags)
+
+    assert SimulatedGroup(2).run(run) == [Flag.MISMATCH] * 2

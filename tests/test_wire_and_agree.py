@@ -78,6 +78,11 @@ def test_the_words_lie_in_the_documented_order():
     assert [int(flag) for flag in (Flag.NONFINITE, Flag.ABORT, Flag.MISMATCH)] == [1, 2, 4]
 
 
+def test_messages_of_another_length_say_another_layout():
+    kinds = [Messages(1, slots, LAYOUT, CPU, ternary) for slots in (1, 8) for ternary in (False, True)]
+    assert len({kind.nbytes for kind in kinds}) == len({int(kind.words[0, Word.LAYOUT]) for kind in kinds}) == 4
+
+
 def test_a_sent_message_says_step_digest_tag_and_sender():
     reduce = CompressedAllReduce(FlatLayout((200,), 1, 128))
     layout = layout_word(reduce.layout, reduce.to_servers.nbytes, False)
