@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Fault, Ranks, make, set_gradients, train
 from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
 from fusedonebit.comm.blame import PATIENCE
