@@ -139,7 +139,7 @@ def union(flags: Tensor) -> Tensor:
 _MEANING = {
     Word.MAGIC: "message format",
     Word.STEP: "number of synchronisations",
-    Word.LAYOUT: "parameter layout or message length, as a hash",
+    Word.LAYOUT: "parameter layout",
     Word.DIGEST: "digest of the last synchronisation",
     Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
 }
