@@ -191,6 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
                 "construct a new optimizer"
             )
+        self._refuse_if_broken()
         self._outcomes.catch_up()
         self._list.refresh_masters()
         kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
@@ -297,8 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
-        if self._broken:
-            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+        self._refuse_if_broken()
         captured = self._captured()
         if not captured:
             self._outcomes.absorb_replays()
@@ -323,6 +323,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._outcomes.record_own_failure(flags)
         if error is not None:
             raise error
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """What this step raises, if this rank had an error: all ranks know of it now."""
@@ -362,18 +366,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             coef = self._coefficient_table()
             self._outcomes.attempts += not captured
-            with self._breaking():
+            with self._breaking(begun=not captured):
                 return self._exchange(grads, coef, abort)
         finally:
             self._begun = self._averaged = False
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, begun: bool = False) -> Iterator[None]:
         """Half an exchange has left its traces: after it failed no further step may build on it."""
         try:
             yield
         except CollectiveError as failure:
-            self._broken = f"after {self._outcomes.updates - 1} updates, {failure}"
+            self._outcomes.attempts -= begun  # it was none
+            self._broken = f"after {self._outcomes.updates} updates, {failure}"
             raise CollectiveError(self._broken) from failure
 
     def _coefficient_table(self) -> Tensor:
@@ -472,7 +477,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``."""
+        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
+
+        Raises:
+            CollectiveError: after a step that ended so: half an exchange is no state to go on from.
+        """
+        self._refuse_if_broken()
         packed = super().state_dict()
         if self._expected is not None:
             return checkpoint.template(self, packed, *self._expected)

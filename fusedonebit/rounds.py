@@ -235,6 +235,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
+        self._refuse_if_broken()
         self._reduce.settle()
         packed = super().state_dict()
         for state in packed["state"].values():
