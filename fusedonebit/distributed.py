@@ -22,9 +22,9 @@ from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, materialise
 from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
-from .sharding import group_of, local
+from .sharding import group_of
 from .telemetry import capturing
-from .triton_kernels import Coef, FlatLayout, LiveTable, block_table, choose_block_size, live_table
+from .triton_kernels import Coef, block_table
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,9 +103,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self._list, self.device
-        self.layout = self._make_layout(self._chunks)
+        self.layout = construction.layout_of(self, self._chunks)
         self._block_tensor = block_table(self.layout, device)
-        self._live = self._live_table()
+        self._live = construction.live_of(self)
         self._make_moments()
         self._step = torch.zeros((), device=device)
         self._coefficients = CoefficientTable(
@@ -130,18 +130,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Into how many ranges, one for each rank to serve, the line is cut."""
         return self._transport.world_size
 
-    def _make_layout(self, chunks: int) -> FlatLayout:
-        """The flat index space; as long for each shard, so that checkpoints are rectangular."""
-        sizes = self._list.sizes
-        given = self.options.block_size or self._block_size
-        block_size = given or choose_block_size(sizes, chunks)
-        if self._shards.count == 1:
-            return FlatLayout(sizes, chunks, block_size)
-        if given is None:
-            block_size = -int(self._shards.max(torch.tensor([-block_size], device=self.device)))
-        blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
-        return FlatLayout(sizes, chunks, block_size, int(self._shards.max(blocks)))
-
     def _make_moments(self) -> None:
         """Allocates what is kept per element, float32 [P] each."""
         self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
@@ -155,15 +143,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
         return self._step if self.options.stochastic_rounding else None
-
-    def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
-        """Which elements count: those no mask keeps still, of tensors that are not excluded."""
-        masks = {}
-        for i, (owner, p) in enumerate(zip(self._list.owners, self._list.params, strict=True)):
-            if owner in self._masks:
-                ordered = torch.empty_strided(p.shape, self._list.dense[i].stride(), dtype=torch.bool)
-                masks[i] = ordered.copy_(local(self._masks[owner])).as_strided((p.numel(),), (1,))
-        return live_table(self.layout, masks, excluded).to(self.device)
 
     def _publish_state(self) -> None:
         """Fills ``self.state`` with views of the flat buffers, under torch's names."""
@@ -192,33 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "construct a new optimizer"
             )
         self._refuse_if_broken()
-        self._outcomes.catch_up()
-        self._list.refresh_masters()
-        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
-        outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
-        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.owners)}
-        error: Exception | None = None
-        try:
-            super().add_param_group({**param_group, "added_at": self._outcomes.updates})
-            self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
-            self._put_lr_on_the_device()
-            self._list = ParameterList(self.param_groups, self.options.master_weights)
-            construction.check_rounding(self.options.stochastic_rounding, self._list)
-        except Exception as caught:
-            error = caught
-        try:
-            construction.agree_on_everything(self, error, broadcast=False)
-        except Exception:
-            self.param_groups, self._list = old_groups, old_list
-            raise
-        self._build()
-        self._outcomes = outcomes
-        for i, p in enumerate(self._list.owners):
-            for key, value in tables.get(id(p), {}).items():
-                self._tables()[key][..., i] = value
-        for p, state in kept.items():
-            for key, value in state.items():
-                self.state[p][key].copy_(value)
+        construction.add_group(self, param_group, super().add_param_group)
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""

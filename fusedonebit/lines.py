@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .cuts import cut_of
 from .sharding import local
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, 
 
 
 def _cut_alike(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> bool:
-    return all(header[key] == value for key, value in optimizer._cut().items())
+    return all(header[key] == value for key, value in cut_of(optimizer).items())
 
 
 def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[str, Any]) -> None:
@@ -88,7 +89,7 @@ def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[
         optimizer._rows.check(state[name], state["rank"], header["world_size"])
     if not _cut_alike(optimizer, header) and len(local(state["server_error"])) != header["world_size"]:
         raise ValueError(
-            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(optimizer._cut())}; "
+            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(cut_of(optimizer))}; "
             "load it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
         )
 
@@ -109,11 +110,11 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
         worker.copy_(_here(optimizer._rows.own(state["worker_error"]), "worker_error"))
         server.copy_(_here(optimizer._rows.own(state["server_error"]), "server_error").view(server.shape))
         return
-    cut, rank, line = optimizer._cut(), optimizer._rows.place[0], optimizer.layout.numel
+    cut, rank, numel = cut_of(optimizer), optimizer._rows.place[0], optimizer.layout.numel
     mean = optimizer._rows.mean(state["worker_error"], header["world_size"], header["inside"])
-    mean = _cut(mean, 0, line).view(cut["inside"], -1)
+    mean = _cut(mean, 0, numel).view(cut["inside"], -1)
     worker.copy_(mean[rank % cut["inside"]])
-    served = _cut(in_order(state["server_error"], header), 0, line)
+    served = _cut(in_order(state["server_error"], header), 0, numel)
     server.copy_(_served(served, cut, rank).view(server.shape))
 
 
