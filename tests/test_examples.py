@@ -14,7 +14,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "hsdp", "plain"}
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 60
 
@@ -23,7 +23,8 @@ def test_examples_are_short():
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
 def test_example_runs_and_learns(example: Path):
     (command,) = re.findall(r"^torchrun (.*)$", example.read_text(), re.MULTILINE)
-    assert command == f"--nproc-per-node 2 examples/{example.name}"
+    ranks = 4 if example.stem == "hsdp" else 2
+    assert command == f"--nproc-per-node {ranks} examples/{example.name}"
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()],
         capture_output=True,
