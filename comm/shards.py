@@ -49,7 +49,7 @@ class ShardGroup:
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """As ``agree.agree``, between the shards."""
-        agree(self.transport, facts, device, error, hint)
+        agree(self.transport, facts, device, error, hint, "shard")
 
     def _gathered(self, values: Tensor) -> Tensor:
         row = values.reshape(1, -1).contiguous()
