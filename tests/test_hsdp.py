@@ -134,8 +134,8 @@ def spoil(p: Tensor, whole: Tensor, event: str) -> None:
         local(p.grad)[1, 2] = torch.nan if event == "nan" else torch.inf
 
 
-def follow(rank: int, world_size: int, name: str) -> dict:
-    optimizer = make(name, True, betas=(0.9, BETA2), freeze_step=WARMUP, **UNGUARDED)
+def follow(rank: int, world_size: int, name: str, ternary: bool) -> dict:
+    optimizer = make(name, True, betas=(0.9, BETA2), freeze_step=WARMUP, ternary=ternary, **UNGUARDED)
     scaler = fusedonebit.amp.GradScaler("cpu", init_scale=1.0)
     states, counted, log = [], [], []
     for step, event in enumerate(EVENTS):
@@ -159,9 +159,9 @@ def follow(rank: int, world_size: int, name: str) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@EACH_NAME
-def test_what_one_rank_finds_in_its_shard_skips_the_step_on_all_and_nothing_is_lost(name):
-    runs, worst, updates = run_ranks(follow, 4, name), 0.0, 0
+@pytest.mark.parametrize(("name", "ternary"), [("onebit-adam", False), ("onebit-adam", True), ("onebit-lamb", False)])
+def test_what_one_rank_finds_in_its_shard_skips_the_step_on_all_and_nothing_is_lost(name, ternary):
+    runs, worst, updates = run_ranks(follow, 4, name, ternary), 0.0, 0
     for step, event in enumerate(EVENTS):
         updates += not event
         raised = {"raise": ["AbortedStepError"] * 3 + ["ValueError"]}.get(event, [""] * 4)
@@ -214,6 +214,9 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 1)).to(dtype)
 
 
+SAME = ("no reshard", "unscaled first", "broadcast")
+
+
 def train(rank: int, world_size: int, kind: str) -> dict:
     """Some steps of a model, in one of the ways in which FSDP2 lets one."""
     mesh, dtype = make_mesh(), torch.bfloat16 if kind == "master weights" else torch.float32
@@ -221,8 +224,12 @@ def train(rank: int, world_size: int, kind: str) -> dict:
     if kind == "mixed precision":
         shards["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(model_of(dtype), mesh, **shards)
-    options = {"master_weights": kind == "master weights", **UNGUARDED}
+    options = {"master_weights": kind == "master weights", "broadcast_parameters": kind == "broadcast", **UNGUARDED}
+    if kind == "broadcast" and rank >= SHARDS:
+        torch.nn.init.zeros_(local(model[0].weight))
+    scaler = fusedonebit.amp.GradScaler("cpu", 2.0**10, enabled=kind == "unscaled first")
     optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=5, mesh=mesh["replicate"], **options)
+    step_of = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if kind == "compiled" else None
     prints = []
     for step in range(12):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -230,8 +237,11 @@ def train(rank: int, world_size: int, kind: str) -> dict:
         parts = x.chunk(2) if kind == "accumulated" else [x]
         for i, part in enumerate(parts):
             model.set_requires_gradient_sync(i == len(parts) - 1)
-            (model(part).float() - part.float().sum(1, keepdim=True)).square().mean().div(len(parts)).backward()
-        optimizer.step()
+            loss = (model(part).float() - part.float().sum(1, keepdim=True)).square().mean() / len(parts)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        step_of() if step_of else scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         prints.append(fingerprint(parameters(optimizer)))
     params, state = parameters(optimizer), optimizer.state_dict()["state"]
@@ -246,18 +256,24 @@ def train(rank: int, world_size: int, kind: str) -> dict:
 
 def test_fsdps_ways_of_training():
     runs = {
-        kind: run_ranks(train, 4, kind)
-        for kind in ("plain", "no reshard", "accumulated", "mixed precision", "master weights")
+        kind: run_ranks(train, 4, kind) for kind in ("plain", *SAME, "accumulated", "mixed precision", "master weights")
     }
     for kind, ranks in runs.items():
         for column in range(SHARDS):
             assert ranks[column]["prints"] == ranks[column + SHARDS]["prints"], kind
         assert ranks[0]["dtypes"] == {torch.bfloat16 if kind == "master weights" else torch.float32}
-    assert runs["plain"][0]["prints"] == runs["no reshard"][0]["prints"]
+    for kind in SAME:
+        assert runs["plain"][0]["prints"] == runs[kind][0]["prints"], kind
     for kind, atol in (("accumulated", 1e-2), ("mixed precision", 5e-2), ("master weights", 5e-2)):
         off = np.abs(runs[kind][0]["x"] - runs["plain"][0]["x"]).max()
         print(f"{kind}: parameters differ by {off:.1e} from plain training's (limit {atol})")
         assert 0 < off <= atol
+
+
+@pytest.mark.full
+def test_a_compiled_step_has_the_same_bits():
+    plain, compiled = (run_ranks(train, 4, kind) for kind in ("plain", "compiled"))
+    assert [run["prints"] for run in plain] == [run["prints"] for run in compiled]
 
 
 def one_dimension(rank: int, world_size: int, shards: int | None) -> dict:
