@@ -168,15 +168,15 @@ def describe_note(note: int) -> str:
     return " and ".join(names) or "a message arrived damaged"
 
 
-def describe_mismatch(arrived: Tensor) -> str:
-    """Names the first checked word in which a rank differs from rank 0; reads from the device."""
+def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damaged") -> str:
+    """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device."""
     words = arrived.cpu()
     for word, name in _MEANING.items():
         for rank in range(1, len(words)):
             here, there = int(words[0, word]), int(words[rank, word])
             if here != there:
                 return f"{name}: {here} on rank 0, {there} on rank {rank}"
-    return "a message arrived damaged"
+    return otherwise
 
 
 def digest(messages: Messages) -> Tensor:

@@ -51,7 +51,7 @@ class AveragingOptimizer(DistributedOptimizer):
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
-        flags = self._shards.union(flags)
+        flags = self._shards.union(flags, self._coefficients.tag)
         if loss_scale.found_inf is not None:
             self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .comm import CollectiveError, ShardGroup, Transport, agree, checksum, make_transport
+from .comm import CollectiveError, ShardGroup, agree, checksum, make_transport
 from .parameters import ParameterList
 from .sharding import check_groups, local
 from .triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .distributed import DistributedOptimizer
 
 
@@ -27,17 +29,22 @@ def check_device(device: torch.device) -> None:
             raise RuntimeError("params on cuda need triton, which is not installed: pip install triton") from missing
 
 
-def shards_of(params: ParameterList, transport: Transport, device: torch.device) -> ShardGroup:
-    """The ranks that hold the other shards of the parameters.
+def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
+    """The ranks that hold the other shards of parameters sharded over ``mesh``."""
+    return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
 
-    Raises:
-        ValueError: if some of them are to be averaged over.
-    """
+
+def check_shards(optimizer: DistributedOptimizer) -> None:
+    """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+    params, transport = optimizer._list, optimizer._transport
     if params.mesh is None:
-        return ShardGroup()
-    group = params.mesh.get_group()
-    check_groups(group, getattr(transport, "group", None), transport.world_size)
-    return ShardGroup(make_transport(group, device))
+        return
+    if not optimizer._takes_shards:
+        raise ValueError(
+            f"parameters of {type(optimizer).__name__} must be whole, but {params.names[0]} is a DTensor; "
+            "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
+        )
+    check_groups(params.mesh.get_group(), getattr(transport, "group", None), transport.world_size)
 
 
 def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:

@@ -1,4 +1,4 @@
-"""How the line of elements is cut: whole, into buckets (``overlap``), or into parts of a node's ranks (``hierarchy``)."""
+"""How the line of elements is cut: not, into buckets (``overlap``), or into parts of a node's ranks (``hierarchy``)."""
 
 from __future__ import annotations
 

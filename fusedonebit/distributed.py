@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checkpoint, compiled, construction, inspection
-from .comm import CollectiveError, Flag, LocalTransport, ShardGroup, Transport, make_transport
+from .comm import CollectiveError, Flag, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
-from .parameters import ParameterList, first_device, materialise
+from .parameters import ParameterList, first_device, first_mesh, materialise
 from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
 from .sharding import group_of
@@ -47,6 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _optional: ClassVar[tuple[str, ...]] = ("master",)
     """What a checkpoint may lack."""
 
+    _takes_shards: ClassVar[bool] = True
+    """Whether parameters may be shards of tensors."""
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
@@ -67,8 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params, error = materialise(params)
         self.device = first_device(params)
         self._transport = make_transport(group_of(process_group, mesh), self.device)
-        self._shards = ShardGroup()
-        self._inside: Transport = LocalTransport()  # between ranks of one replica, or of one node
+        self._shards = construction.shards_of(first_mesh(params), self.device)
+        self._inside: Transport = self._shards.transport  # between ranks of one replica, or of one node
         try:
             if error is not None:
                 raise error
@@ -77,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
-            self._shards = construction.shards_of(self._list, self._transport, self.device)
+            construction.check_shards(self)
             construction.check_masks(mask or {}, self._list)
             construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
@@ -86,8 +89,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
-        if self._shards.count > 1:
-            self._inside = self._shards.transport
         self._rows = Rows(self._transport, self._shards, self.device)
         self._block_size: int | None = None  # of a checkpoint
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded

@@ -146,7 +146,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
             self._first_look = None
         if self._shards.count > 1:
-            reduce.refuse(self._shards.union(reduce.flags))
+            reduce.refuse(self._shards.union(reduce.flags, self._coefficients.tag))
         if self.options.guard != "off":
             refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
             reduce.refuse(refused.int() * int(Flag.VETO))
@@ -182,7 +182,8 @@ class OneBitOptimizer(AveragingOptimizer):
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
             return super()._describe(flag)
-        return self._say_where(describe_mismatch(self._reduce.arrived_words))
+        elsewhere = "ranks with another shard differ, or " if self._shards.count > 1 else ""
+        return self._say_where(describe_mismatch(self._reduce.arrived_words, elsewhere + "a message arrived damaged"))
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
@@ -461,7 +462,7 @@ class OneBitOptimizer(AveragingOptimizer):
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
         i = self._index(param)
         if self._phase == "warmup":
-            return torch.zeros_like(param, dtype=torch.float32)
+            return torch.zeros_like(self._list.params[i], dtype=torch.float32)
         self._reduce.settle()
         return self._in_momentum_units(self._exp_avg, i)
 
