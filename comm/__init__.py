@@ -13,6 +13,7 @@ from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
 from .hierarchy import HierarchicalAllReduce
 from .hops import Topology
+from .levels import HierarchicalRounds
 from .marsit import MarsitAllReduce
 from .shards import ShardGroup
 from .simulated import SimulatedGroup, SimulatedTransport
@@ -26,6 +27,7 @@ __all__ = [
     "DisagreementError",
     "Flag",
     "HierarchicalAllReduce",
+    "HierarchicalRounds",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
-from .parts import PartedAllReduce
+from .parts import PartedAllReduce, pieces_of
 from .transport import LocalTransport, Transport
 
 
@@ -58,7 +58,7 @@ class BucketedAllReduce(PartedAllReduce):
         """
         self._started.add(bucket)
         v = None if exp_avg_sq is None else exp_avg_sq[self._elements(bucket)]
-        self.parts[bucket](self._pieces(bucket, tensors), exp_avg_sq=v, **more)
+        self.parts[bucket](pieces_of(tensors, self._spans[bucket], self.layout.sizes), exp_avg_sq=v, **more)
 
     def finish(self, start: Callable[[int], None]) -> None:
         """Starts, with ``start(bucket)``, all that have not been; then all buckets are skipped, or none."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import TAIL, FlatLayout, flatten
-from .parts import PartedAllReduce
+from ..triton_kernels import FlatLayout
+from .parts import NodeMean, PartedAllReduce
 from .transport import Transport
 from .wire import Word, union
 
@@ -46,10 +46,8 @@ class HierarchicalAllReduce(PartedAllReduce):
     ) -> None:
         super().__init__(layout, inside.world_size, [inside.rank], between, **options)
         self.between, self.inside = between, inside
-        self._own = self._elements(inside.rank)
-        self._flat = torch.zeros(layout.numel + TAIL, device=self.device)
-        self._sent = torch.zeros(layout.numel if dtype != torch.float32 else 0, dtype=dtype, device=self.device)
-        self._arrived = torch.zeros(layout.numel // self.count, dtype=dtype, device=self.device)
+        self._mean = NodeMean(layout, inside, dtype, self.device)
+        self._own = self._mean.own
 
     def __call__(
         self,
@@ -62,7 +60,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         """See ``CompressedAllReduce``."""
         part, before = self.parts[0], self.scale.clone()
         v = None if exp_avg_sq is None else exp_avg_sq[self._own]
-        part(self._mean_inside(tensors), exp_avg_sq=v, hold=hold, **more)
+        part(self._mean(tensors), exp_avg_sq=v, hold=hold, **more)
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
         flags = union(self.gathered.words[:, Word.FLAGS])
         part.refuse(flags)
@@ -70,18 +68,6 @@ class HierarchicalAllReduce(PartedAllReduce):
         kept = torch.where(flags == 0, arrived, 0.0)
         self.scale.copy_(kept if hold is None else torch.where(hold == 0, kept, before))
         self.flags = flags
-
-    def _mean_inside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What of each tensor's mean over the node lies in this rank's part."""
-        layout, numel = self.layout, self.layout.numel
-        flatten(tensors, layout.sizes, layout.block_size, 1.0 / self.count, self._flat)
-        sent = self._flat[:numel] if self._sent.numel() == 0 else self._sent.copy_(self._flat[:numel])
-        self.inside.reduce_scatter(self._arrived, sent)
-        pieces = [self._arrived[:0]] * len(layout.sizes)
-        for tensor, start, stop, flat in self._spans[0]:
-            at = flat - self._own.start
-            pieces[tensor] = self._arrived[at : at + stop - start]
-        return pieces
 
     def clear_elsewhere(self) -> None:
         """Drops what ``compensated`` holds of the other ranks' parts."""
@@ -102,17 +88,11 @@ class HierarchicalAllReduce(PartedAllReduce):
 
     def take_residuals(self, out: Tensor) -> None:
         """See ``CompressedAllReduce``; by one all-reduce between nodes, and one all-gather inside."""
-        own = torch.empty_like(self._arrived, dtype=torch.float32)
+        own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of what only serves within a step."""
-        scratch = (self._flat, self._sent, self._arrived)
-        return super().wire_bytes + sum(tensor.nbytes for tensor in scratch)
-
-    def state(self) -> list[Tensor]:
-        """All that the next step needs, tables included."""
-        scratch = {id(self._flat), id(self._sent), id(self._arrived)}
-        return [tensor for tensor in super().state() if id(tensor) not in scratch]
+        return super().wire_bytes + sum(tensor.nbytes for tensor in self._mean.scratch)

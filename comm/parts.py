@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, Span, block_table, live_table
+from ..triton_kernels import TAIL, FlatLayout, LiveTable, ScaleScope, Span, block_table, flatten, live_table
 from .allreduce import CompressedAllReduce, result_of
 from .transport import Transport
 from .wire import Messages
@@ -65,7 +65,7 @@ class PartedAllReduce:
         self.server_residual = torch.zeros(len(self._here), layout.chunk_numel, device=device)
         self._compensated = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
-        self._spans = [self._spans_of(i) for i in self._here]
+        self._spans = [list(layout.spans(*_ends(self._elements(i)))) for i in self._here]
         chunks = layout.world_size // count
         self.parts = [
             CompressedAllReduce(
@@ -93,10 +93,6 @@ class PartedAllReduce:
     def _blocks(self, i: int) -> slice:
         length = self.layout.n_blocks // self.count
         return slice(i * length, (i + 1) * length)
-
-    def _spans_of(self, i: int) -> list[Span]:
-        elements = self._elements(i)
-        return list(self.layout.spans(elements.start, elements.stop))
 
     @property
     def bits(self) -> Tensor:
@@ -183,13 +179,65 @@ class PartedAllReduce:
         held = [v for v in vars(self).values() if isinstance(v, Tensor)]
         return [*held, *self.live, self.gathered.buffer, *(t for part in self.parts for t in part.state())]
 
-    def _pieces(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What of each tensor lies in the ``index``-th part here, flat; an empty one where it is empty, or nothing."""
-        sizes = self.layout.sizes
-        pieces = [tensors[0].new_empty(0)] * len(sizes)
-        for tensor, start, stop, _ in self._spans[index]:
-            given = tensors[tensor]
-            if given.numel() and stop - start < sizes[tensor]:
-                given = given.as_strided((stop - start,), (1,), given.storage_offset() + start)
-            pieces[tensor] = given
-        return pieces
+
+def pieces_of(tensors: Sequence[Tensor], spans: Sequence[Span], sizes: Sequence[int]) -> list[Tensor]:
+    """What of each tensor lies in the spans of one part, flat, in memory order; an empty one where nothing does."""
+    pieces = [tensors[0].new_empty(0)] * len(sizes)
+    for tensor, start, stop, _ in spans:
+        given = tensors[tensor]
+        if given.numel() and stop - start < sizes[tensor]:
+            given = given.as_strided((stop - start,), (1,), given.storage_offset() + start)
+        pieces[tensor] = given
+    return pieces
+
+
+def _ends(part: slice) -> tuple[int, int]:
+    return part.start, part.stop
+
+
+class NodeMean:
+    """Averages tensors inside a node: each rank gets one part of the line, by a reduce-scatter.
+
+    Args:
+        layout: The whole line.
+        inside: The ranks of this node.
+        dtype: In which they travel: float32 or bfloat16.
+        device: Where they lie.
+
+    Attributes:
+        own: Where this rank's part lies on the line.
+        blocks: Which blocks it has.
+    """
+
+    def __init__(self, layout: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout, self._inside = layout, inside
+        count, rank = inside.world_size, inside.rank
+        length, blocks = layout.numel // count, layout.n_blocks // count
+        self.own = slice(rank * length, (rank + 1) * length)
+        self.blocks = slice(rank * blocks, (rank + 1) * blocks)
+        self._spans = list(layout.spans(*_ends(self.own)))
+        self._flat = torch.zeros(layout.numel + TAIL, device=device)
+        self._sent = torch.zeros(layout.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
+        self._arrived = torch.zeros(length, dtype=dtype, device=device)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What of each tensor's mean over the node lies in this rank's part; valid until the next call."""
+        layout, sent = self._layout, self._flat[: self._layout.numel]
+        flatten(tensors, layout.sizes, layout.block_size, 1.0 / self._inside.world_size, self._flat)
+        if self._sent.numel():
+            sent = self._sent.copy_(sent)
+        self._inside.reduce_scatter(self._arrived, sent)
+        means = [self._arrived[:0]] * len(layout.sizes)
+        for tensor, start, stop, flat in self._spans:
+            at = flat - self.own.start
+            means[tensor] = self._arrived[at : at + stop - start]
+        return means
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What of each tensor lies in this rank's part, as views."""
+        return pieces_of(tensors, self._spans, self._layout.sizes)
+
+    @property
+    def scratch(self) -> tuple[Tensor, ...]:
+        """What only serves within a step."""
+        return self._flat, self._sent, self._arrived

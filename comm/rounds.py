@@ -259,6 +259,16 @@ class RoundAllReduce:
             self.flags = self.flags | hold
         self.arrived_words = arrived
 
+    def refuse(self, flags: Tensor) -> None:
+        """Adds ``flags`` int32 [1], equal on all ranks, to the last round's: where any is set it is skipped.
+
+        Each worker keeps what it has, as if the round had been skipped at once.
+        """
+        kept = (self.flags != 0) | (flags == 0)
+        self.flags = self.flags | flags
+        self.scale = self.scale * kept
+        self._limit = torch.where(kept, self._limit, self._unlimited)
+
     def forget(self) -> None:
         """Called when ``values`` have been taken: drops what they need not have left."""
 

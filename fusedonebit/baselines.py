@@ -15,6 +15,7 @@ from .comm.hops import torus_rows
 from .comm.rounds import RoundAllReduce
 from .hyperparameters import check_choice, check_count
 from .rounds import RoundOptimizer, RoundOptions
+from .triton_kernels import FlatLayout, LiveTable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,13 +56,13 @@ class _Baseline(RoundOptimizer):
         if self.options.topology == "torus":
             torus_rows(self._transport.world_size, None)
 
-    def _make_reduce(self) -> RoundAllReduce:
+    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
-        where: dict[str, Any] = {"device": self.device, "live": self._live}
+        where: dict[str, Any] = {"device": self.device, "live": live}
         if kind is None:
-            return MarsitAllReduce(self.layout, self._transport, full_precision_every=1, **where)
+            return MarsitAllReduce(layout, transport, full_precision_every=1, **where)
         wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
-        return kind(self.layout, self._transport, **wire, seed=options.seed, **where)
+        return kind(layout, transport, **wire, seed=options.seed, **where)
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]

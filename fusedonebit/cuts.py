@@ -9,13 +9,14 @@ from .overlap import Overlap, transport_of_its_own
 from .sharding import levels
 
 if TYPE_CHECKING:
+    from .distributed import DistributedOptimizer
     from .onebit import OneBitOptimizer
     from .scaling import LossScale
 
 Reduce = CompressedAllReduce | BucketedAllReduce | HierarchicalAllReduce
 
 
-def levels_of(optimizer: OneBitOptimizer, hierarchy: Any) -> tuple[Transport, Transport] | None:
+def levels_of(optimizer: DistributedOptimizer, hierarchy: Any) -> tuple[Transport, Transport] | None:
     """The ranks between nodes and those inside one, or None.
 
     Raises:
@@ -23,8 +24,7 @@ def levels_of(optimizer: OneBitOptimizer, hierarchy: Any) -> tuple[Transport, Tr
     """
     if hierarchy is None:
         return None
-    if optimizer.options.bucket_count > 1 or optimizer.options.overlap:
-        raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
+    optimizer._check_levels()
     if optimizer._shards.count > 1:
         raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
     return levels(hierarchy, optimizer._transport, optimizer.device)

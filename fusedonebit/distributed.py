@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checkpoint, compiled, construction, inspection
+from . import checkpoint, compiled, construction, cuts, inspection
 from .comm import CollectiveError, Flag, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
@@ -58,6 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
+        hierarchy: Any = None,
         mask: Mapping[Tensor, Tensor] | None = None,
         broadcast_parameters: bool = False,
     ) -> None:
@@ -85,7 +86,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
             construction.check_device(self.device)
-            self._connect()
+            self._levels = cuts.levels_of(self, hierarchy)
+            self._inside = self._inside if self._levels is None else self._levels[1]
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
@@ -99,8 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- construction
 
-    def _connect(self) -> None:
-        """Finds what other groups of ranks a subclass needs; may raise."""
+    def _check_levels(self) -> None:
+        """Raises ValueError if this optimizer, as it is, can't work in two levels."""
+        raise ValueError(f"hierarchy must be None: {type(self).__name__} compresses nothing")
 
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""

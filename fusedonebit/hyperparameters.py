@@ -38,10 +38,13 @@ class Options:
     master_weights: bool = False
     capturable: bool = False
     stochastic_rounding: bool = False
+    hierarchy_dtype: torch.dtype = torch.float32
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
         check_flag("master_weights", self.master_weights)
         check_flag("capturable", self.capturable)
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
@@ -73,7 +76,6 @@ class OneBitOptions(Options):
     rewarm_steps: int
     guard: str
     dead_coordinates: str
-    hierarchy_dtype: torch.dtype = torch.float32
     overlap: bool = False
     buckets: int | None = None
 
@@ -118,8 +120,6 @@ class OneBitOptions(Options):
             raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
 
     def _check_buckets(self) -> None:
-        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
         check_flag("overlap", self.overlap)
         if self.buckets is not None:
             check_count("buckets", self.buckets)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from .comm.marsit import check_topology
 from .hyperparameters import check_choice, check_count
 from .plan import Network, choose_topology
 from .rounds import RoundOptimizer, RoundOptions
+from .triton_kernels import FlatLayout, LiveTable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,21 +68,21 @@ class MarsitOptimizer(RoundOptimizer):
         if options.network is not None:
             options.network.place(world_size)
 
-    def _choose_topology(self) -> Topology:
+    def _choose_topology(self, parameters: int, world_size: int) -> Topology:
         """Of "auto" the planner's choice, for the parameters at construction: groups added later don't change it."""
         options = self.options
         if options.topology != "auto":
             return options.topology
-        return choose_topology(self.layout.real_numel, self._transport.world_size, options.network)
+        return choose_topology(parameters, world_size, options.network)
 
-    def _make_reduce(self) -> MarsitAllReduce:
+    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> MarsitAllReduce:
         options = self.options
-        self._topology = self._topology or self._choose_topology()
+        self._topology = self._topology or self._choose_topology(layout.real_numel, transport.world_size)
         return MarsitAllReduce(
-            self.layout,
-            self._transport,
+            layout,
+            transport,
             device=self.device,
-            live=self._live,
+            live=live,
             topology=self._topology,
             rows=options.rows,
             full_precision_every=options.full_precision_every,
@@ -151,6 +153,9 @@ class MarsitSGD(MarsitOptimizer):
         process_group: Ranks to agree with; None is the default group, or only this process. Or a
             ``fusedonebit.comm.Transport``.
         mesh: The same as a ``DeviceMesh`` of one dimension.
+        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
+            are averaged inside a node, and workers, of which ``topology`` speaks, are nodes (``comm.levels``).
+        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -187,6 +192,8 @@ class MarsitSGD(MarsitOptimizer):
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
+        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
+        hierarchy_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = MarsitOptions(
@@ -197,6 +204,7 @@ class MarsitSGD(MarsitOptimizer):
             max_grad_norm=max_grad_norm,
             master_weights=master_weights,
             stochastic_rounding=stochastic_rounding,
+            hierarchy_dtype=hierarchy_dtype,
             local_steps=local_steps,
             topology=topology,
             network=network,
@@ -211,6 +219,7 @@ class MarsitSGD(MarsitOptimizer):
             options,
             process_group=process_group,
             mesh=mesh,
+            hierarchy=hierarchy,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )
@@ -232,7 +241,7 @@ class MarsitAdam(MarsitOptimizer):
         bias_correction: Adam's.
         topology, network, rows, full_precision_every, compensation_limit, local_steps, seed, maximize, mask, nonfinite,
             max_grad_norm, master_weights, broadcast_parameters, block_size, stochastic_rounding,
-            process_group, mesh: As for ``MarsitSGD``.
+            process_group, mesh, hierarchy, hierarchy_dtype: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -265,6 +274,8 @@ class MarsitAdam(MarsitOptimizer):
         stochastic_rounding: bool = False,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
+        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
+        hierarchy_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
         options = MarsitOptions(
@@ -275,6 +286,7 @@ class MarsitAdam(MarsitOptimizer):
             max_grad_norm=max_grad_norm,
             master_weights=master_weights,
             stochastic_rounding=stochastic_rounding,
+            hierarchy_dtype=hierarchy_dtype,
             local_steps=local_steps,
             topology=topology,
             network=network,
@@ -289,6 +301,7 @@ class MarsitAdam(MarsitOptimizer):
             options,
             process_group=process_group,
             mesh=mesh,
+            hierarchy=hierarchy,
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )

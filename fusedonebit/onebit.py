@@ -42,11 +42,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     options: OneBitOptions
 
-    def __init__(
-        self, *arguments: Any, warm_start: Mapping[str, Any] | None, hierarchy: Any = None, **keywords: Any
-    ) -> None:
-        self._hierarchy = hierarchy
-        self._levels: tuple[Transport, Transport] | None = None
+    def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
         self._overlap: Overlap | None = None
         self._apart: Transport | None = None
         self._late_error: Exception | None = None
@@ -75,10 +71,9 @@ class OneBitOptimizer(AveragingOptimizer):
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
-    def _connect(self) -> None:
-        self._levels = cuts.levels_of(self, self._hierarchy)
-        if self._levels is not None:
-            self._inside = self._levels[1]
+    def _check_levels(self) -> None:
+        if self.options.bucket_count > 1 or self.options.overlap:
+            raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
 
     @property
     def _chunks(self) -> int:

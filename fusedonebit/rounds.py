@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .comm import Flag, LocalTransport
+from .comm import Flag, HierarchicalRounds, LocalTransport, Transport
 from .comm.rounds import RoundAllReduce
 from .distributed import DistributedOptimizer
 from .hyperparameters import Options
 from .scaling import LossScale, agree_on_scaling
-from .triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum, block_table, flatten
+from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,23 @@ class RoundOptimizer(DistributedOptimizer):
         self._exp_avg_sq = torch.zeros(self.layout.numel if adam else 0, device=self.device)
         anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
         self._anchor = torch.zeros(anchored, device=self.device)
-        self._reduce = self._make_reduce()
+        self._reduce: RoundAllReduce | HierarchicalRounds
+        if self._levels is None:
+            self._reduce = self._make_reduce(self.layout, self._transport, self._live)
+        else:
+            between, inside = self._levels
+            kind, dtype = self._make_reduce, self.options.hierarchy_dtype
+            self._reduce = HierarchicalRounds(self.layout, between, inside, kind, self._live, dtype)
 
-    def _make_reduce(self) -> RoundAllReduce:
+    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
         """What makes one global update of all workers' updates."""
         raise NotImplementedError
+
+    def _check_levels(self) -> None:
+        if self.options.local_steps > 1:
+            raise ValueError(
+                f"hierarchy must be None with local_steps={self.options.local_steps}: ranks of a node move together"
+            )
 
     def _build(self) -> None:
         self._local = self._tag = 0
@@ -246,6 +258,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     def _header(self) -> dict[str, Any]:
         return {
+            "inside": 1 if self._levels is None else self._inside.world_size,
             "rounds": self._reduce.rounds,
             "digest": int(self._reduce.digest),
             "local": self._local,
@@ -257,6 +270,12 @@ class RoundOptimizer(DistributedOptimizer):
         name = type(self).__name__
         if header.get("algorithm") != name:
             raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
+        inside = 1 if self._levels is None else self._inside.world_size
+        if header["inside"] != inside or (inside > 1 and header["world_size"] != self._transport.world_size):
+            raise ValueError(
+                f"the checkpoint was written with {header['world_size']} ranks, {header['inside']} in a node, but here "
+                f"they are {self._transport.world_size}, {inside} in a node; construct the optimizer as it was"
+            )
         if header["local"] and header["world_size"] != self._transport.world_size:
             raise ValueError(
                 f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
