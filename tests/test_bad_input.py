@@ -37,7 +37,7 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"freeze_step": "soon"}, "freeze_step must be an int >= 0 or \"auto\", got 'soon'"),
         ({"lr_warmup_steps": -3}, "lr_warmup_steps must be an int >= 0, got -3"),
         ({"scale_norm": "l3"}, "scale_norm must be one of 'contractive', 'l1', 'l2', got 'l3'"),
-        ({"scale_scope": "row"}, "scale_scope must be one of 'global', 'layer', 'block', got 'row'"),
+        ({"scale_scope": "row"}, "scale_scope must be one of 'global', 'bucket', 'layer', 'block', got 'row'"),
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
         ({"precondition": 1}, "precondition must be True or False, got 1"),
         ({"ternary": 1}, "ternary must be True or False, got 1"),

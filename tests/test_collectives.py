@@ -343,5 +343,5 @@ def test_bad_arguments_of_the_all_reduce_are_named():
         CompressedAllReduce(FlatLayout((5,), 2), LocalTransport())
     with pytest.raises(ValueError, match=r"scale_norm must be one of \['contractive', 'l1', 'l2'\], got 'max'"):
         CompressedAllReduce(FlatLayout((5,)), scale_norm="max")
-    with pytest.raises(ValueError, match="scale_scope must be 'global', 'layer' or 'block', got 'row'"):
+    with pytest.raises(ValueError, match="scale_scope must be 'global', 'bucket', 'layer' or 'block', got 'row'"):
         CompressedAllReduce(FlatLayout((5,)), scale_scope="row")

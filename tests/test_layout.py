@@ -231,7 +231,7 @@ def test_bad_arguments_are_named_with_their_value(arguments, message):
 
 
 def test_an_unknown_scope_is_refused():
-    with pytest.raises(ValueError, match="scale_scope must be 'global', 'layer' or 'block', got 'tensor'"):
+    with pytest.raises(ValueError, match="scale_scope must be 'global', 'bucket', 'layer' or 'block', got 'tensor'"):
         FlatLayout((1,)).scale_segments("tensor")
 
 
