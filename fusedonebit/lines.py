@@ -98,15 +98,8 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
         return
     mean = optimizer._rows.mean(state["worker_error"], header["world_size"])
     worker.copy_(_cut(mean, 0, worker.numel()))
-    line = whole(state["server_error"])
+    line = optimizer._rows.of_this_shard(state["server_error"]).reshape(-1)  # all servers', in the order of the line
     server.copy_(_cut(line, optimizer._rows.place[0] * server.numel(), server.numel()))
-
-
-def whole(server_error: Tensor) -> Tensor:
-    """All servers' residuals in the order of the line, from their rows."""
-    from .sharding import local
-
-    return local(server_error)[:, 0].reshape(-1)
 
 
 def _here(line: Tensor | None, name: str) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import ShardGroup, Transport
-from .sharding import is_dtensor, local
+from .sharding import is_dtensor, local, with_own_storage
 
 
 class Rows:
@@ -96,16 +96,17 @@ class Rows:
         if replicas != self.shape[0]:
             if not self.has_all(rows, replicas):
                 raise ValueError(
-                    f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one rank's "
-                    "file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many "
-                    "ranks as wrote it"
+                    f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one "
+                    "rank's file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as "
+                    "many ranks as wrote it"
                 )
             return
         mine, here = self.own(rank), int(self.rank())
         if mine is None or int(mine) != here or self.own(rows) is None:
             by = "one of another number of ranks" if mine is None else int(mine)
             raise ValueError(
-                f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved itself"
+                f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved "
+                "itself"
             )
 
     def has_all(self, rows: Tensor, replicas: int) -> bool:
@@ -115,12 +116,17 @@ class Rows:
         mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
         return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0] and len(rows) == replicas
 
+    def of_this_shard(self, rows: Tensor) -> Tensor:
+        """Those of the replicas' rows that are here, this rank's shard of each."""
+        part = local(rows)
+        return part[:, self.place[1] if part.shape[1] == self.shape[1] else 0]
+
     def mean(self, rows: Tensor, replicas: int) -> Tensor:
         """The mean over another run's replicas of what each had, of rows that are all here; every rank calls it."""
-        part = local(rows)
-        if part.shape[0] == replicas:
-            return part[:, 0].mean(0)
-        total = part[:, 0].sum(0)
+        part = self.of_this_shard(rows)
+        if len(part) == replicas:
+            return part.mean(0)
+        total = part.sum(0)
         self._transport.all_reduce(total)
         return total / replicas
 
@@ -130,7 +136,7 @@ class Rows:
             return part
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(part, self.mesh, self._placements(dims), run_check=False)
+        return DTensor.from_local(with_own_storage(part), self.mesh, self._placements(dims), run_check=False)
 
     def _placements(self, dims: tuple[int | None, int]) -> list[Any]:
         from torch.distributed.tensor import Replicate, Shard

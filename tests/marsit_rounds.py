@@ -65,4 +65,6 @@ def through_a_file(thing: Any) -> Any:
 def own_state(optimizer: RoundOptimizer) -> list[str]:
     saved = optimizer.state_dict()
     states = [saved["state"][i] for i in sorted(saved["state"])]
-    return [f"{key} {i}: {fingerprint([local(v)])}" for i, state in enumerate(states) for key, v in sorted(state.items())]
+    return [
+        f"{key} {i}: {fingerprint([local(v)])}" for i, state in enumerate(states) for key, v in sorted(state.items())
+    ]

@@ -55,9 +55,7 @@ def observe_travelling(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
         scale = np.repeat(states[i]["exp_avg_scale"].numpy(), header_of(saved)["block_size"])
         travelled.append(np.where(bits, 1, -1) * scale[: p.numel()])
     state["travelled"] = np.concatenate(travelled)
-    in_travel = {
-        key: flat([states[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")
-    }
+    in_travel = {key: flat([states[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")}
     # What users see is in units of the momentum.
     denom = denominators(state["v"].astype(np.float64)) if optimizer.options.precondition else 1.0
     np.testing.assert_allclose(state["m"], state["travelled"] * denom, rtol=5e-7)
