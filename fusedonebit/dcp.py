@@ -15,6 +15,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -36,6 +37,7 @@ _OPTIMIZER = "optimizer"
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
+    _check_round(optimizer, optimizer._header())
     return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
@@ -47,6 +49,9 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
         optimizer: Any of this package.
         checkpoint_id: The folder.
         more: Whatever else is to be saved with them, by name: a scheduler, the number of the step.
+
+    Raises:
+        ValueError: between local steps of a round, when parameters differ from rank to rank.
     """
     torch_dcp.save(state_of(model, optimizer) | more, checkpoint_id=checkpoint_id)
 
@@ -54,9 +59,13 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
 def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> Any:
     """As ``save``, but returns a ``Future`` once everything is copied to the host: training may go on.
 
-    Needs a process group with a CPU backend: ``init_process_group("cpu:gloo,cuda:nccl")``.
+    Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
+    before the next save.
     """
-    return torch_dcp.async_save(state_of(model, optimizer) | more, checkpoint_id=checkpoint_id)
+    state = state_of(model, optimizer) | more
+    if dist.is_initialized() and optimizer._saving is None:
+        optimizer._saving = dist.new_group(backend="gloo")
+    return torch_dcp.async_save(state, checkpoint_id=checkpoint_id, process_group=optimizer._saving)
 
 
 def load(
@@ -135,9 +144,15 @@ def template(
         if not any(name.startswith(f"{prefix}.") for name in saved):
             known = sorted({name.split(".", 1)[0] for name in saved})
             raise ValueError(f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}")
+        if not any(name.startswith(f"{prefix}.param_groups.0.params") for name in saved):
+            raise ValueError(
+                "the optimizer's state must be nested, but was saved with flatten_optimizer_state_dict=True, of which "
+                "torch loads only what a new optimizer has: save it without"
+            )
         header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
         if header is not None and header["format"] != FORMAT:
             raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}")
+        _check_round(optimizer, header or {})
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught
     _agree(optimizer, [("the checkpoint's header", json.dumps(header))], error)
@@ -169,6 +184,14 @@ def _check_ranks(optimizer: DistributedOptimizer) -> None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
             f"{type(optimizer._transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
+        )
+
+
+def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
+    if header.get("local") and header.get("world_size", optimizer._transport.world_size) > 1:
+        raise ValueError(
+            f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
+            "torch.distributed.checkpoint keeps one rank's: save at the end of a round"
         )
 
 

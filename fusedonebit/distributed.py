@@ -86,6 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         construction.agree_on_everything(self, error, broadcast_parameters)
         self._rows = Rows(self._transport, self._shards, self.device)
         self._block_size: int | None = None  # of a checkpoint
+        self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self._build()
         self._built = True
