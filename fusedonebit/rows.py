@@ -97,8 +97,8 @@ class Rows:
             if not self.has_all(rows, replicas):
                 raise ValueError(
                     f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one "
-                    "rank's file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as "
-                    "many ranks as wrote it"
+                    "rank's file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with "
+                    "as many ranks as wrote it"
                 )
             return
         mine, here = self.own(rank), int(self.rank())

@@ -14,7 +14,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "elastic", "plain"}
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 60
 
