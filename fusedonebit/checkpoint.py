@@ -241,7 +241,10 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
 
 def _check_shape(optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
+        flattened = "; torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have: leave it out"
+        raise TypeError(
+            f"{key} in the checkpoint must be a tensor, got {type(value).__name__}{flattened * (value == {})}"
+        )
     shape = tuple(local(value).shape)[2 * (key in optimizer._of_one_rank) :]
     if shape != expected:
         raise ValueError(

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, cast
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -24,7 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Module
 
-from .checkpoint import KEY
+from .checkpoint import FORMAT, KEY, read_header
+from .comm import agree
+from .construction import failure
 from .distributed import DistributedOptimizer
 
 _OPTIMIZER = "optimizer"
@@ -32,7 +36,9 @@ _OPTIMIZER = "optimizer"
 
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
-    return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    _check_ranks(optimizer)
+    _check_round(optimizer, optimizer._header())
+    return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
 def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> None:
@@ -43,6 +49,9 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
         optimizer: Any of this package.
         checkpoint_id: The folder.
         more: Whatever else is to be saved with them, by name: a scheduler, the number of the step.
+
+    Raises:
+        ValueError: between local steps of a round, when parameters differ from rank to rank.
     """
     torch_dcp.save(state_of(model, optimizer) | more, checkpoint_id=checkpoint_id)
 
@@ -50,9 +59,13 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
 def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> Any:
     """As ``save``, but returns a ``Future`` once everything is copied to the host: training may go on.
 
-    Needs a process group with a CPU backend: ``init_process_group("cpu:gloo,cuda:nccl")``.
+    Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
+    before the next save.
     """
-    return torch_dcp.async_save(state_of(model, optimizer) | more, checkpoint_id=checkpoint_id)
+    state = state_of(model, optimizer) | more
+    if dist.is_initialized() and optimizer._saving is None:
+        optimizer._saving = dist.new_group(backend="gloo")
+    return torch_dcp.async_save(state, checkpoint_id=checkpoint_id, process_group=optimizer._saving)
 
 
 def load(
@@ -75,13 +88,25 @@ def load(
         ``more``, as loaded.
 
     Raises:
-        ValueError: on every rank, if the checkpoint is of another model or optimizer.
+        ValueError: on every rank, if there is no complete checkpoint, or one of another model or optimizer;
+            nothing was changed.
     """
-    state = {"model": get_model_state_dict(model), _OPTIMIZER: template(model, optimizer, checkpoint_id)} | more
-    torch_dcp.load(state, checkpoint_id=checkpoint_id)
-    set_model_state_dict(model, state["model"])
+    _check_ranks(optimizer)
+    # Torch fills tensors in place: those of the model must not change if anything is wrong.
+    room = {name: value.clone() if isinstance(value, Tensor) else value for name, value in _model(model).items()}
+    state = {"model": room, _OPTIMIZER: template(model, optimizer, checkpoint_id)} | more
+    try:
+        torch_dcp.load(state, checkpoint_id=checkpoint_id)
+    except torch_dcp.CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        raise ValueError(f"the checkpoint in {checkpoint_id} can't be loaded, on rank {rank}: {error}") from error
     set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
+    set_model_state_dict(model, room)
     return {name: state[name] for name in more}
+
+
+def _model(model: Module) -> dict[str, Any]:
+    return get_model_state_dict(model)
 
 
 def template(
@@ -94,7 +119,7 @@ def template(
 ) -> dict[str, Any]:
     """Room for the optimizer's state in a checkpoint, as ``get_optimizer_state_dict`` would return it.
 
-    For those who call torch's functions themselves::
+    For those who call torch's functions themselves, on every rank::
 
         state = {"optimizer": template(model, optimizer, path)}
         torch.distributed.checkpoint.load(state, checkpoint_id=path)
@@ -108,33 +133,81 @@ def template(
         prefix: Under which name the optimizer's state was saved.
 
     Raises:
-        ValueError: if there is no state of an optimizer under that name.
+        ValueError: on every rank, if there is no complete checkpoint, or no optimizer's state under that name.
     """
     reader = storage_reader or torch_dcp.FileSystemReader(os.fspath(checkpoint_id or ""))
-    names = reader.read_metadata().state_dict_metadata.keys()
-    if not any(name.startswith(f"{prefix}.") for name in names):
-        known = sorted({name.split(".", 1)[0] for name in names})
-        raise ValueError(f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}")
-    header = _header(reader, f"{prefix}.param_groups.0.{KEY}", names)
+    saved: set[str] = set()
+    header: Mapping[str, Any] | None = None
+    error: Exception | None = None
+    try:
+        saved = set(_names(reader, checkpoint_id))
+        if not any(name.startswith(f"{prefix}.") for name in saved):
+            known = sorted({name.split(".", 1)[0] for name in saved})
+            raise ValueError(f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}")
+        if not any(name.startswith(f"{prefix}.param_groups.0.params") for name in saved):
+            raise ValueError(
+                "the optimizer's state must be nested, but was saved with flatten_optimizer_state_dict=True, of which "
+                "torch loads only what a new optimizer has: save it without"
+            )
+        header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
+        if header is not None and header["format"] != FORMAT:
+            raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}")
+        _check_round(optimizer, header or {})
+    except Exception as caught:  # whatever it is: the other ranks must not wait
+        error = caught
+    _agree(optimizer, [("the checkpoint's header", json.dumps(header))], error)
     optimizer._expected = (header,)
     try:
-        room = get_optimizer_state_dict(model, optimizer)
+        room = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
     finally:
         optimizer._expected = None
-    saved = set(names)
     for name, state in room["state"].items():
-        for key in [key for key in state if f"{prefix}.state.{name}.{key}" not in saved]:
-            del state[key]
+        room["state"][name] = {k: v for k, v in state.items() if f"{prefix}.state.{name}.{k}" in saved}
     room["state"] = {name: state for name, state in room["state"].items() if state}
     for i, group in enumerate(room["param_groups"]):
-        for key in [key for key in group if f"{prefix}.param_groups.{i}.{key}" not in saved]:
-            del group[key]
+        start = f"{prefix}.param_groups.{i}."
+        room["param_groups"][i] = {k: v for k, v in group.items() if any(n.startswith(f"{start}{k}") for n in saved)}
     return room
 
 
-def _header(reader: torch_dcp.StorageReader, name: str, names: Any) -> Mapping[str, Any] | None:
-    if name not in names:
+def _agree(optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error: Exception | None) -> None:
+    hint = "every rank must read the same checkpoint"
+    first = failure(lambda: agree(optimizer._transport, facts, optimizer.device, error, hint))
+    optimizer._shards.agree(facts, optimizer.device, first, hint)
+    if first is not None:
+        raise first
+
+
+def _check_ranks(optimizer: DistributedOptimizer) -> None:
+    rows = optimizer._rows
+    if rows.shape != (1, 1) and rows.mesh is None:
+        raise RuntimeError(
+            f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
+            f"{type(optimizer._transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
+        )
+
+
+def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
+    if header.get("local") and header.get("world_size", optimizer._transport.world_size) > 1:
+        raise ValueError(
+            f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
+            "torch.distributed.checkpoint keeps one rank's: save at the end of a round"
+        )
+
+
+def _names(reader: torch_dcp.StorageReader, checkpoint_id: str | os.PathLike | None) -> Collection[str]:
+    try:
+        return reader.read_metadata().state_dict_metadata.keys()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{checkpoint_id} must be the folder of a complete checkpoint, but it has no .metadata, "
+            "which is written last"
+        ) from error
+
+
+def _header(reader: torch_dcp.StorageReader, name: str, saved: Collection[str]) -> Mapping[str, Any] | None:
+    if name not in saved:
         return None  # AdamW's
     entry: dict[str, Any] = {name: ""}
     torch_dcp.load(entry, storage_reader=reader, no_dist=True)
-    return json.loads(entry[name])
+    return read_header(entry[name])

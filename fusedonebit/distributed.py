@@ -94,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size: int | None = None  # of a checkpoint
+        self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self._build()
         self._built = True

@@ -114,13 +114,13 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
     mean = optimizer._rows.mean(state["worker_error"], header["world_size"], header["inside"])
     mean = _cut(mean, 0, numel).view(cut["inside"], -1)
     worker.copy_(mean[rank % cut["inside"]])
-    served = _cut(in_order(state["server_error"], header), 0, numel)
+    rows = optimizer._rows.of_this_shard(state["server_error"])
+    served = _cut(in_order(rows, header), 0, numel)
     server.copy_(_served(served, cut, rank).view(server.shape))
 
 
-def in_order(server_error: Tensor, cut: Mapping[str, Any]) -> Tensor:
-    """All servers' residuals in the order of the line, from their rows; see ``_served``."""
-    rows = local(server_error)[:, 0]
+def in_order(rows: Tensor, cut: Mapping[str, Any]) -> Tensor:
+    """All servers' residuals in the order of the line, from their rows [ranks, n]; see ``_served``."""
     nodes, inside, buckets = cut["world_size"] // cut["inside"], cut["inside"], cut["buckets"]
     if inside > 1:
         return rows.view(nodes, inside, -1).transpose(0, 1).reshape(-1)

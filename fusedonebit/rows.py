@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import ShardGroup, Transport
-from .sharding import is_dtensor, local
+from .sharding import is_dtensor, local, with_own_storage
 
 
 class Rows:
@@ -116,6 +116,11 @@ class Rows:
         mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
         return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0] and len(rows) == replicas
 
+    def of_this_shard(self, rows: Tensor) -> Tensor:
+        """Those of the replicas' rows that are here, this rank's shard of each."""
+        part = local(rows)
+        return part[:, self.place[1] if part.shape[1] == self.shape[1] else 0]
+
     def mean(self, rows: Tensor, replicas: int, inside: int = 1) -> Tensor:
         """The mean over another run's replicas of what each had; every rank calls it.
 
@@ -127,7 +132,7 @@ class Rows:
         Returns:
             [...] as each had, or [inside * n] of parts [n].
         """
-        part = local(rows)[:, 0]
+        part = self.of_this_shard(rows)
         first = 0 if len(part) == replicas else self.place[0] * -(-replicas // self.shape[0])
         total = part.new_zeros(inside, *part.shape[1:])
         for j, row in enumerate(part):
@@ -142,7 +147,7 @@ class Rows:
             return part
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(part, self.mesh, self._placements(dims), run_check=False)
+        return DTensor.from_local(with_own_storage(part), self.mesh, self._placements(dims), run_check=False)
 
     def _placements(self, dims: tuple[int | None, int]) -> list[Any]:
         from torch.distributed.tensor import Replicate, Shard

@@ -32,6 +32,11 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()  # type: ignore[attr-defined]
 
 
+def with_own_storage(part: Tensor) -> Tensor:
+    """The same memory, seen from its first element on: a DTensor of any other view ``torch.save`` can't save."""
+    return torch.from_dlpack(part)
+
+
 def like(owner: Tensor, part: Tensor) -> Tensor:
     """``part``, what this rank holds, as a tensor distributed as ``owner`` is; itself where that is whole."""
     if not is_dtensor(owner):
@@ -40,7 +45,12 @@ def like(owner: Tensor, part: Tensor) -> Tensor:
 
     as_it_is: Any = owner
     return DTensor.from_local(
-        part, as_it_is.device_mesh, as_it_is.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        with_own_storage(part),
+        as_it_is.device_mesh,
+        as_it_is.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
     )
 
 

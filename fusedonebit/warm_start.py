@@ -93,6 +93,7 @@ def _tables(
                 f"warm_start of {type(optimizer).__name__} must be the state_dict() of Lamb or OneBitLamb: "
                 "only those have average coefficients"
             )
-        if name not in unsettled and all(row is not None and row.shape == table.shape[:-1] for row in rows):
-            tables[name] = [row.float().contiguous() for row in rows]
+        fitting = [row.float().contiguous() for row in rows if row is not None and row.shape == table.shape[:-1]]
+        if name not in unsettled and len(fitting) == len(rows):
+            tables[name] = fitting
     return tables

@@ -15,7 +15,7 @@ UNDER_TORCHRUN = [example for example in EXAMPLES if example.stem != "mpi"]  # t
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "hsdp", "mpi", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "elastic", "hsdp", "mpi", "plain"}
     others = sorted((EXAMPLES[0].parent / "ecosystem").glob("*.py"))  # tests/ecosystem runs these
     assert {e.stem for e in others} == {"accelerate_loop", "lightning_module", "transformers_trainer"}
     for example in EXAMPLES + others:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.rounds import RoundOptimizer
+from fusedonebit.sharding import local
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)
@@ -58,7 +59,14 @@ class Moment:
 def look(optimizer: RoundOptimizer) -> Moment:
     params, saved = parameters(optimizer), optimizer.state_dict()["state"]
     names = ("exp_avg", "exp_avg_sq", "step") if isinstance(optimizer, MarsitAdam) else ("momentum_buffer",)
-    states = [{k: v.double().numpy().copy() for k, v in saved[i].items() if k in names} for i in range(len(params))]
+    states = [
+        {
+            k: local(v).double().reshape(p.shape if k != "step" else ()).numpy().copy()
+            for k, v in saved[i].items()
+            if k in names
+        }
+        for i, p in enumerate(params)
+    ]
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     c = copied([optimizer.compensation(p) for p in params])
     return Moment(copied(params), c, states, optimizer.phase, rates)

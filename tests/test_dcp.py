@@ -1,0 +1,387 @@
+"""Checkpoints through ``torch.distributed.checkpoint``, on as many ranks as wrote them and on others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from observe import fingerprint
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fusedonebit import FusedOneBitWarning, MarsitSGD, OneBitAdam, OneBitLamb, dcp
+from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.sharding import local
+
+FREEZE = 10
+BATCH = 48  # of all ranks together: 1, 2, 3 and 4 divide it
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 1)).to(dtype)
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, DistributedOptimizer]:
+    model = network(dtype)
+    if name == "marsit":
+        given = {"lr": 1e-2, "momentum": 0.9, "full_precision_every": 6} | options
+        return model, MarsitSGD(model.parameters(), **given)
+    classes: dict[str, Callable[..., DistributedOptimizer]] = {"adam": OneBitAdam, "lamb": OneBitLamb}
+    given = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"} | options
+    return model, classes[name](model.parameters(), **given)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(BATCH, 7, generator=torch.Generator().manual_seed(1000 + step))
+    return x, x.sum(1, keepdim=True).sin() + x[:, :1]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Every rank takes its part of the same batches, however many ranks there are."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x, y = (t.chunk(world_size)[rank].to(dtype) for t in batch(step))
+        (model(x) - y).square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedOneBitWarning)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def held_out(model: nn.Module) -> float:
+    x, y = batch(-1)
+    with torch.no_grad():
+        return float((model(x.to(next(model.parameters()).dtype)) - y).square().mean())
+
+
+def everything(model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, str]:
+    """Fingerprints of all parameters and all of this rank's state."""
+    found = {f"parameter {i}": fingerprint([local(p)]) for i, p in enumerate(model.parameters())}
+    for i, state in optimizer.state_dict()["state"].items():
+        found |= {f"{key} of {i}": fingerprint([local(value)]) for key, value in state.items()}
+    return found
+
+
+def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+
+
+# ---------------------------------------------------------------- the same number of ranks
+
+
+def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, options: dict, folder: str) -> Any:
+    model, optimizer = make(name, dtype, **options)
+    train(model, optimizer, range(cut))
+    phase, rewarms = optimizer.phase, optimizer.stats().get("rewarms", 0)
+    dcp.save(model, optimizer, folder, step=cut)
+    train(model, optimizer, range(cut, cut + 12))
+    again, resumed = make(name, dtype, **options)
+    loaded = dcp.load(again, resumed, folder, step=0)
+    assert loaded == {"step": cut}
+    train(again, resumed, range(cut, cut + 12))
+    return phase, rewarms, differing(everything(model, optimizer), everything(again, resumed))
+
+
+FULL = pytest.mark.full
+MOMENTS: list[Any] = [
+    ("adam", 6, torch.float32, {}, "warmup"),
+    ("adam", 20, torch.float32, {}, "compression"),
+    ("adam", 15, torch.float32, {"rewarm_every": 2, "rewarm_steps": 10}, "warmup"),
+    ("adam", 20, torch.bfloat16, {"ternary": True, "master_weights": True}, "compression"),
+    ("adam", 9, torch.float32, {"freeze_step": "auto", "betas": (0.5, 0.5)}, "warmup"),
+    ("lamb", 20, torch.float32, {}, "compression"),
+    ("marsit", 20, torch.float32, {}, "one-bit"),
+    ("marsit", 24, torch.float32, {"local_steps": 3}, "one-bit"),
+    pytest.param("adam", 20, torch.float32, {"precondition": False}, "compression", marks=FULL),
+    pytest.param("lamb", 6, torch.float32, {}, "warmup", marks=FULL),
+    pytest.param("lamb", 15, torch.float32, {"rewarm_every": 2, "rewarm_steps": 10}, "warmup", marks=FULL),
+    pytest.param("lamb", 20, torch.bfloat16, {"ternary": True, "master_weights": True}, "compression", marks=FULL),
+    pytest.param("lamb", 20, torch.float32, {"layerwise": "frozen"}, "compression", marks=FULL),
+    pytest.param("marsit", 20, torch.bfloat16, {"master_weights": True}, "one-bit", marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("name", "cut", "dtype", "options", "phase"), MOMENTS, ids=str)
+def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(tmp_path, name, cut, dtype, options, phase):
+    results = run_ranks(resume, 2, name, cut, dtype, options, str(tmp_path / "saved"))
+    print(f"{name} at step {cut}, {options}: {[len(found) for *_, found in results]} tensors differ 12 steps later")
+    for was, rewarms, differ in results:
+        assert was == phase
+        assert rewarms == (1 if "rewarm_every" in options else 0)
+        assert differ == []
+
+
+# ---------------------------------------------------------------- other numbers of ranks
+
+
+def conserved(optimizer: DistributedOptimizer) -> Tensor:
+    """m + E + mean(e) of all parameters in units of the momentum; of Marsit the mean compensation."""
+    if isinstance(optimizer, MarsitSGD):
+        total = torch.cat([optimizer.compensation(p).double().reshape(-1) for p in owners(optimizer)])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total / dist.get_world_size()
+    residual = torch.zeros_like(optimizer._exp_avg)
+    optimizer._reduce.take_residuals(residual)
+    total = optimizer._reduce.result().double() + residual.double()
+    return torch.cat([optimizer._in_momentum_units(total, i).reshape(-1) for i in range(len(owners(optimizer)))])
+
+
+def owners(optimizer: DistributedOptimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+LATE = 120
+"""When the loss has settled, so that 1 % of it says something."""
+
+GENTLY = {"adam": {"lr": 2e-3, "freeze_step": 40}, "lamb": {"lr": 1e-3, "freeze_step": 40}, "marsit": {"lr": 1e-3}}
+
+
+def write(rank: int, world_size: int, name: str, folder: str) -> tuple[Tensor, float, float]:
+    model, optimizer = make(name, **GENTLY[name])
+    train(model, optimizer, range(LATE))
+    dcp.save(model, optimizer, folder)
+    before = held_out(model)
+    train(model, optimizer, range(LATE, LATE + 20))
+    after = held_out(model)
+    again, reader = make(name, **GENTLY[name])
+    dcp.load(again, reader, folder)
+    return conserved(reader), before, after
+
+
+def pass_on(rank: int, world_size: int, name: str, folder: str, onward: str) -> tuple[Tensor, list[str], float]:
+    """Loads on this many ranks, saves it as it is, and goes on."""
+    model, optimizer = make(name, **GENTLY[name])
+    dcp.load(model, optimizer, folder)
+    dcp.save(model, optimizer, onward)
+    train(model, optimizer, range(LATE, LATE + 20))
+    prints, loss = [fingerprint([p]) for p in model.parameters()], held_out(model)
+    again, reader = make(name, **GENTLY[name])
+    dcp.load(again, reader, folder)
+    return conserved(reader), prints, loss
+
+
+@pytest.mark.parametrize("chain", [(4, 2, 4), (4, 3, 1)], ids=str)
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_on_other_numbers_of_ranks_nothing_is_lost(tmp_path, name, chain):
+    folders = [str(tmp_path / str(i)) for i in range(len(chain))]
+    wrote = run_ranks(write, chain[0], name, folders[0])
+    mean, before, after = wrote[0]
+    for i, world_size in enumerate(chain[1:]):
+        results = run_ranks(pass_on, world_size, name, folders[i], folders[i + 1])
+        lost = float((results[0][0] - mean).abs().max() / mean.abs().max())
+        losses = {loss for _, _, loss in results}
+        print(
+            f"{name} {chain[0]} -> {' -> '.join(map(str, chain[1 : i + 2]))} ranks: of m + E + mean(e) lost {lost:.1e} "
+            f"(limit 1e-6); held-out loss {before:.4f}, 20 steps later {losses.pop():.5f}, uninterrupted {after:.5f}"
+        )
+        assert float(mean.abs().max()) > 0
+        assert lost <= 1e-6
+        assert all(prints == results[0][1] for _, prints, _ in results)
+        assert results[0][2] == pytest.approx(after, rel=0.01)
+
+
+# ---------------------------------------------------------------- torch's own calls
+
+
+def by_torchs_calls(rank: int, world_size: int, name: str, folder: str) -> list[str]:
+    model, optimizer = make(name)
+    train(model, optimizer, range(20))
+    torch_dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    values = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, range(20, 26))
+
+    again, resumed = make(name)
+    with torch.no_grad():
+        for p, value in zip(again.parameters(), values, strict=True):
+            p.copy_(value)
+    state = {"optim": dcp.template(again, resumed, folder, prefix="optim")}
+    torch_dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(again, resumed, state["optim"])
+    train(again, resumed, range(20, 26))
+    return differing(everything(model, optimizer), everything(again, resumed))
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_torchs_own_calls_do_with_a_template(tmp_path, name):
+    assert run_ranks(by_torchs_calls, 2, name, str(tmp_path / "saved")) == [[], []]
+
+
+def flattened(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer = make("adam")
+    train(model, optimizer, range(20))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    torch_dcp.save({"optimizer": flat}, checkpoint_id=folder)
+    fresh, other = make("adam")
+    before, errors = everything(fresh, other), []
+    for call in (
+        lambda: set_optimizer_state_dict(fresh, other, flat, options=options),
+        lambda: dcp.template(fresh, other, folder),
+    ):
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    assert differing(everything(fresh, other), before) == []
+    return errors
+
+
+def test_a_flattened_state_which_torch_thins_out_is_refused(tmp_path):
+    for by_torch, by_template in run_ranks(flattened, 2, str(tmp_path / "saved"), group_timeout=20):
+        assert "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have" in by_torch
+        assert "was saved with flatten_optimizer_state_dict=True" in by_template
+
+
+def save_asynchronously(rank: int, world_size: int, name: str, folder: str) -> list[str]:
+    model, optimizer = make(name)
+    train(model, optimizer, range(20))
+    at_the_call = everything(model, optimizer)
+    future = dcp.async_save(model, optimizer, folder)
+    train(model, optimizer, range(20, 30))
+    future.result()
+    again, resumed = make(name)
+    dcp.load(again, resumed, folder)
+    assert differing(everything(model, optimizer), at_the_call)
+    return differing(everything(again, resumed), at_the_call)
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path, name):
+    assert run_ranks(save_asynchronously, 2, name, str(tmp_path / "saved")) == [[], []]
+
+
+def through_full_state(rank: int, world_size: int, name: str) -> tuple[list[str], list[tuple]]:
+    model, optimizer = make(name)
+    train(model, optimizer, range(20))
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    on_cpu = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    again, resumed = make(name)
+    with torch.no_grad():
+        for p, q in zip(again.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
+    set_optimizer_state_dict(again, resumed, full)
+    train(model, optimizer, range(20, 26))
+    train(again, resumed, range(20, 26))
+    return differing(everything(model, optimizer), everything(again, resumed)), sorted(on_cpu)
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_a_full_state_has_all_rows_and_loads_without_options(name):
+    results = run_ranks(through_full_state, 2, name)
+    assert [differ for differ, _ in results] == [[], []]
+    # With cpu_offload torch gives it to rank 0 alone.
+    assert [keys for _, keys in results] == [["param_groups", "state"], []]
+
+
+# ---------------------------------------------------------------- AdamW's
+
+
+def continue_adamw(rank: int, world_size: int, freeze_step: int, folder: str) -> tuple[str, int, float, list[str]]:
+    model = network()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    adamw = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    train(ddp, adamw, range(6))
+    state = {"model": get_model_state_dict(ddp), "optimizer": get_optimizer_state_dict(ddp, adamw)}
+    torch_dcp.save(state, checkpoint_id=folder)
+    again, optimizer = make("adam", lr=0.5, freeze_step=freeze_step)
+    dcp.load(again, optimizer, folder)
+    assert optimizer.stats()["step"] == 6
+    train(again, optimizer, range(6, 12))
+    train(ddp, adamw, range(6, 12))
+    pairs = zip(again.parameters(), model.parameters(), strict=True)
+    off = max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs)
+    return optimizer.phase, optimizer.param_groups[0]["lr"], off, [fingerprint([p]) for p in again.parameters()]
+
+
+@pytest.mark.parametrize("freeze_step", [100, 0])
+def test_a_checkpoint_of_adamw_is_a_warm_up_so_far(tmp_path, freeze_step):
+    results = run_ranks(continue_adamw, 2, freeze_step, str(tmp_path / "saved"))
+    print(f"freeze_step={freeze_step}: parameters 6 steps after AdamW's checkpoint off AdamW's by {results[0][2]:.1e}")
+    for phase, lr, off, prints in results:
+        assert phase == ("warmup" if freeze_step else "compression")
+        assert lr == 1e-3
+        assert off <= 1e-6 if freeze_step else 1e-5 < off < 0.1
+        assert prints == results[0][3]
+
+
+# ---------------------------------------------------------------- wrong ones
+
+
+def load_wrong(rank: int, world_size: int, case: str, folder: str) -> tuple[str, str, list[str]]:
+    """Saves what is wrong and loads it; returns the error and what has changed."""
+    name = "lamb" if case == "another optimizer" else "marsit" if case == "within a round" else "adam"
+    model, optimizer = make(name, **({"local_steps": 3} if case == "within a round" else {}))
+    if case == "another model":
+        model = nn.Sequential(nn.Linear(7, 34), nn.ReLU(), nn.Linear(34, 1))
+        optimizer = OneBitAdam(model.parameters(), freeze_step=FREEZE, guard="off")
+    train(model, optimizer, range(20))
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    if case == "no optimizer":
+        del state["optimizer"]
+    elif case == "no model":
+        del state["model"]
+    elif case == "damaged header":
+        state["optimizer"]["param_groups"][0]["fusedonebit"] = "{"
+    if case != "no folder":
+        torch_dcp.save(state, checkpoint_id=folder)
+    dist.barrier()
+    if rank == 0 and case == "torn":
+        os.remove(Path(folder, ".metadata"))
+    elif rank == 0 and case == "truncated":
+        for file in Path(folder).glob("*.distcp"):
+            os.truncate(file, file.stat().st_size // 3)
+    dist.barrier()
+    model, optimizer = make("marsit" if case == "within a round" else "adam")
+    train(model, optimizer, range(13))
+    before = everything(model, optimizer)
+    where = folder + "?" if case == "one rank looks elsewhere" and rank == 1 else folder
+    try:
+        dcp.load(model, optimizer, where)
+        error: tuple[str, str] = ("", "")
+    except Exception as caught:
+        error = (type(caught).__name__, str(caught))
+    changed = differing(before, everything(model, optimizer))
+    train(model, optimizer, range(13, 16))
+    return *error, changed
+
+
+WRONG = {
+    "another model": "can't be loaded, on rank 0: ",
+    "another optimizer": "the checkpoint's algorithm is OneBitLamb, but here it is OneBitAdam",
+    "no optimizer": "prefix must be the name of an optimizer's state, got 'optimizer'; saved were ['model']",
+    "no model": "can't be loaded, on rank 0: ",
+    "no folder": "must be the folder of a complete checkpoint, but it has no .metadata",
+    "torn": "must be the folder of a complete checkpoint, but it has no .metadata",
+    "truncated": "can't be loaded, on rank",
+    "damaged header": "the checkpoint's header is damaged",
+    "one rank looks elsewhere": "must be the folder of a complete checkpoint, but it has no .metadata",
+    "within a round": "after 2 local steps of a round each rank has parameters of its own",
+}
+
+
+@pytest.mark.parametrize(("case", "text"), WRONG.items())
+def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(tmp_path, case, text):
+    results = run_ranks(load_wrong, 2, case, str(tmp_path / "saved"), group_timeout=20)
+    print(f"{case}: {results[0][0]}: {results[0][1]}")
+    for kind, message, changed in results:
+        assert kind in ("ValueError", "DisagreementError")
+        assert text in message
+        assert changed == []
