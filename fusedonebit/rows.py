@@ -124,7 +124,8 @@ class Rows:
     def mean(self, rows: Tensor, replicas: int) -> Tensor:
         """The mean over another run's replicas of what each had, of rows that are all here; every rank calls it."""
         part = self.of_this_shard(rows)
-        if len(part) == replicas:
+        placements: Any = rows.placements if is_dtensor(rows) else ()  # type: ignore[attr-defined]
+        if not any(placed.is_shard(0) for placed in placements):  # the same on every rank: not how many it has
             return part.mean(0)
         total = part.sum(0)
         self._transport.all_reduce(total)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks, shut_down
+from ranks import run_ranks
 from test_dcp import conserved, differing, everything, network, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,7 +72,6 @@ def test_with_other_numbers_of_replicas_nothing_is_lost(tmp_path, name):
     folders = [str(tmp_path / str(i)) for i in range(3)]
     means = run_ranks(write, 4, name, folders[0])
     for i, replicas in enumerate((1, 2)):
-        shut_down()  # a job that is started again has new processes
         kept = run_ranks(pass_on, replicas * SHARDS, name, folders[i], folders[i + 1])
         lost = max(
             float(np.abs(k - means[r % SHARDS]).max() / np.abs(means[r % SHARDS]).max()) for r, k in enumerate(kept)
@@ -95,7 +94,6 @@ def as_one_rank(rank: int, world_size: int, folder: str) -> str:
 
 def test_with_another_number_of_shards_the_compression_stage_is_refused(tmp_path):
     run_ranks(write, 4, "adam", str(tmp_path / "saved"))
-    shut_down()
     (message,) = run_ranks(as_one_rank, 1, str(tmp_path / "saved"))
     assert (
         "the checkpoint's shards is 2, but here it is 1; a checkpoint of the compression stage needs as many" in message
