@@ -1,4 +1,4 @@
-"""A run that outlives its workers: each start goes on from the newest complete checkpoint, on the ranks there are.
+"""A run that outlives its workers: each start goes on from the newest checkpoint, on as many ranks as are left.
 
 torchrun --nproc-per-node 4 examples/elastic.py
 torchrun --nproc-per-node 3 examples/elastic.py      # after one was lost

@@ -133,11 +133,13 @@ class Rows:
             [...] as each had, or [inside * n] of parts [n].
         """
         part = self.of_this_shard(rows)
-        first = 0 if len(part) == replicas else self.place[0] * -(-replicas // self.shape[0])
+        placements: Any = rows.placements if is_dtensor(rows) else ()  # type: ignore[attr-defined]
+        spread = any(placed.is_shard(0) for placed in placements)  # the same on every rank: not how many it has
+        first = self.place[0] * -(-replicas // self.shape[0]) if spread else 0
         total = part.new_zeros(inside, *part.shape[1:])
         for j, row in enumerate(part):
             total[(first + j) % inside] += row
-        if len(part) < replicas:
+        if spread:
             self._transport.all_reduce(total)
         return (total / (replicas // inside)).flatten(0, 1) if inside > 1 else total[0] / replicas
 
