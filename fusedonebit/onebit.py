@@ -193,10 +193,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "abort": abort,
         }
 
-    def _start_bucket(self, bucket: int, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> None:
-        assert isinstance(self._reduce, BucketedAllReduce)
-        self._reduce.start(bucket, grads, **self._momentum_options(coef, abort))
-
     def _catch_up_with_buckets(self) -> bool:
         """Waits for what the backward pass has sent; whether this rank has seen there that it can't take the step."""
         assert self._overlap is not None
@@ -206,6 +202,7 @@ class OneBitOptimizer(AveragingOptimizer):
                 "train in bfloat16 without one, or pass overlap=False"
             )
         else:
+            self._overlap.check_gradients()
             self._late_error = self._overlap.error
         self._overlap.catch_up()
         return self._late_error is not None
