@@ -7,14 +7,14 @@ equal on all ranks. In the compression stage per parameter:
     exp_avg_sq         float32, the parameter's shape: the frozen variance
 
 and with the first parameter, along the whole line of elements (P, padding included; ``FlatLayout``), as
-rows of each of the W ranks, or S shards (``rows.Rows``):
+rows of each of the W replicas, or S shards (``rows.Rows``):
 
     exp_avg_bits       uint8 [S, P / 8]: signs of the momentum
     exp_avg_nonzero    uint8 [S, P / 8]: where it is not zero; only with ``ternary=True``
     exp_avg_scale      float32 [S, blocks]: its magnitudes
     worker_error       float32 [W, S, P]: each rank's residual
     server_error       float32 [W, S, P / W]: residual of the elements that each rank serves
-    rank               int64 [W, S, 1]
+    rank               int64 [W, S, 1]: whose row it is
 
 Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of
 them (``fusedonebit.dcp``). ``torch.save`` works as well: then each rank saves, and loads, its own file.
@@ -77,6 +77,8 @@ def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, A
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
         states[optimizer._list.index_of[0]] |= lines.save(onebit)
+    elif optimizer._of_one_rank:
+        states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.of_each(optimizer._rows.rank())
     packed["state"] = states
     packed["param_groups"][0][KEY] = json.dumps(_header(optimizer))
     return packed
@@ -96,8 +98,18 @@ def _state_of(optimizer: DistributedOptimizer, i: int, state: State) -> dict[str
 
 def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a checkpoint says of itself; None if it is not of this package."""
+    if KEY in state_dict:  # beside the groups, as format 1 had it
+        return dict(state_dict[KEY])
     text = state_dict["param_groups"][0].get(KEY) if state_dict["param_groups"] else None
-    return None if text is None else json.loads(text)
+    return None if text is None else read_header(text)
+
+
+def read_header(text: str) -> dict[str, Any]:
+    """The header from its JSON; ValueError if it is none."""
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint's header is damaged: {error}; load another checkpoint") from error
 
 
 def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
@@ -148,6 +160,9 @@ def template(optimizer: DistributedOptimizer, packed: dict[str, Any], header: St
                 state[name] = optimizer._list.published(part, i) if shape == of_parameter else part
     if compressed:
         states[optimizer._list.index_of[0]] |= lines.template(cast("OneBitOptimizer", optimizer), header or {})
+    elif optimizer._of_one_rank:
+        rank = torch.zeros_like(optimizer._rows.rank())
+        states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.spread(replicas, rank)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
     return packed
@@ -211,22 +226,18 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
         for key, expected in _shapes(optimizer, i, compressed).items():
             if key not in state and (key in optimizer._optional or (key in optimizer._tables() and not compressed)):
                 continue  # nor has it what LAMB keeps per tensor, or master weights
-            _check_shape(optimizer, i, key, state[key], expected, header)
+            _check_shape(optimizer, i, key, state[key], expected)
+            if key in optimizer._of_one_rank:
+                optimizer._rows.check(state[key], states[0]["rank"], header["world_size"])
     if compressed:
         lines.check(cast("OneBitOptimizer", optimizer), states[0], header)
     return header
 
 
-def _check_shape(
-    optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...], header: State
-) -> None:
+def _check_shape(optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
-    shape = tuple(local(value).shape)
-    if key in optimizer._of_one_rank:
-        if not optimizer._rows.has_all(value, header["world_size"]) and optimizer._rows.own(value) is None:
-            raise ValueError(f"{key} in the checkpoint is not of this rank; each rank must load the file that it saved")
-        shape = shape[2:]
+    shape = tuple(local(value).shape)[2 * (key in optimizer._of_one_rank) :]
     if shape != expected:
         raise ValueError(
             f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape {expected}, got {shape}"

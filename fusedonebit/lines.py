@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .sharding import local
+
 if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
 
@@ -43,59 +45,42 @@ def _planes(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
 
 
 def _own(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
-    reduce, (replica, shard) = optimizer._reduce, optimizer._rows.place
-    rank = torch.tensor([replica * optimizer._rows.shape[1] + shard], device=optimizer.device)
-    return {"worker_error": reduce.worker_residual, "server_error": reduce.server_residual.view(-1), "rank": rank}
+    reduce = optimizer._reduce
+    own = {"worker_error": reduce.worker_residual, "server_error": reduce.server_residual.reshape(-1)}
+    return own | {"rank": optimizer._rows.rank()}
 
 
 def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Room for the lines of a checkpoint with this header, for ``torch.distributed.checkpoint`` to fill."""
-    rows, replicas, numel = optimizer._rows, header["world_size"], header["line"]
-    lengths = dict.fromkeys(_planes(optimizer), numel // 8)
-    lengths |= {f"{name}_scale": numel // header["block_size"] for name in optimizer._momenta()}
-    kinds = _shared(optimizer)
-    room = {
-        name: rows.of_each_shard(torch.zeros(length, dtype=kinds[name].dtype, device=optimizer.device))
-        for name, length in lengths.items()
-    }
-    worker = torch.zeros(numel, device=optimizer.device)
-    server = torch.zeros(numel // replicas, device=optimizer.device)
-    rank = torch.zeros(1, dtype=torch.int64, device=optimizer.device)
-    if replicas == rows.shape[0]:
-        return room | {name: rows.of_each(part) for name, part in zip(OWN, (worker, server, rank), strict=True)}
-    spread = {"worker_error": rows.spread(replicas, worker), "rank": rows.spread(replicas, rank)}
-    return room | spread | {"server_error": rows.whole(replicas, server)}
+    rows, replicas = optimizer._rows, header["world_size"]
+    widths, kinds = _widths(optimizer, header), _shared(optimizer) | _own(optimizer)
+    room = {name: kinds[name].new_zeros(width) for name, width in widths.items()}
+    shared = {name: rows.of_each_shard(line) for name, line in room.items() if name not in OWN}
+    if _cut_alike(optimizer, header):
+        return shared | {name: rows.of_each(room[name]) for name in OWN}
+    spread = {name: rows.spread(replicas, room[name]) for name in ("worker_error", "rank")}
+    return shared | spread | {"server_error": rows.whole(replicas, room["server_error"])}
 
 
-def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    """Raises ValueError or TypeError if the lines in ``state`` are not those of this model on these ranks."""
-    numel, replicas = header["line"], header["world_size"]
-    if numel < optimizer.layout.first_block[-1] * optimizer.layout.block_size:
-        raise ValueError(f"checkpoint of another model: its line has only {numel} elements")
-    widths = dict.fromkeys(_planes(optimizer), numel // 8)
-    widths |= {f"{name}_scale": numel // header["block_size"] for name in optimizer._momenta()}
-    widths |= {"worker_error": numel, "server_error": numel // replicas, "rank": 1}
-    for name, width in widths.items():
+def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, int]:
+    """Of each line, how long a row of it is."""
+    numel = header["line"]
+    for name, width in _widths(optimizer, header).items():
         if not isinstance(state[name], Tensor):
             raise TypeError(f"{name} in the checkpoint must be a tensor, got {type(state[name]).__name__}")
         if state[name].shape[-1] != width:
             raise ValueError(f"{name} in the checkpoint must have {width} columns, got {tuple(state[name].shape)}")
-    rows = optimizer._rows
-    if replicas != rows.shape[0]:
-        if not all(rows.has_all(state[name], replicas) for name in ("worker_error", "server_error")):
-            raise ValueError(
-                f"the checkpoint's world_size is {replicas}, but here it is {rows.shape[0]}; load it through "
-                "torch.distributed.checkpoint (fusedonebit.dcp.load), or resume with as many ranks as wrote it"
-            )
-        return
-    mine = rows.own(state["rank"])
-    place = rows.place[0] * rows.shape[1] + rows.place[1]
-    if mine is None or int(mine) != place:
-        saved_by = "of another number of ranks" if mine is None else int(mine)
+    for name in ("worker_error", "server_error"):
+        optimizer._rows.check(state[name], state["rank"], header["world_size"])
+    if not _cut_alike(optimizer, header) and len(local(state["server_error"])) != header["world_size"]:
         raise ValueError(
-            f"the checkpoint's rank is {saved_by}, but here it is {place}; each rank must load the file that it saved "
-            "itself"
+            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(optimizer._cut())}; load "
+            "it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
         )
+
+
+def _describe(cut: Mapping[str, Any]) -> str:
+    return f"{cut['world_size']} ranks, {cut['inside']} in a node, and {cut['buckets']} buckets"
 
 
 def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -105,22 +90,34 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
         kept = _cut(_here(optimizer._rows.own_of_shard(state[name]), name), 0, line.numel()).to(line)
         target = planes.get(name, line)
         target.copy_(kept.view(target.shape))
-    worker, server = reduce.worker_residual, reduce.server_residual.view(-1)
-    if header["world_size"] == optimizer._rows.shape[0]:
+    worker, server = reduce.worker_residual, reduce.server_residual
+    if _cut_alike(optimizer, header):
         worker.copy_(_here(optimizer._rows.own(state["worker_error"]), "worker_error"))
-        server.copy_(_here(optimizer._rows.own(state["server_error"]), "server_error"))
+        server.copy_(_here(optimizer._rows.own(state["server_error"]), "server_error").view(server.shape))
         return
-    mean = optimizer._rows.mean(state["worker_error"], header["world_size"])
-    worker.copy_(_cut(mean, 0, worker.numel()))
-    line = whole(state["server_error"])
-    server.copy_(_cut(line, optimizer._rows.place[0] * server.numel(), server.numel()))
+    cut, rank, line = optimizer._cut(), optimizer._rows.place[0], optimizer.layout.numel
+    mean = optimizer._rows.mean(state["worker_error"], header["world_size"], header["inside"])
+    mean = _cut(mean, 0, line).view(cut["inside"], -1)
+    worker.copy_(mean[rank % cut["inside"]])
+    served = _cut(in_order(state["server_error"], header), 0, line)
+    server.copy_(_served(served, cut, rank).view(server.shape))
 
 
-def whole(server_error: Tensor) -> Tensor:
-    """All servers' residuals in the order of the line, from their rows."""
-    from .sharding import local
+def in_order(server_error: Tensor, cut: Mapping[str, Any]) -> Tensor:
+    """All servers' residuals in the order of the line, from their rows; see ``_served``."""
+    rows = local(server_error)[:, 0]
+    nodes, inside, buckets = cut["world_size"] // cut["inside"], cut["inside"], cut["buckets"]
+    if inside > 1:
+        return rows.view(nodes, inside, -1).transpose(0, 1).reshape(-1)
+    return rows.view(nodes, buckets, -1).transpose(0, 1).reshape(-1)
 
-    return local(server_error)[:, 0].reshape(-1)
+
+def _served(line: Tensor, cut: Mapping[str, Any], rank: int) -> Tensor:
+    """What of a line one rank serves: its chunk of each bucket, or of the part that it has of its node's."""
+    inside, world_size = cut["inside"], cut["world_size"]
+    if inside > 1:
+        return line.view(inside, world_size // inside, -1)[rank % inside, rank // inside]
+    return line.view(cut["buckets"], world_size, -1)[:, rank]
 
 
 def _here(line: Tensor | None, name: str) -> Tensor:

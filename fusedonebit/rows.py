@@ -30,6 +30,8 @@ class Rows:
 
     def __init__(self, transport: Transport, shards: ShardGroup, device: torch.device) -> None:
         self._transport, self._shards, self._device = transport, shards, device
+        if self._groups():
+            import torch.distributed.tensor  # noqa: F401  # torch.load() asks for it where a file has DTensors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,21 +80,60 @@ class Rows:
             return part[0]
         return part[self.place[1]] if part.shape[0] == self.shape[1] else None
 
+    def rank(self) -> Tensor:
+        """This rank's number among all, int64 [1]: saved as a row, it says whose file a file is."""
+        replica, shard = self.place
+        return torch.tensor([replica * self.shape[1] + shard], device=self._device)
+
+    def check(self, rows: Tensor, rank: Tensor, replicas: int) -> None:
+        """Raises ValueError if this rank can't go on from rows of ``of_each`` that another run has saved.
+
+        Args:
+            rows: What this rank has of them.
+            rank: As much of the rows of ``rank``.
+            replicas: How many the run had.
+        """
+        if replicas != self.shape[0]:
+            if not self.has_all(rows, replicas):
+                raise ValueError(
+                    f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one rank's "
+                    "file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many "
+                    "ranks as wrote it"
+                )
+            return
+        mine, here = self.own(rank), int(self.rank())
+        if mine is None or int(mine) != here or self.own(rows) is None:
+            by = "one of another number of ranks" if mine is None else int(mine)
+            raise ValueError(
+                f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved itself"
+            )
+
     def has_all(self, rows: Tensor, replicas: int) -> bool:
         """Whether these ranks have between them the rows of all of another run's replicas."""
         if local(rows).shape[0] == replicas:
             return True
         mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
-        return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0]
+        return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0] and len(rows) == replicas
 
-    def mean(self, rows: Tensor, replicas: int) -> Tensor:
-        """The mean over another run's replicas of what each had, of rows that are all here; every rank calls it."""
-        part = local(rows)
-        if part.shape[0] == replicas:
-            return part[:, 0].mean(0)
-        total = part[:, 0].sum(0)
-        self._transport.all_reduce(total)
-        return total / replicas
+    def mean(self, rows: Tensor, replicas: int, inside: int = 1) -> Tensor:
+        """The mean over another run's replicas of what each had; every rank calls it.
+
+        Args:
+            rows: As ``of_each`` has made them, all of which are here or on the other ranks.
+            replicas: How many the run had.
+            inside: How many of them, one after the other, had a part each of one vector.
+
+        Returns:
+            [...] as each had, or [inside * n] of parts [n].
+        """
+        part = local(rows)[:, 0]
+        first = 0 if len(part) == replicas else self.place[0] * -(-replicas // self.shape[0])
+        total = part.new_zeros(inside, *part.shape[1:])
+        for j, row in enumerate(part):
+            total[(first + j) % inside] += row
+        if len(part) < replicas:
+            self._transport.all_reduce(total)
+        return (total / (replicas // inside)).flatten(0, 1) if inside > 1 else total[0] / replicas
 
     def _distributed(self, part: Tensor, dims: tuple[int | None, int]) -> Tensor:
         """``part`` as a DTensor whose dimensions ``dims`` are spread over replicas and shards."""
@@ -108,12 +149,17 @@ class Rows:
         placed = [Replicate() if dim is None else Shard(dim) for dim in dims]
         return [p for p, count in zip(placed, self.shape, strict=True) if count > 1]
 
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Those of the sides longer than 1; none where a side's ranks are not known to ``torch.distributed``."""
+        sides = [side for side in (self._transport, self._shards.transport) if side.world_size > 1]
+        groups: list[Any] = [getattr(side, "group", None) for side in sides]
+        return groups if all(isinstance(group, dist.ProcessGroup) for group in groups) else []
+
     @cached_property
     def mesh(self) -> Any:
         """The ranks as a ``DeviceMesh`` of the dimensions longer than 1; None where there is none to be had."""
-        sides = (self._transport, self._shards.transport)
-        groups = [getattr(side, "group", None) for side in sides if side.world_size > 1]
-        if not groups or any(not isinstance(group, dist.ProcessGroup) for group in groups):
+        groups = self._groups()
+        if not groups:
             return None
         from torch.distributed.device_mesh import DeviceMesh
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fusedonebit import OneBitOptimizer
+from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.sharding import local
+
+LINES = ["worker_error", "server_error", "rank"]
+LINES += [f"exp_avg{last}_{kind}" for last in ("", "_last") for kind in ("bits", "nonzero", "scale")]
+
+
+def change_header(saved: dict, change: Callable[[dict], object]) -> None:
+    """Lets ``change`` change what a checkpoint says of itself."""
+    header = header_of(saved)
+    change(header)
+    saved["param_groups"][0][KEY] = json.dumps(header)
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -30,7 +43,7 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """
     params = parameters(optimizer)
     saved = optimizer.state_dict()
-    states = [saved["state"].get(i, {}) for i in range(len(params))]
+    states = per_tensor(optimizer, saved)
     compressed = optimizer.phase == "compression"
     state = {
         "x": flat(params),
@@ -45,13 +58,40 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
         state["server_error"] = flat([s["server_error"] / s.get("unit", 1.0) for s in states])
     for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit"):
         state[key] = flat([s[key] for s in states]) if key in states[0] else np.zeros(0, dtype=np.float32)
-    state["started"] = np.array([saved["fusedonebit"].get("started", False)])
+    state["started"] = np.array([header_of(saved).get("started", False)])
     return state
+
+
+def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
+    """A rank's own ``state_dict()`` of parameters that all train, its lines cut at tensors: bits and scales of each.
+
+    ``server_error`` is of the elements of the tensor that this rank serves, from ``server_error_start`` in memory
+    order.
+    """
+    states = [dict(saved["state"].get(i, {})) for i in range(len(parameters(optimizer)))]
+    if optimizer.phase != "compression":
+        return states
+    header, layout, names = header_of(saved), optimizer.layout, [n for n in states[0] if n in LINES]
+    lines = {name: local(states[0].pop(name)).reshape(-1) for name in names}
+    own, served = int(lines["rank"]) * layout.chunk_numel, lines["server_error"]
+    for i, state in enumerate(states):
+        size, offset, (first, end) = layout.sizes[i], layout.offset(i), layout.first_block[i : i + 2]
+        for name in names:
+            if name.endswith("_scale"):
+                state[name] = lines[name][first:end]
+            elif lines[name].dtype == torch.uint8:
+                state[name] = lines[name][offset // 8 : offset // 8 + -(-size // 8)]
+        part, shape = lines["worker_error"][offset : offset + size], state["exp_avg_sq"].shape
+        state["worker_error"] = part.as_strided(shape, header["strides"][i])
+        start, stop = (min(max(edge - offset, 0), size) for edge in (own, own + layout.chunk_numel))
+        state["server_error"] = served[offset + start - own : offset + stop - own]
+        state["server_error_start"] = start
+    return states
 
 
 def served(optimizer: OneBitOptimizer) -> np.ndarray:
     """Indices, in the flat vector, of the elements that this rank serves; only in the compression stage."""
-    saved, at, indices = optimizer.state_dict()["state"], 0, []
+    saved, at, indices = per_tensor(optimizer, optimizer.state_dict()), 0, []
     for i, p in enumerate(parameters(optimizer)):
         start = at + saved[i]["server_error_start"]
         indices.append(np.arange(start, start + len(saved[i]["server_error"])))

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, amp
+from fusedonebit.checkpoint import header_of
 from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.sharding import local
 
 STEPS, FREEZE = 200, 60
 WARMUP_OVERFLOWS = (0, 5, 6, 20, 33, 47)
@@ -56,11 +58,11 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
     saved, params = optimizer.state_dict(), parameters(optimizer)
     state: dict[str, Any] = {f"x {i}": p.detach().clone() for i, p in enumerate(params)}
     for i, entries in saved["state"].items():
-        state |= {f"{key} {i}": v.clone() if isinstance(v, Tensor) else v for key, v in entries.items()}
+        state |= {f"{key} {i}": local(v).clone() for key, v in entries.items()}
     state |= {f"momentum {i}": optimizer.momentum(p) for i, p in enumerate(params)}
     if hasattr(optimizer, "worker_error"):
         state |= {f"worker_error in its unit {i}": optimizer.worker_error(p) for i, p in enumerate(params)}
-    return state | {f"header {k}": v for k, v in saved["fusedonebit"].items() if k not in COUNTERS}
+    return state | {f"header {k}": v for k, v in header_of(saved).items() if k not in COUNTERS}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ from ranks import run_ranks
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
+from fusedonebit.checkpoint import header_of
+from fusedonebit.sharding import local
 
 SHAPES = [(33, 40), (7,), (1,), (), (0,), (1500,)]
 STEPS = 16
@@ -185,7 +187,7 @@ def test_the_automatic_freeze_is_pending_at_some_of_these_cuts(name):
     pending = []
     for step in range(STEPS):
         step_once(optimizer, 0, step)
-        auto = optimizer.state_dict()["fusedonebit"]["auto"]
+        auto = header_of(optimizer.state_dict())["auto"]
         pending.append(bool(auto["fired"]) and optimizer.phase == "warmup")
     assert any(pending[4:13:4])
     assert optimizer.phase == "compression"
@@ -222,33 +224,29 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     ids=str,
 )
 @EACH_ONEBIT
-def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_no_padding(name, options):
+def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_lines(name, options):
     saved = run_ranks(saved_state, 2, name, torch.bfloat16, options)
-    ternary, preconditioned = (saved[0]["fusedonebit"]["settled"][key] for key in ("ternary", "precondition"))
-    for i, p in enumerate(make()):
-        served = sorted((s["state"][i]["server_error_start"], len(s["state"][i]["server_error"])) for s in saved)
-        assert sum(length for _, length in served) == p.numel()
-        assert all(0 <= start <= p.numel() for start, _ in served)
-        bits = (torch.uint8, -(-p.numel() // 8))
-        scale = (torch.float32, -(-p.numel() // saved[0]["fusedonebit"]["block_size"]))
-        adaptive = {
-            "exp_avg_sq_fresh": (torch.float32, p.numel()),
-            "exp_avg_last_bits": bits,
-            "exp_avg_last_scale": scale,
-        }
-        momenta = ["exp_avg", "exp_avg_last"] if name == "onebit-lamb" else ["exp_avg"]
-        planes = {f"{momentum}_nonzero": bits for momentum in momenta} if ternary else {}
-        per_tensor = {"layer": (torch.float32, 3)} | ({} if preconditioned else {"unit": (torch.float32, 1)})
-        for state in (s["state"][i] for s in saved):
-            assert {k: (v.dtype, v.numel()) for k, v in state.items() if k not in ("server_error_start",)} == {
-                "step": (torch.float32, 1),
-                "exp_avg_sq": (torch.float32, p.numel()),
-                "worker_error": (torch.float32, p.numel()),
-                "exp_avg_bits": bits,
-                "exp_avg_scale": scale,
-                "server_error": (torch.float32, state["server_error"].numel()),
-            } | planes | (adaptive if name == "onebit-lamb" else {}) | (per_tensor if "lamb" in name else {})
-            assert state["worker_error"].shape == state["exp_avg_sq"].shape == p.shape
+    header = header_of(saved[0])
+    ternary, preconditioned = (header["settled"][key] for key in ("ternary", "precondition"))
+    numel, blocks = header["line"], header["line"] // header["block_size"]
+    momenta = ["exp_avg", "exp_avg_last"] if name == "onebit-lamb" else ["exp_avg"]
+    planes = [f"{momentum}_{kind}" for momentum in momenta for kind in ("bits", "nonzero")[: 1 + ternary]]
+    lines = dict.fromkeys(planes, (torch.uint8, (1, numel // 8)))
+    lines |= {f"{momentum}_scale": (torch.float32, (1, blocks)) for momentum in momenta}
+    lines |= {"worker_error": (torch.float32, (2, 1, numel)), "server_error": (torch.float32, (2, 1, numel // 2))}
+    lines |= {"rank": (torch.int64, (2, 1, 1))}
+    scalars = {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})
+    for rank, file in enumerate(saved):
+        for i, p in enumerate(make()):
+            whole = (torch.float32, tuple(p.shape))
+            expected = {"step": (torch.float32, ()), "exp_avg_sq": whole}
+            expected |= {"exp_avg_sq_fresh": whole} if name == "onebit-lamb" else {}
+            expected |= (scalars if "lamb" in name else {}) | (lines if i == 0 else {})
+            assert {k: (v.dtype, tuple(v.shape)) for k, v in file["state"][i].items()} == expected
+        # Its own rows alone, and as rows they are other than what replicas share.
+        own = {name: local(file["state"][0][name]) for name in ("worker_error", "server_error", "rank")}
+        assert {len(rows) for rows in own.values()} == {1}
+        assert int(own["rank"]) == rank
 
 
 @EACH

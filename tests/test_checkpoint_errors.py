@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, observe, parameters
+from observe import change_header, fingerprint, observe, parameters
 from optimizers import ADAM_AND_LAMB, EACH, construct
 from ranks import run_ranks
 from test_checkpoint import make, saved_state, step_once, through_a_file
@@ -49,7 +49,13 @@ def other_shape(rank: int, files: list[dict]) -> dict:
 
 
 def lacks_a_key(rank: int, files: list[dict]) -> dict:
-    del files[rank]["state"][1]["worker_error"]
+    del files[rank]["state"][0]["worker_error"]
+    return files[rank]
+
+
+def swapped_residual_on_rank_1(rank: int, files: list[dict]) -> dict:
+    if rank == 1:
+        files[rank]["state"][0]["worker_error"] = files[rank]["state"][0]["server_error"]
     return files[rank]
 
 
@@ -58,7 +64,7 @@ def lacks_a_key_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 
 def other_moment_on_rank_1(rank: int, files: list[dict]) -> dict:
-    files[rank]["fusedonebit"]["synchronisations"] += rank
+    change_header(files[rank], lambda header: header.update(synchronisations=header["synchronisations"] + rank))
     return files[rank]
 
 
@@ -68,7 +74,17 @@ def other_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 
 def other_format(rank: int, files: list[dict]) -> dict:
-    files[rank]["fusedonebit"]["format"] = 99
+    change_header(files[rank], lambda header: header.update(format=99))
+    return files[rank]
+
+
+def as_version_1_wrote_it(rank: int, files: list[dict]) -> dict:
+    del files[rank]["param_groups"][0]["fusedonebit"]
+    return files[rank] | {"fusedonebit": {"format": 1, "phase": "compression"}}
+
+
+def header_is_no_json(rank: int, files: list[dict]) -> dict:
+    files[rank]["param_groups"][0]["fusedonebit"] = "{"
     return files[rank]
 
 
@@ -83,7 +99,7 @@ def lacks_bits(rank: int, files: list[dict]) -> dict:
 
 
 def short_bits(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_bits"] = files[rank]["state"][0]["exp_avg_bits"][:-1]
+    files[rank]["state"][0]["exp_avg_bits"] = files[rank]["state"][0]["exp_avg_bits"][:, :-1]
     return files[rank]
 
 
@@ -106,13 +122,13 @@ def other_fresh_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 
 def short_last_bits(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_last_bits"] = files[rank]["state"][0]["exp_avg_last_bits"][:-1]
+    files[rank]["state"][0]["exp_avg_last_bits"] = files[rank]["state"][0]["exp_avg_last_bits"][:, :-1]
     return files[rank]
 
 
 def long_last_scale_on_rank_1(rank: int, files: list[dict]) -> dict:
-    scale = files[rank]["state"][5]["exp_avg_last_scale"]
-    files[rank]["state"][5]["exp_avg_last_scale"] = torch.cat([scale, scale[: rank * 2]])
+    scale = files[rank]["state"][0]["exp_avg_last_scale"]
+    files[rank]["state"][0]["exp_avg_last_scale"] = torch.cat([scale, scale[:, : rank * 2]], dim=1)
     return files[rank]
 
 
@@ -146,17 +162,20 @@ FOR_ADAM = {
     "fewer_parameters": ["checkpoint of another model: its groups have [8] parameters", "[9]"],
     "other_shape": ["checkpoint of another model", "exp_avg_sq of parameter 0", "(33, 40), got (40, 33)"],
     "lacks_a_key": ["state_dict lacks the key 'worker_error'"],
+    "swapped_residual_on_rank_1": ["worker_error in the checkpoint must have 9216 columns, got (2, 1, 4608)"],
     "lacks_bits": ["state_dict lacks the key 'exp_avg_bits'"],
-    "short_bits": ["exp_avg_bits of parameter 0 must have shape (165,), got (164,)"],
-    "other_format": ["checkpoint format must be 1, got 99"],
+    "short_bits": ["exp_avg_bits in the checkpoint must have 1152 columns, got (1, 1151)"],
+    "other_format": ["checkpoint format must be 2, got 99"],
+    "as_version_1_wrote_it": ["checkpoint format must be 2, got 1; use the version that wrote it"],
+    "header_is_no_json": ["the checkpoint's header is damaged"],
     "bad_lr": ["lr must be a finite number >= 0, got -1.0 in group 0 of the checkpoint"],
     "not_a_checkpoint": ["state_dict lacks the key 'param_groups'"],
 }
 FOR_LAMB = {
     "lacks_the_fresh_variance": ["state_dict lacks the key 'exp_avg_sq_fresh'"],
     "other_fresh_variance_on_rank_1": ["checksum of exp_avg_sq_fresh of parameter 0", "of the same moment"],
-    "short_last_bits": ["exp_avg_last_bits of parameter 0 must have shape (165,), got (164,)"],
-    "long_last_scale_on_rank_1": ["exp_avg_last_scale of parameter 5 must have shape"],
+    "short_last_bits": ["exp_avg_last_bits in the checkpoint must have 1152 columns, got (1, 1151)"],
+    "long_last_scale_on_rank_1": ["exp_avg_last_scale in the checkpoint must have 9 columns, got (1, 11)"],
     "other_layers_on_rank_1": ["checksum of layer of parameter 0", "of the same moment"],
     "layers_of_another_model": ["layer of parameter 0 must have shape (3,), got (4,)"],
     "lacks_layers": ["state_dict lacks the key 'layer'"],
@@ -207,11 +226,13 @@ def test_a_compressed_checkpoint_of_another_setting_raises_on_every_rank_and_cha
         assert unchanged
 
 
-def test_a_checkpoint_of_another_world_size_says_so():
-    (saved,) = run_ranks(saved_state, 1, "onebit-adam", torch.float32)
-    for kind, message, unchanged in run_ranks(load_wrong, 2, "onebit-adam", "rank_0s_file", [saved], group_timeout=10):
+@pytest.mark.parametrize(("was", "now"), [(2, 1), (2, 4), (4, 2)])
+def test_one_ranks_file_of_another_world_size_says_so(was, now):
+    files = run_ranks(saved_state, was, "onebit-adam", torch.float32)
+    for kind, message, unchanged in run_ranks(load_wrong, now, "onebit-adam", "rank_0s_file", files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
-        assert "world_size is 1, but here it is 2; resume with as many ranks as wrote it" in message
+        assert f"world_size is {was}, but here it is {now}, and this is one rank's file" in message
+        assert "through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many ranks" in message
         assert unchanged
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusedonebit.comm import SimulatedGroup, Transport
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, through_a_file, train
-from observe import fingerprint, parameters
+from observe import change_header, fingerprint, parameters
 from ranks import run_ranks
 
 from fusedonebit import (
@@ -18,6 +18,7 @@ from fusedonebit import (
     MarsitSGD,
 )
 from fusedonebit.rounds import RoundOptimizer
+from fusedonebit.sharding import local
 
 STEPS = 16
 
@@ -100,16 +101,16 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
     saver = MarsitAdam(make(), local_steps=3) if case != "algorithm" else MarsitSGD(make())
     train(saver, rank, 4)
     saved = through_a_file(saver.state_dict())
-    header = saved["fusedonebit"]
     if case == "rank":
-        header["rank"] = 1 - rank
-    elif case == "world_size":
-        header["world_size"] = 3
+        local(saved["state"][0]["rank"]).fill_(1 - rank)
+    elif case == "no rank":
+        del saved["state"][0]["rank"]
+    elif case in ("world_size", "within a round"):
+        change_header(saved, lambda header: header.update(world_size=3, local=int(case == "within a round")))
     elif case == "one rank's":
-        header["rank"] = 0
+        local(saved["state"][0]["rank"]).zero_()
     elif case == "moment" and rank == 1:
-        train(saver, rank, 0)
-        header["updates"] += 1
+        change_header(saved, lambda header: header.update(updates=header["updates"] + 1))
     elif case == "torch":
         adamw = torch.optim.AdamW(make())
         for p in parameters(adamw):
@@ -128,7 +129,12 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
     ("case", "text"),
     [
         ("rank", "the checkpoint's rank is 1, but here it is 0"),
-        ("world_size", "the checkpoint's world_size is 3, but here it is 2; resume with as many ranks as wrote it"),
+        ("no rank", "state_dict lacks the key 'rank'"),
+        (
+            "world_size",
+            "the checkpoint's world_size is 3, but here it is 2, and this is one rank's file; save and load",
+        ),
+        ("within a round", "it was written after 1 local steps of a round, whose parameters differ from rank to rank"),
         ("one rank's", "the checkpoint's rank is 0, but here it is 1"),
         ("algorithm", "the checkpoint must be of MarsitAdam, got one of MarsitSGD"),
         ("torch", "the checkpoint must be of MarsitAdam, got one of torch.optim"),
@@ -162,5 +168,5 @@ def change_local_steps(rank: int, world_size: int) -> tuple[bool, list[str], lis
 def test_between_two_rounds_a_checkpoint_fits_any_number_of_local_steps():
     results = run_ranks(change_local_steps, 2)
     assert all(same for same, _, _ in results)
-    assert results[0][1] == ["compensation", "momentum_buffer", "step"]
+    assert results[0][1] == ["compensation", "momentum_buffer", "rank", "step"]
     assert results[0][2] == results[1][2]

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import reference_adam
 import torch
-from observe import flat, observe, parameters, served, whole_server_error
+from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER
 from ranks import run_ranks
 from teacher_forced import Deviation
 
 from fusedonebit import OneBitAdam
+from fusedonebit.checkpoint import header_of
 
 SHAPES_AND_MAGNITUDES = [
     ((40, 30), 1.0),
@@ -46,17 +47,15 @@ def denominators(v: np.ndarray) -> np.ndarray:
 def observe_travelling(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
     """All of the state, residuals and the last momentum in the unit in which they travel."""
     saved, params, state = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
-    per_tensor, travelled = saved["state"], []
+    states, travelled = per_tensor(optimizer, saved), []
     if optimizer.phase == "warmup":
         return state | {"travelled": state["m"]}
     for i, p in enumerate(params):
-        bits = np.unpackbits(per_tensor[i]["exp_avg_bits"].numpy(), bitorder="little")[: p.numel()]
-        scale = np.repeat(per_tensor[i]["exp_avg_scale"].numpy(), saved["fusedonebit"]["block_size"])
+        bits = np.unpackbits(states[i]["exp_avg_bits"].numpy(), bitorder="little")[: p.numel()]
+        scale = np.repeat(states[i]["exp_avg_scale"].numpy(), header_of(saved)["block_size"])
         travelled.append(np.where(bits, 1, -1) * scale[: p.numel()])
     state["travelled"] = np.concatenate(travelled)
-    in_travel = {
-        key: flat([per_tensor[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")
-    }
+    in_travel = {key: flat([states[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")}
     # What users see is in units of the momentum.
     denom = denominators(state["v"].astype(np.float64)) if optimizer.options.precondition else 1.0
     np.testing.assert_allclose(state["m"], state["travelled"] * denom, rtol=5e-7)

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import reference_lamb
 import torch
-from observe import flat, observe, parameters, served, whole_server_error
+from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER
 from ranks import run_ranks
 from teacher_forced import Deviation, worst
 
 from fusedonebit import FusedOneBitWarning, OneBitLamb
+from fusedonebit.checkpoint import header_of
+from fusedonebit.sharding import local
 
 # Shape, magnitude of the gradients, magnitude of the parameters, growth of the gradients per step
 # from GROWTH_FROM on.
@@ -75,9 +77,9 @@ def gradient(rank: int, step: int, i: int) -> torch.Tensor:
 def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
     """All of the state, m in its own unit and as it travelled; residuals in the unit in which it travels."""
     saved, params, seen = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
-    header, per_tensor = saved["fusedonebit"], saved["state"]
+    header, states = header_of(saved), per_tensor(optimizer, saved)
     state = {key: seen[key] for key in ("x", "m", "v", "worker_error")}
-    state["layers"] = torch.stack([per_tensor[i]["layer"] for i in range(len(params))], dim=1).numpy()
+    state["layers"] = torch.stack([states[i]["layer"] for i in range(len(params))], dim=1).numpy()
     if optimizer.phase == "warmup":
         return state | {"fresh": state["v"], "server_error": np.zeros(0)}
 
@@ -85,26 +87,26 @@ def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
         """Bits and the scale of each block, as signed magnitudes."""
         found = []
         for i, p in enumerate(params):
-            bits = np.unpackbits(per_tensor[i][f"{name}_bits"].numpy(), bitorder="little")[: p.numel()]
-            scale = np.repeat(per_tensor[i][f"{name}_scale"].numpy(), saved["fusedonebit"]["block_size"])
+            bits = np.unpackbits(states[i][f"{name}_bits"].numpy(), bitorder="little")[: p.numel()]
+            scale = np.repeat(states[i][f"{name}_scale"].numpy(), header["block_size"])
             found.append(np.where(bits, 1, -1) * scale[: p.numel()])
         return np.concatenate(found)
 
     state["travelled"] = unpacked("exp_avg")
-    if "exp_avg_sq_fresh" in per_tensor[0]:
+    if "exp_avg_sq_fresh" in states[0]:
         assert header["started"]
-        state["fresh"] = flat([per_tensor[i]["exp_avg_sq_fresh"] for i in range(len(params))])
+        state["fresh"] = flat([states[i]["exp_avg_sq_fresh"] for i in range(len(params))])
         # After a step the last momentum is this step's: the next step's m_{t-1}.
         np.testing.assert_array_equal(unpacked("exp_avg_last"), state["travelled"])
     else:
         state["fresh"] = state["v"]
-    state["unit"] = flat([per_tensor[i]["unit"] for i in range(len(params))])
+    state["unit"] = flat([states[i]["unit"] for i in range(len(params))])
     # What users see is in units of the momentum, what is saved in those in which it travels.
     unit = np.repeat(state["unit"], [p.numel() for p in params])
     np.testing.assert_allclose(state["m"] * unit, state["travelled"], rtol=3e-7)
-    saved_error = flat([per_tensor[i]["worker_error"] for i in range(len(params))])
+    saved_error = flat([states[i]["worker_error"] for i in range(len(params))])
     np.testing.assert_allclose(state["worker_error"] * unit, saved_error, rtol=3e-7)
-    server_error = flat([per_tensor[i]["server_error"] for i in range(len(params))])
+    server_error = flat([states[i]["server_error"] for i in range(len(params))])
     return state | {"worker_error": saved_error, "server_error": server_error}
 
 
@@ -281,7 +283,7 @@ def train_with_silent_layer(rank: int, world_size: int, kind: str) -> dict:
         seen = [*trained, *(f(p) for p in trained for f in (optimizer.momentum, optimizer.worker_error))]
         finite &= all(bool(torch.isfinite(t).all()) for t in seen)
     states = optimizer.state_dict()["state"]
-    tensors = [t for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    tensors = [local(t) for state in states.values() for t in state.values() if isinstance(t, torch.Tensor)]
     finite &= all(bool(torch.isfinite(t).all()) for t in tensors)
     moved = [bool((p != before).any()) for p, before in zip(params, x, strict=True)]
     return {"finite": finite, "unit": flat([state["unit"] for state in states.values()]), "m": m, "moved": moved}
