@@ -155,7 +155,10 @@ class TorchTransport:
     def apart(self) -> TorchTransport:
         """The same ranks over a process group of its own, counted with this one; all of them call it."""
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, backend=self.backend, use_local_synchronization=True)
+        # Or it would wait for a dead rank as long as torch's default says, not as long as this one.
+        options = getattr(self.group._get_backend(self.device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        group = dist.new_group(ranks, timeout, self.backend, use_local_synchronization=True)
         other = TorchTransport(group, self.device)
         other.traffic = self.traffic
         return other
