@@ -25,6 +25,7 @@ def agree(
     device: torch.device,
     error: Exception | None = None,
     hint: str = "",
+    member: str = "rank",
 ) -> None:
     """Returns on all ranks if all state the same facts and none has an error; else raises on all.
 
@@ -36,6 +37,7 @@ def agree(
         device: Where the transport wants its tensors.
         error: What went wrong on this rank, to be raised here while the others name it.
         hint: The way out, appended to the message.
+        member: What messages call one of the transport's ranks.
 
     Raises:
         DisagreementError: on every rank, naming the first difference from rank 0, or the ranks
@@ -54,8 +56,9 @@ def agree(
     stated = [json.loads(row[: int(n)]) for row, n in zip(rows, lengths, strict=True)]
     if error is not None:
         raise error
-    message = _failures(stated) or _first_difference([s["facts"] for s in stated])
-    raise DisagreementError(message + (f"; {hint}" if hint else ""))
+    message = _failures(stated, member) or _first_difference([s["facts"] for s in stated], member)
+    # What another has failed with may end so already.
+    raise DisagreementError(message + (f"; {hint}" if hint and hint not in message else ""))
 
 
 def _describe(error: Exception | None) -> str | None:
@@ -70,23 +73,23 @@ def _gather_rows(transport: Transport, payload: bytes, width: int, device: torch
     return [bytes(r.tolist()) for r in rows.cpu()]
 
 
-def _failures(stated: Sequence[dict]) -> str:
-    failed = [f"rank {rank}: {s['error']}" for rank, s in enumerate(stated) if s["error"]]
+def _failures(stated: Sequence[dict], member: str) -> str:
+    failed = [f"{member} {rank}: {s['error']}" for rank, s in enumerate(stated) if s["error"]]
     return "failed on " + ", ".join(failed) if failed else ""
 
 
-def _first_difference(stated: Sequence[Sequence[Fact]]) -> str:
+def _first_difference(stated: Sequence[Sequence[Fact]], member: str) -> str:
     for index, (name, value) in enumerate(stated[0]):
         for rank, facts in enumerate(stated[1:], start=1):
             if index >= len(facts) or tuple(facts[index]) != (name, value):
                 other = facts[index] if index < len(facts) else ("nothing more", "")
                 theirs = other[1] if other[0] == name else " ".join(other).strip()
-                return f"ranks differ: {name} is {value} on rank 0 but {theirs} on rank {rank}"
+                return f"{member}s differ: {name} is {value} on {member} 0 but {theirs} on {member} {rank}"
     for rank, facts in enumerate(stated):
         if len(facts) > len(stated[0]):
             name, value = facts[len(stated[0])]
-            return f"ranks differ: {name} is {value} on rank {rank} but nothing on rank 0"
-    return "ranks differ"
+            return f"{member}s differ: {name} is {value} on {member} {rank} but nothing on {member} 0"
+    return f"{member}s differ"
 
 
 def checksum(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ from ..triton_kernels import (
 )
 from .feedback import ErrorFeedback
 from .transport import LocalTransport, Transport
-from .wire import Flag, Messages, Word, agreed_flags, digest, union
+from .wire import Flag, Messages, Word, agreed_flags, digest
 
 
 class CompressedAllReduce:
@@ -205,7 +205,7 @@ class CompressedAllReduce:
     def _sign_messages(self, tag: int, abort: bool) -> None:
         words = self.to_servers.words
         self.synchronisations += 1
-        words[:, Word.STEP] = self.synchronisations
+        words[:, Word.STEP] = self.served.words[:, Word.STEP] = self.synchronisations
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
         words[:, Word.TAG].fill_(tag)
         self.to_servers.signal[:] = self.worker.error_norm()
@@ -236,7 +236,9 @@ class CompressedAllReduce:
         self.served.signal[:] = squares.sum() / (most * self.live.numel[self._own]).sum()
 
     def _receive(self) -> None:
-        self.flags = union(self.gathered.words[:, Word.FLAGS])
+        # All ranks know the same flags, unless a server's message is of another step or length: then those that
+        # have got it skip, and the next step's digests tell the others.
+        self.flags = agreed_flags(self.gathered.words, self.served.words[0])
         # The servers cut the workers' segments at chunk boundaries; see ``FlatLayout.scale_slots``.
         by_message = self.worker.segment.view(self.layout.world_size, -1)
         slot = (by_message - by_message[:, :1]).long()

@@ -22,7 +22,7 @@ from ..triton_kernels.marsit_twins import hashed, threshold_of
 from .hops import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
-from .wire import CHECKED, Flag, Messages, Word, agreed_flags, union
+from .wire import CHECKED, Flag, Messages, Word, agreed_flags, layout_word, union
 
 
 class MarsitAllReduce(RoundAllReduce):
@@ -64,6 +64,7 @@ class MarsitAllReduce(RoundAllReduce):
         self.topology: Topology = topology
         self.full_precision_every = full_precision_every
         self.seed = seed
+        self.messages.words[:, Word.LAYOUT] = layout_word(layout, self.messages.nbytes, topology, rows, seed)
         world_size, device = layout.world_size, self.device
         self._stages = stages(topology, world_size, self.transport.rank, rows)
         widest = max((s.stop - s.start for stage in self._stages for s in stage.segments), default=0)
@@ -87,7 +88,9 @@ class MarsitAllReduce(RoundAllReduce):
         else:
             self._reduce(prepare)
             self._gather()
-            self.flags = union(self.messages.words[:, Word.FLAGS])
+            # Each segment has its finisher's header now; this worker's own is still on what it has finished.
+            own = self._stages[-1].finished.start if self._stages else 0
+            self.flags = agreed_flags(self.messages.words, self.messages.words[own])
         if hold is not None:
             self.flags = self.flags | hold
 

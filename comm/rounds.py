@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
-from .transport import LocalTransport, Transport
+from .transport import CollectiveError, LocalTransport, Transport
 from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 
 Prepare = Callable[[slice], None]
@@ -251,6 +251,9 @@ class RoundAllReduce:
         own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         arrived = torch.empty(self.layout.world_size, len(Word), dtype=torch.int32, device=self.device)
         self.transport.all_gather(arrived, own)
+        # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
+        if self.device.type == "cpu" and bool((arrived[:, Word.LAYOUT] != own[:, Word.LAYOUT]).any()):
+            raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(arrived)}")
         self.flags = agreed_flags(arrived, own[0])
         if hold is not None:
             self.flags = self.flags | hold

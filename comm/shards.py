@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .agree import Fact, agree
 from .transport import LocalTransport, Transport
-from .wire import union
+from .wire import Flag, union
 
 
 class ShardGroup:
@@ -40,13 +40,16 @@ class ShardGroup:
         """Maxima over the shards: of the shape and dtype of ``values``."""
         return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
 
-    def union(self, flags: Tensor) -> Tensor:
-        """All flags that any of them has set: int32 [1], from int32 [1]."""
-        return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
+    def union(self, flags: Tensor, tag: int = 0) -> Tensor:
+        """All flags that any of them has set: int32 [1], from int32 [1]; ``MISMATCH`` too where their tags differ."""
+        if self.count == 1:
+            return flags
+        told = self._gathered(torch.cat([flags, flags.new_full((1,), tag)]))
+        return union(told[:, 0]) | (told[:, 1] != told[0, 1]).any().int() * int(Flag.MISMATCH)
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """As ``agree.agree``, between the shards."""
-        agree(self.transport, facts, device, error, hint)
+        agree(self.transport, facts, device, error, hint, "shard")
 
     def _gathered(self, values: Tensor) -> Tensor:
         row = values.reshape(1, -1).contiguous()

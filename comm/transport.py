@@ -14,15 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .blame import Witness
+
 
 class CollectiveError(RuntimeError):
     """A collective failed: a rank died, hung, or called something else."""
 
 
-def failure(collective: str, rank: int, world_size: int, library: str, error: Exception) -> CollectiveError:
-    """What a transport raises where its library says no more than ``error``."""
+def failure(
+    collective: str, rank: int, world_size: int, library: str, error: Exception, blame: str = ""
+) -> CollectiveError:
+    """What a transport raises where its library says ``error``, and ``blame`` is what is known of the other ranks."""
     return CollectiveError(
         f"{collective} of rank {rank} of {world_size} failed ({library}): {error}\n"
+        f"{blame + chr(10) if blame else ''}"
         "Another rank has died, hangs, or does not call step() as often as this one. "
         "Restart all ranks from the last checkpoint."
     )
@@ -151,14 +156,14 @@ class TorchTransport:
         self.traffic = Traffic()
         self.backend = _backend_for(self.group, device)
         self.device = device
+        self._witness = Witness(self.group, self.rank, self.world_size)
 
     def apart(self) -> TorchTransport:
         """The same ranks over a process group of its own, counted with this one; all of them call it."""
         ranks = dist.get_process_group_ranks(self.group)
-        # Or it would wait for a dead rank as long as torch's default says, not as long as this one.
         options = getattr(self.group._get_backend(self.device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        group = dist.new_group(ranks, timeout, self.backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=timeout, backend=self.backend, use_local_synchronization=True)
         other = TorchTransport(group, self.device)
         other.traffic = self.traffic
         return other
@@ -203,14 +208,16 @@ class TorchTransport:
                 ]
             )
         self.traffic.add(sent.nbytes)
-        return _Works(self, works)
+        return _Works(self, works, self.traffic.collectives_total)
 
     @contextmanager
-    def _named(self, collective: str) -> Iterator[None]:
+    def _named(self, collective: str, number: int | None = None) -> Iterator[None]:
+        # ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
         try:
             yield
         except RuntimeError as error:
-            raise failure(collective, self.rank, self.world_size, self.backend, error) from error
+            blame = self._witness.report(collective, number or self.traffic.collectives_total + 1)
+            raise failure(collective, self.rank, self.world_size, self.backend, error, blame) from error
 
     def __repr__(self) -> str:
         return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"
@@ -219,12 +226,12 @@ class TorchTransport:
 class _Works:
     """An exchange of a ``TorchTransport``."""
 
-    def __init__(self, transport: TorchTransport, works: list[dist.Work]) -> None:
-        self._transport, self._works = transport, works
+    def __init__(self, transport: TorchTransport, works: list[dist.Work], number: int) -> None:
+        self._transport, self._works, self._number = transport, works, number
 
     def wait(self) -> None:
         """See ``Pending``."""
-        with self._transport._named("exchange"):
+        with self._transport._named("exchange", self._number):
             for work in self._works:
                 work.wait()
 

@@ -12,6 +12,7 @@ comparing them, for no extra collective.
 
 from __future__ import annotations
 
+import zlib
 from enum import IntEnum, IntFlag
 
 import torch
@@ -30,7 +31,7 @@ class Word(IntEnum):
     STEP = 1
     """How often this rank has synchronised."""
     LAYOUT = 2
-    """``FlatLayout.fingerprint``."""
+    """``layout_word``."""
     DIGEST = 3
     """``digest`` of the last gathered messages' bits and scales."""
     TAG = 4
@@ -103,7 +104,7 @@ class Messages:
         if ternary:
             self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
-        self.words[:, Word.LAYOUT] = layout.fingerprint
+        self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
     def rows(self, start: int, stop: int, layout: FlatLayout) -> Messages:
         """Some of the messages, in the same memory, as those of ``layout``."""
@@ -120,6 +121,14 @@ class Messages:
     def payload(self) -> Tensor:
         """Scales and bits, uint8 [count, nbytes - 32]."""
         return self.buffer[:, HEADER_BYTES:]
+
+
+def layout_word(layout: FlatLayout, *more: object) -> int:
+    """31 bits that say how a message must be read: its layout, its length, and whatever else that depends on.
+
+    The length counts: a library may take a message that is too short for a whole one, and leave the rest as it was.
+    """
+    return (layout.fingerprint ^ zlib.crc32(repr(more).encode())) & 0x7FFFFFFF
 
 
 def _bit_bytes(layout: FlatLayout, ternary: bool) -> int:
@@ -159,15 +168,15 @@ def describe_note(note: int) -> str:
     return " and ".join(names) or "a message arrived damaged"
 
 
-def describe_mismatch(arrived: Tensor) -> str:
-    """Names the first checked word in which a rank differs from rank 0; reads from the device."""
+def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damaged") -> str:
+    """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device."""
     words = arrived.cpu()
     for word, name in _MEANING.items():
         for rank in range(1, len(words)):
             here, there = int(words[0, word]), int(words[rank, word])
             if here != there:
                 return f"{name}: {here} on rank 0, {there} on rank {rank}"
-    return "a message arrived damaged"
+    return otherwise
 
 
 def digest(messages: Messages) -> Tensor:

@@ -32,7 +32,8 @@ class AveragingOptimizer(DistributedOptimizer):
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
-        marks = Marks(self._transport.world_size, self._outcomes.attempts, self._coefficients.tag)
+        tag = self._coefficients.tag ^ layout.fingerprint
+        marks = Marks(self._transport.world_size, self._outcomes.attempts, tag)
         marks.write(tail, abort, loss_scale.found_inf)
         # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
         flatten(
@@ -50,7 +51,7 @@ class AveragingOptimizer(DistributedOptimizer):
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
-        flags = self._shards.union(flags)
+        flags = self._shards.union(flags, self._coefficients.tag)
         if loss_scale.found_inf is not None:
             self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
@@ -63,7 +64,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _describe(self, flag: Flag) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
-        what = "hyper-parameters (learning rate and the like)"
+        what = "hyper-parameters (learning rate and the like) or the parameter layout"
         if self._ddp_attached:
             what += ", or the gradients that DDP has averaged: change or drop them on all ranks alike"
         return self._say_where("number of steps" if steps else what)

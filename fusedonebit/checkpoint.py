@@ -61,7 +61,7 @@ KEY = "fusedonebit"
 FORMAT = 2
 _SETTLED = ("precondition", "ternary", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
 _STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
-_RUNNING = ("max_grad_norm", "master_weights", "capturable", "overlap", "hierarchy_dtype")
+_RUNNING = ("max_grad_norm", "master_weights", "capturable", "overlap", "buckets", "hierarchy_dtype")
 _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size", *_RUNNING)
 
 State = Mapping[str, Any]
@@ -125,10 +125,15 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "line": optimizer.layout.numel,
         "strides": optimizer._list.strides(),
         "masks": _masks(optimizer),
-        "options": {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS},
+        "options": _numerics(optimizer),
         "bytes_total": optimizer._transport.traffic.bytes_total,
         **optimizer._header(),
     }
+
+
+def _numerics(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    options = {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS}
+    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
 
 
 def _masks(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -292,8 +297,9 @@ def _check_compressed(optimizer: DistributedOptimizer, header: State) -> None:
         if header[key] != value:
             hint = way_out.get(key, "construct the model and the optimizer as they were")
             raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+    here = _numerics(optimizer)
     for name, was in header["options"].items():
-        now = getattr(optimizer.options, name, None)
+        now = here.get(name)
         if now != was:
             warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .comm import CollectiveError, ShardGroup, Transport, agree, checksum, make_transport
+from .comm import CollectiveError, ShardGroup, agree, checksum, make_transport
 from .parameters import ParameterList
 from .sharding import check_groups, local
+from .triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .distributed import DistributedOptimizer
 
 
@@ -26,17 +29,22 @@ def check_device(device: torch.device) -> None:
             raise RuntimeError("params on cuda need triton, which is not installed: pip install triton") from missing
 
 
-def shards_of(params: ParameterList, transport: Transport, device: torch.device) -> ShardGroup:
-    """The ranks that hold the other shards of the parameters.
+def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
+    """The ranks that hold the other shards of parameters sharded over ``mesh``."""
+    return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
 
-    Raises:
-        ValueError: if some of them are to be averaged over.
-    """
+
+def check_shards(optimizer: DistributedOptimizer) -> None:
+    """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+    params, transport = optimizer._list, optimizer._transport
     if params.mesh is None:
-        return ShardGroup()
-    group = params.mesh.get_group()
-    check_groups(group, getattr(transport, "group", None), transport.world_size)
-    return ShardGroup(make_transport(group, device))
+        return
+    if not optimizer._takes_shards:
+        raise ValueError(
+            f"parameters of {type(optimizer).__name__} must be whole, but {params.names[0]} is a DTensor; "
+            "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
+        )
+    check_groups(params.mesh.get_group(), getattr(transport, "group", None), transport.world_size)
 
 
 def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
@@ -143,3 +151,60 @@ def _describe_mask(mask: Tensor | None) -> str:
 
 def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def add_group(
+    optimizer: DistributedOptimizer, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
+    optimizer._outcomes.catch_up()
+    optimizer._list.refresh_masters()
+    kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    outcomes, old_list, old_groups = optimizer._outcomes, optimizer._list, list(optimizer.param_groups)
+    owners = enumerate(optimizer._list.owners)
+    tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}
+    error: Exception | None = None
+    try:
+        add({**param_group, "added_at": optimizer._outcomes.updates})
+        optimizer._check_group(optimizer.param_groups[-1], f"group {len(optimizer.param_groups) - 1}")
+        optimizer._put_lr_on_the_device()
+        optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
+        check_rounding(optimizer.options.stochastic_rounding, optimizer._list)
+    except Exception as caught:
+        error = caught
+    try:
+        agree_on_everything(optimizer, error, broadcast=False)
+    except Exception:
+        optimizer.param_groups, optimizer._list = old_groups, old_list
+        raise
+    optimizer._build()
+    optimizer._outcomes = outcomes
+    for i, p in enumerate(optimizer._list.owners):
+        for key, value in tables.get(id(p), {}).items():
+            optimizer._tables()[key][..., i] = value
+    for p, state in kept.items():
+        for key, value in state.items():
+            optimizer.state[p][key].copy_(value)
+
+
+def layout_of(optimizer: DistributedOptimizer, chunks: int) -> FlatLayout:
+    """The flat index space; as long for each shard, so that checkpoints are rectangular."""
+    sizes = optimizer._list.sizes
+    given = optimizer.options.block_size or optimizer._block_size
+    block_size = given or choose_block_size(sizes, chunks)
+    if optimizer._shards.count == 1:
+        return FlatLayout(sizes, chunks, block_size)
+    if given is None:
+        block_size = -int(optimizer._shards.max(torch.tensor([-block_size], device=optimizer.device)))
+    blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=optimizer.device)
+    return FlatLayout(sizes, chunks, block_size, int(optimizer._shards.max(blocks)))
+
+
+def live_of(optimizer: DistributedOptimizer, excluded: Sequence[int] = ()) -> LiveTable:
+    """Which elements count: those no mask keeps still, of tensors that are not excluded."""
+    masks = {}
+    for i, (owner, p) in enumerate(zip(optimizer._list.owners, optimizer._list.params, strict=True)):
+        if owner in optimizer._masks:
+            ordered = torch.empty_strided(p.shape, optimizer._list.dense[i].stride(), dtype=torch.bool)
+            masks[i] = ordered.copy_(local(optimizer._masks[owner])).as_strided((p.numel(),), (1,))
+    return live_table(optimizer.layout, masks, excluded).to(optimizer.device)

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checkpoint, compiled, construction, inspection
-from .comm import CollectiveError, Flag, LocalTransport, ShardGroup, Transport, make_transport
+from .comm import CollectiveError, Flag, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
-from .parameters import ParameterList, first_device, materialise
+from .parameters import ParameterList, first_device, first_mesh, materialise
 from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
-from .sharding import group_of, local
+from .sharding import group_of
 from .telemetry import capturing
-from .triton_kernels import Coef, FlatLayout, LiveTable, block_table, choose_block_size, live_table
+from .triton_kernels import Coef, block_table
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _optional: ClassVar[tuple[str, ...]] = ("master",)
     """What a checkpoint may lack."""
 
+    _takes_shards: ClassVar[bool] = True
+    """Whether parameters may be shards of tensors."""
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
@@ -67,8 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params, error = materialise(params)
         self.device = first_device(params)
         self._transport = make_transport(group_of(process_group, mesh), self.device)
-        self._shards = ShardGroup()
-        self._inside: Transport = LocalTransport()  # between ranks of one replica, or of one node
+        self._shards = construction.shards_of(first_mesh(params), self.device)
+        self._inside: Transport = self._shards.transport  # between ranks of one replica, or of one node
         try:
             if error is not None:
                 raise error
@@ -77,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
-            self._shards = construction.shards_of(self._list, self._transport, self.device)
+            construction.check_shards(self)
             construction.check_masks(mask or {}, self._list)
             construction.check_rounding(options.stochastic_rounding, self._list)
             self._masks = dict(mask or {})
@@ -86,9 +89,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
-        if self._shards.count > 1:
-            self._inside = self._shards.transport
         self._rows = Rows(self._transport, self._shards, self.device)
+        _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size: int | None = None  # of a checkpoint
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self._build()
@@ -103,9 +105,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self._list, self.device
-        self.layout = self._make_layout(self._chunks)
+        self.layout = construction.layout_of(self, self._chunks)
         self._block_tensor = block_table(self.layout, device)
-        self._live = self._live_table()
+        self._live = construction.live_of(self)
         self._make_moments()
         self._step = torch.zeros((), device=device)
         self._coefficients = CoefficientTable(
@@ -130,18 +132,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Into how many ranges, one for each rank to serve, the line is cut."""
         return self._transport.world_size
 
-    def _make_layout(self, chunks: int) -> FlatLayout:
-        """The flat index space; as long for each shard, so that checkpoints are rectangular."""
-        sizes = self._list.sizes
-        given = self.options.block_size or self._block_size
-        block_size = given or choose_block_size(sizes, chunks)
-        if self._shards.count == 1:
-            return FlatLayout(sizes, chunks, block_size)
-        if given is None:
-            block_size = -int(self._shards.max(torch.tensor([-block_size], device=self.device)))
-        blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
-        return FlatLayout(sizes, chunks, block_size, int(self._shards.max(blocks)))
-
     def _make_moments(self) -> None:
         """Allocates what is kept per element, float32 [P] each."""
         self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
@@ -155,15 +145,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
         return self._step if self.options.stochastic_rounding else None
-
-    def _live_table(self, excluded: Sequence[int] = ()) -> LiveTable:
-        """Which elements count: those no mask keeps still, of tensors that are not excluded."""
-        masks = {}
-        for i, (owner, p) in enumerate(zip(self._list.owners, self._list.params, strict=True)):
-            if owner in self._masks:
-                ordered = torch.empty_strided(p.shape, self._list.dense[i].stride(), dtype=torch.bool)
-                masks[i] = ordered.copy_(local(self._masks[owner])).as_strided((p.numel(),), (1,))
-        return live_table(self.layout, masks, excluded).to(self.device)
 
     def _publish_state(self) -> None:
         """Fills ``self.state`` with views of the flat buffers, under torch's names."""
@@ -191,33 +172,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
                 "construct a new optimizer"
             )
-        self._outcomes.catch_up()
-        self._list.refresh_masters()
-        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in self.state.items()}
-        outcomes, old_list, old_groups = self._outcomes, self._list, list(self.param_groups)
-        tables = {id(p): {k: t[..., i] for k, t in self._tables().items()} for i, p in enumerate(self._list.owners)}
-        error: Exception | None = None
-        try:
-            super().add_param_group({**param_group, "added_at": self._outcomes.updates})
-            self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
-            self._put_lr_on_the_device()
-            self._list = ParameterList(self.param_groups, self.options.master_weights)
-            construction.check_rounding(self.options.stochastic_rounding, self._list)
-        except Exception as caught:
-            error = caught
-        try:
-            construction.agree_on_everything(self, error, broadcast=False)
-        except Exception:
-            self.param_groups, self._list = old_groups, old_list
-            raise
-        self._build()
-        self._outcomes = outcomes
-        for i, p in enumerate(self._list.owners):
-            for key, value in tables.get(id(p), {}).items():
-                self._tables()[key][..., i] = value
-        for p, state in kept.items():
-            for key, value in state.items():
-                self.state[p][key].copy_(value)
+        self._refuse_if_broken()
+        construction.add_group(self, param_group, super().add_param_group)
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
@@ -297,8 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
-        if self._broken:
-            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+        self._refuse_if_broken()
         captured = self._captured()
         if not captured:
             self._outcomes.absorb_replays()
@@ -323,6 +278,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._outcomes.record_own_failure(flags)
         if error is not None:
             raise error
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """What this step raises, if this rank had an error: all ranks know of it now."""
@@ -362,18 +321,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             coef = self._coefficient_table()
             self._outcomes.attempts += not captured
-            with self._breaking():
+            with self._breaking(begun=not captured):
                 return self._exchange(grads, coef, abort)
         finally:
             self._begun = self._averaged = False
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, begun: bool = False) -> Iterator[None]:
         """Half an exchange has left its traces: after it failed no further step may build on it."""
         try:
             yield
         except CollectiveError as failure:
-            self._broken = f"after {self._outcomes.updates - 1} updates, {failure}"
+            self._outcomes.attempts -= begun  # it was none
+            self._broken = f"after {self._outcomes.updates} updates, {failure}"
             raise CollectiveError(self._broken) from failure
 
     def _coefficient_table(self) -> Tensor:
@@ -472,7 +432,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``."""
+        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
+
+        Raises:
+            CollectiveError: after a step that ended so: half an exchange is no state to go on from.
+        """
+        self._refuse_if_broken()
         packed = super().state_dict()
         if self._expected is not None:
             return checkpoint.template(self, packed, *self._expected)

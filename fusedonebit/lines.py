@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .cuts import cut_of
 from .sharding import local
 
 if TYPE_CHECKING:
@@ -65,6 +66,20 @@ def template(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str,
 def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, int]:
     """Of each line, how long a row of it is."""
     numel = header["line"]
+    widths = dict.fromkeys(_planes(optimizer), numel // 8)
+    widths |= {f"{name}_scale": numel // header["block_size"] for name in optimizer._momenta()}
+    own = {"worker_error": numel // header["inside"], "server_error": numel // header["world_size"], "rank": 1}
+    return widths | own
+
+
+def _cut_alike(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> bool:
+    return all(header[key] == value for key, value in cut_of(optimizer).items())
+
+
+def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError if the lines in ``state`` are not those of this model on these ranks."""
+    if header["line"] < optimizer.layout.first_block[-1] * optimizer.layout.block_size:
+        raise ValueError(f"checkpoint of another model: its line has only {header['line']} elements")
     for name, width in _widths(optimizer, header).items():
         if not isinstance(state[name], Tensor):
             raise TypeError(f"{name} in the checkpoint must be a tensor, got {type(state[name]).__name__}")
@@ -74,8 +89,8 @@ def _widths(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> dict[str, 
         optimizer._rows.check(state[name], state["rank"], header["world_size"])
     if not _cut_alike(optimizer, header) and len(local(state["server_error"])) != header["world_size"]:
         raise ValueError(
-            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(optimizer._cut())}; load "
-            "it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
+            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(cut_of(optimizer))}; "
+            "load it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
         )
 
 
@@ -95,11 +110,11 @@ def fill(optimizer: OneBitOptimizer, state: Mapping[str, Tensor], header: Mappin
         worker.copy_(_here(optimizer._rows.own(state["worker_error"]), "worker_error"))
         server.copy_(_here(optimizer._rows.own(state["server_error"]), "server_error").view(server.shape))
         return
-    cut, rank, line = optimizer._cut(), optimizer._rows.place[0], optimizer.layout.numel
+    cut, rank, numel = cut_of(optimizer), optimizer._rows.place[0], optimizer.layout.numel
     mean = optimizer._rows.mean(state["worker_error"], header["world_size"], header["inside"])
-    mean = _cut(mean, 0, line).view(cut["inside"], -1)
+    mean = _cut(mean, 0, numel).view(cut["inside"], -1)
     worker.copy_(mean[rank % cut["inside"]])
-    served = _cut(in_order(state["server_error"], header), 0, line)
+    served = _cut(in_order(state["server_error"], header), 0, numel)
     server.copy_(_served(served, cut, rank).view(server.shape))
 
 

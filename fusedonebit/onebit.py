@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cuts
 from .averaging import AveragingOptimizer
 from .comm import (
     BucketedAllReduce,
-    CompressedAllReduce,
     Flag,
     HierarchicalAllReduce,
     Transport,
     describe_mismatch,
 )
+from .construction import live_of
 from .errors import warn
 from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .hyperparameters import OneBitOptions
-from .overlap import Overlap, transport_of_its_own
+from .overlap import Overlap
 from .scaling import LossScale, agree_on_scaling
-from .sharding import levels
 from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
@@ -58,7 +58,7 @@ class OneBitOptimizer(AveragingOptimizer):
         super()._build()
         options, device = self.options, self.device
         self._phase = "warmup"
-        self._reduce = self._make_reduce()
+        self._reduce = cuts.make_reduce(self)
         self._behind = torch.zeros((), device=device)
         self._variance_step: Tensor | None = None
         self._unit: Tensor | None = None
@@ -76,43 +76,13 @@ class OneBitOptimizer(AveragingOptimizer):
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
     def _connect(self) -> None:
-        if self._hierarchy is None:
-            return
-        if self.options.bucket_count > 1 or self.options.overlap:
-            raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
-        if self._shards.count > 1:
-            raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
-        self._levels = levels(self._hierarchy, self._transport, self.device)
-        self._inside = self._levels[1]
+        self._levels = cuts.levels_of(self, self._hierarchy)
+        if self._levels is not None:
+            self._inside = self._levels[1]
 
     @property
     def _chunks(self) -> int:
         return self._transport.world_size * self.options.bucket_count
-
-    def _make_reduce(self) -> CompressedAllReduce | BucketedAllReduce | HierarchicalAllReduce:
-        """What averages momenta, with the storage of the warm-up's."""
-        options = self.options
-        shared: dict[str, Any] = {
-            "device": self.device,
-            "scale_norm": options.scale_norm,
-            "scale_scope": options.scale_scope,
-            "compensated": self._exp_avg,
-            "live": self._live,
-            "ternary": options.ternary,
-        }
-        if self._levels is not None:
-            return HierarchicalAllReduce(self.layout, *self._levels, dtype=options.hierarchy_dtype, **shared)
-        if options.bucket_count == 1 and not options.overlap:
-            return CompressedAllReduce(self.layout, self._transport, **shared)
-        if not options.overlap:
-            return BucketedAllReduce(self.layout, options.bucket_count, self._transport, **shared)
-        if self._overlap is not None:
-            self._overlap.close()
-        if self._apart is None:
-            self._apart = transport_of_its_own(self._transport)
-        reduce = BucketedAllReduce(self.layout, options.bucket_count, self._apart, **shared)
-        self._overlap = Overlap(self, reduce)
-        return reduce
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
@@ -139,7 +109,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leaves tensors out of everything from now on."""
         self.dead_tensors = list(tensors)
-        self._live = self._live_table(excluded=tensors)
+        self._live = live_of(self, excluded=tensors)
         self._reduce.set_live(self._live)
 
     def _publish_state(self) -> None:
@@ -165,7 +135,8 @@ class OneBitOptimizer(AveragingOptimizer):
             return super()._exchange(grads, coef, abort)
         reduce = self._reduce
         if self._overlap is not None:
-            abort = self._catch_up_with_buckets() or abort
+            self._late_error = cuts.catch_up_with_buckets(self._overlap, LossScale.of(self))
+            abort = abort or self._late_error is not None
         agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport, self._shards)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
@@ -175,7 +146,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
             self._first_look = None
         if self._shards.count > 1:
-            reduce.refuse(self._shards.union(reduce.flags))
+            reduce.refuse(self._shards.union(reduce.flags, self._coefficients.tag))
         if self.options.guard != "off":
             refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
             reduce.refuse(refused.int() * int(Flag.VETO))
@@ -193,19 +164,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "abort": abort,
         }
 
-    def _catch_up_with_buckets(self) -> bool:
-        """Waits for what the backward pass has sent; whether this rank has seen there that it can't take the step."""
-        assert self._overlap is not None
-        if any(value is not None for value in LossScale.of(self)):
-            self._late_error = RuntimeError(
-                "a GradScaler can't be used with overlap=True: gradients are sent before it has unscaled them; "
-                "train in bfloat16 without one, or pass overlap=False"
-            )
-        else:
-            self._overlap.check_gradients()
-            self._late_error = self._overlap.error
-        self._overlap.catch_up()
-        return self._late_error is not None
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         late, self._late_error = self._late_error, None
@@ -221,7 +179,8 @@ class OneBitOptimizer(AveragingOptimizer):
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
             return super()._describe(flag)
-        return self._say_where(describe_mismatch(self._reduce.arrived_words))
+        elsewhere = "ranks with another shard differ, or " if self._shards.count > 1 else ""
+        return self._say_where(describe_mismatch(self._reduce.arrived_words, elsewhere + "a message arrived damaged"))
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
@@ -403,7 +362,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "settled": self._settled(),
             "synchronisations": int(self._reduce.synchronisations),
             "digests": self._reduce.digests,
-            **self._cut(),
+            **cuts.cut_of(self),
             "variance_step": float(entered),
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
@@ -415,11 +374,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
         }
-
-    def _cut(self) -> dict[str, int]:
-        """How the line is cut: ranks, buckets, and ranks of a node."""
-        inside = 1 if self._levels is None else self._levels[1].world_size
-        return {"world_size": self._transport.world_size, "buckets": self.options.bucket_count, "inside": inside}
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
@@ -451,7 +405,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count
-        same = all(header[key] == value for key, value in self._cut().items())
+        same = all(header[key] == value for key, value in cuts.cut_of(self).items())
         self._reduce.resume(header["synchronisations"], digests if same else digests[:1] * count)
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
@@ -505,7 +459,7 @@ class OneBitOptimizer(AveragingOptimizer):
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
         i = self._index(param)
         if self._phase == "warmup":
-            return torch.zeros_like(param, dtype=torch.float32)
+            return torch.zeros_like(self._list.params[i], dtype=torch.float32)
         self._reduce.settle()
         return self._in_momentum_units(self._exp_avg, i)
 

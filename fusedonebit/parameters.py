@@ -6,14 +6,17 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .comm import checksum
 from .comm.agree import Fact
-from .sharding import like, local, shard_mesh
+from .sharding import is_dtensor, like, local, shard_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -357,11 +360,24 @@ def _materialise_entry(entry: Any) -> Any:
     return {**entry, "params": [given] if isinstance(given, Tensor) else list(given)}
 
 
-def first_device(params: Sequence[Any]) -> torch.device:
-    """The device of the first tensor with memory, CPU where there is none."""
+def _tensors(params: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors of the ``params`` argument, checked or not."""
     for entry in params:
         for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
             tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                return tensor.device
-    return torch.device("cpu")
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def first_device(params: Sequence[Any]) -> torch.device:
+    """The device of the first tensor with memory, CPU where there is none."""
+    return next((p.device for p in _tensors(params) if p.device.type != "meta"), torch.device("cpu"))
+
+
+def first_mesh(params: Sequence[Any]) -> DeviceMesh | None:
+    """The mesh of one dimension over which the first sharded parameter is; known before any is checked.
+
+    Ranks that find something wrong must tell those with other shards, so all must know of them by then.
+    """
+    meshes: Iterator[Any] = (p.device_mesh for p in _tensors(params) if p.requires_grad and is_dtensor(p))  # type: ignore[attr-defined]
+    return next((mesh for mesh in meshes if mesh.ndim == 1), None)

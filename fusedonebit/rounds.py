@@ -51,6 +51,7 @@ class RoundOptimizer(DistributedOptimizer):
     options: RoundOptions
     _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
     _optional: ClassVar = ("master", "anchor")
+    _takes_shards: ClassVar = False
     _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation", "master")
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -235,6 +236,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
+        self._refuse_if_broken()
         self._reduce.settle()
         packed = super().state_dict()
         for state in packed["state"].values():

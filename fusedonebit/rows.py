@@ -54,7 +54,7 @@ class Rows:
     def spread(self, replicas: int, here: Tensor) -> Tensor:
         """Room for ``of_each`` rows of another number of replicas, spread over these."""
         shape, placed = (replicas, 1, *here.shape), (0, 1)
-        if self.mesh is None or self.shape[0] == 1:
+        if self.mesh is None or self.shape[0] == 1 or replicas == 1:
             return self._distributed(here.new_zeros(shape), (None, 1))
         from torch.distributed.tensor import zeros
 
@@ -96,16 +96,17 @@ class Rows:
         if replicas != self.shape[0]:
             if not self.has_all(rows, replicas):
                 raise ValueError(
-                    f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one rank's "
-                    "file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many "
-                    "ranks as wrote it"
+                    f"the checkpoint's world_size is {replicas}, but here it is {self.shape[0]}, and this is one "
+                    "rank's file; save and load through torch.distributed.checkpoint (fusedonebit.dcp), or resume with "
+                    "as many ranks as wrote it"
                 )
             return
         mine, here = self.own(rank), int(self.rank())
         if mine is None or int(mine) != here or self.own(rows) is None:
             by = "one of another number of ranks" if mine is None else int(mine)
             raise ValueError(
-                f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved itself"
+                f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved "
+                "itself"
             )
 
     def has_all(self, rows: Tensor, replicas: int) -> bool:

@@ -50,7 +50,9 @@ def _rank_processes() -> Iterator[None]:
     mpi_ranks.shut_down()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    yield  # last, where it is seen
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid]
     for reason in sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped}):
         if "not installed" in reason:

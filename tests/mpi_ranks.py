@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
@@ -80,13 +81,16 @@ class _Pool:
         if self._process is not None:
             return self._connections
         with tempfile.TemporaryDirectory() as folder, Listener(os.path.join(folder, "socket")) as listener:
-            listener._listener._socket.settimeout(120)
+            listener._listener._socket.settimeout(1)
             self._process = start_mpi(LARGEST_WORLD, [__file__, listener.address])
-            try:
-                accepted = [listener.accept() for _ in range(LARGEST_WORLD)]
-            except OSError as error:
-                self.shut_down()
-                raise RankError("mpirun's ranks did not start within 120 s") from error
+            accepted: list[Connection] = []
+            deadline = time.monotonic() + 120
+            while len(accepted) < LARGEST_WORLD:
+                with contextlib.suppress(TimeoutError):
+                    accepted.append(listener.accept())
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.shut_down()
+                    raise RankError("mpirun's ranks have ended, or did not start within 120 s; see what they wrote")
             by_rank = {_receive(connection): connection for connection in accepted}
         self._connections = [by_rank[rank] for rank in range(LARGEST_WORLD)]
         return self._connections

@@ -27,7 +27,8 @@ def change_header(saved: dict, change: Callable[[dict], object]) -> None:
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:
-    return torch.cat([t.detach().float().reshape(-1) for t in tensors]).numpy().copy()
+    """Of DTensors what this rank holds."""
+    return torch.cat([local(t).detach().float().reshape(-1) for t in tensors]).numpy().copy()
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -95,7 +96,7 @@ def served(optimizer: OneBitOptimizer) -> np.ndarray:
     for i, p in enumerate(parameters(optimizer)):
         start = at + saved[i]["server_error_start"]
         indices.append(np.arange(start, start + len(saved[i]["server_error"])))
-        at += p.numel()
+        at += local(p).numel()
     return np.concatenate(indices)
 
 
@@ -112,5 +113,5 @@ def fingerprint(tensors: Sequence[Tensor]) -> str:
     """Equal only for equal bits."""
     digest = hashlib.sha256()
     for t in tensors:
-        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(local(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -61,8 +61,8 @@ class State:
 
 
 @dataclass
-class Outcome:
-    """What Algorithm 1 computes in one step; ``sent`` and ``averaged`` are before compression."""
+class Exchange:
+    """What lines 6 to 13 compute; ``sent`` and ``averaged`` are before compression."""
 
     sent: list[Vector]
     worker_scale: list[float]
@@ -71,11 +71,22 @@ class Outcome:
     server_scale: list[float]
     server_error: Vector
     m: Vector
+
+
+@dataclass
+class Update:
+    """What lines 14 to 22 make of the momentum."""
+
     x: Vector
     v: Vector
     r: Vector
     c: Vector
     clipped: Counter[str]
+
+
+@dataclass
+class Outcome(Update, Exchange):
+    """What Algorithm 1 computes in one step."""
 
 
 def clip(value: float, low: float, high: float, clipped: Counter[str], name: str) -> float:
@@ -127,14 +138,30 @@ def compressed_step(
 
     ``unit`` is what each element of the momentum is multiplied with before it is compressed.
     """
-    n = len(gradients)
+    exchanged = exchange(state.m, state.worker_error, state.server_error, gradients, served, unit, s.beta1, norm)
+    updated = update(state, exchanged.m, layers, s, adaptive)
+    return Outcome(**vars(exchanged), **vars(updated))
+
+
+def exchange(
+    m: Vector,
+    worker_error: list[Vector],
+    server_error: Vector,
+    gradients: list[Vector],
+    served: list[Vector],
+    unit: Vector,
+    beta1: float,
+    norm: str,
+) -> Exchange:
+    """Lines 6 to 13, of elements that share one worker's scale."""
+    n, before, server_before = len(gradients), worker_error, server_error
     sent, worker_scale, worker_error, compressed = [], [], [], []
     for i in range(n):
         # Line 6: m_t^(i) = beta_1 * m_{t-1}^(i) + (1 - beta_1) * g_t^(i)
-        m_i = s.beta1 * state.m + (1 - s.beta1) * gradients[i]
+        m_i = beta1 * m + (1 - beta1) * gradients[i]
         # Line 7: hat m_t^(i) = C_omega[m_t^(i) + delta_{t-1}^(i)]. Section 4.3: "we multiply each
         # layer's local momentum by its scale coefficient, then do the compressed communication".
-        c_i = unit * m_i + state.worker_error[i]
+        c_i = unit * m_i + before[i]
         hat_m_i, s_i = compress(c_i, norm)
         # delta_t^(i) = m_t^(i) + delta_{t-1}^(i) - hat m_t^(i)
         sent.append(c_i)
@@ -143,7 +170,7 @@ def compressed_step(
         worker_error.append(c_i - hat_m_i)
 
     # Line 10: bar m_t = C_omega[(1/n) * sum_i hat m_t^(i) + bar delta_{t-1}], by each server for its elements
-    averaged = sum(compressed) / n + state.server_error
+    averaged = sum(compressed) / n + server_before
     bar_m, server_scale = np.empty_like(averaged), []
     for elements in served:
         bar_m[elements], scale = compress(averaged[elements], norm)
@@ -152,7 +179,11 @@ def compressed_step(
     server_error = averaged - bar_m
 
     # Line 13: m_t = bar m_t. "then divide each layer's global momentum by the same scale coefficient"
-    m = bar_m / unit
+    return Exchange(sent, worker_scale, worker_error, averaged, server_scale, server_error, bar_m / unit)
+
+
+def update(state: State, m: Vector, layers: Sequence[slice], s: Settings, adaptive: bool) -> Update:
+    """Lines 14 to 22, from the momentum m_t of all layers."""
     x, v, r, c = (a.copy() for a in (state.x, state.v, state.r, state.c_avg))
     clipped: Counter[str] = Counter()
     # Line 14: for the l-th layer do
@@ -174,4 +205,4 @@ def compressed_step(
         # Line 21: x_t = x_{t-1} - gamma * c_t * m_t / sqrt(v_{T_w}), with eta and the weight decay
         u = m[layer] / np.sqrt(state.v_frozen[layer] + s.eps) + s.weight_decay * state.x[layer]
         x[layer] = state.x[layer] - s.lr * c[i] * u
-    return Outcome(sent, worker_scale, worker_error, averaged, server_scale, server_error, m, x, v, r, c, clipped)
+    return Update(x, v, r, c, clipped)

@@ -14,7 +14,7 @@ import reference_adam
 import reference_lamb
 
 State = reference_adam.State | reference_lamb.State
-Outcome = reference_adam.Outcome | reference_lamb.Outcome
+Outcome = reference_adam.Outcome | reference_lamb.Exchange
 
 
 def worst(so_far: float, found: np.ndarray) -> float:
@@ -73,7 +73,9 @@ class Deviation:
         self.largest_differing = worst(self.largest_differing, np.abs(reference[~equal]) / rms)
         return equal
 
-    def compare_parameters(self, before: State, after: State, spec: Outcome, where: np.ndarray) -> None:
+    def compare_parameters(
+        self, before: State, after: State, spec: reference_adam.Outcome | reference_lamb.Update, where: np.ndarray
+    ) -> None:
         moved = np.abs(spec.x - before.x)
         off = np.abs(after.x - spec.x)[where] / (np.abs(before.x) + moved)[where]
         self.parameter = worst(self.parameter, off)
@@ -91,3 +93,39 @@ class Deviation:
         assert self.scale <= 1e-6
         assert self.error <= 5e-7
         assert self.parameter <= 1e-6
+
+
+class LambDeviation(Deviation):
+    """Also of what only 1-bit LAMB has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = self.ratio = self.coefficient = 0.0
+
+    def compare_layers(
+        self,
+        layers: Sequence[slice],
+        after: reference_lamb.State,
+        c: np.ndarray,
+        spec: reference_lamb.Update,
+        agreed: np.ndarray,
+    ) -> None:
+        """Only of layers all of whose signs are equal: one that differs is another g, v and maybe r."""
+        for i, layer in enumerate(layers):
+            if not agreed[layer].all():
+                continue
+            self.variance = worst(self.variance, np.abs(after.v[layer] / spec.v[layer] - 1))
+            self.ratio = worst(self.ratio, np.abs(after.r[i] / spec.r[i] - 1))
+            self.coefficient = worst(self.coefficient, np.abs(c[i] / spec.c[i] - 1))
+
+    def check(self, name: str) -> None:
+        super().check(name)
+        print(f"{name}: fresh variance, relative: {self.variance:.1e} (limit 5e-6)")
+        print(f"{name}: ratios r, relative: {self.ratio:.1e} (limit 5e-6)")
+        print(f"{name}: coefficients c, relative: {self.coefficient:.1e} (limit 5e-6)")
+        # Where m_t and m_{t-1} have the same sign, g = (m_t - beta1 * m_{t-1})/(1 - beta1) is a difference
+        # of nearly equal numbers: the 6e-8 of a float32 grows by (1 + beta1)/(1 - beta1) = 19, and twice
+        # that in g^2: 2e-6, of which v takes its share. r = v_{T_w}/v and c = r * c_avg inherit that.
+        assert self.variance <= 5e-6
+        assert self.ratio <= 5e-6
+        assert self.coefficient <= 5e-6

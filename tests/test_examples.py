@@ -15,7 +15,7 @@ UNDER_TORCHRUN = [example for example in EXAMPLES if example.stem != "mpi"]  # t
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "mpi", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "hsdp", "mpi", "plain"}
     others = sorted((EXAMPLES[0].parent / "ecosystem").glob("*.py"))  # tests/ecosystem runs these
     assert {e.stem for e in others} == {"accelerate_loop", "lightning_module", "transformers_trainer"}
     for example in EXAMPLES + others:
@@ -26,7 +26,8 @@ def test_examples_are_short():
 @pytest.mark.parametrize("example", UNDER_TORCHRUN, ids=lambda e: e.stem)
 def test_example_runs_and_learns(example: Path):
     (command,) = re.findall(r"^torchrun (.*)$", example.read_text(), re.MULTILINE)
-    assert command == f"--nproc-per-node 2 examples/{example.name}"
+    ranks = 4 if example.stem == "hsdp" else 2
+    assert command == f"--nproc-per-node {ranks} examples/{example.name}"
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()],
         capture_output=True,

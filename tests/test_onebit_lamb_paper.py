@@ -16,7 +16,7 @@ import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER
 from ranks import run_ranks
-from teacher_forced import Deviation, worst
+from teacher_forced import LambDeviation
 
 from fusedonebit import FusedOneBitWarning, OneBitLamb
 from fusedonebit.checkpoint import header_of
@@ -136,37 +136,6 @@ def whole_state(runs: list[dict], t: int) -> reference_lamb.State:
     return reference_lamb.State(x, m, v, fresh, r, c_avg, [state["worker_error"] for state in here], server_error)
 
 
-class LambDeviation(Deviation):
-    """Also of what only 1-bit LAMB has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.variance = self.ratio = self.coefficient = 0.0
-
-    def compare_layers(
-        self, after: reference_lamb.State, c: np.ndarray, spec: reference_lamb.Outcome, agreed: np.ndarray
-    ) -> None:
-        """Only of layers all of whose signs are equal: one that differs is another g, v and maybe r."""
-        for i, layer in enumerate(WHERE[: len(spec.c)]):
-            if not agreed[layer].all():
-                continue
-            self.variance = worst(self.variance, np.abs(after.v[layer] / spec.v[layer] - 1))
-            self.ratio = worst(self.ratio, np.abs(after.r[i] / spec.r[i] - 1))
-            self.coefficient = worst(self.coefficient, np.abs(c[i] / spec.c[i] - 1))
-
-    def check(self, name: str) -> None:
-        super().check(name)
-        print(f"{name}: fresh variance, relative: {self.variance:.1e} (limit 5e-6)")
-        print(f"{name}: ratios r, relative: {self.ratio:.1e} (limit 5e-6)")
-        print(f"{name}: coefficients c, relative: {self.coefficient:.1e} (limit 5e-6)")
-        # Where m_t and m_{t-1} have the same sign, g = (m_t - beta1 * m_{t-1})/(1 - beta1) is a difference
-        # of nearly equal numbers: the 6e-8 of a float32 grows by (1 + beta1)/(1 - beta1) = 19, and twice
-        # that in g^2: 2e-6, of which v takes its share. r = v_{T_w}/v and c = r * c_avg inherit that.
-        assert self.variance <= 5e-6
-        assert self.ratio <= 5e-6
-        assert self.coefficient <= 5e-6
-
-
 def check_compressed_steps(name: str, runs: list[dict], steps: int, options: dict) -> Counter[str]:
     """Returns how often each clip of Algorithm 1 changed something, and how often none did."""
     parts = [run["served"] for run in runs]
@@ -200,7 +169,7 @@ def check_compressed_steps(name: str, runs: list[dict], steps: int, options: dic
         agreed = deviation.compare_exchange(before, after, terms, parts, spec, seen["travelled"].astype(np.float64))
         whole = np.repeat([agreed[layer].all() for layer in layers], SIZES[: len(layers)])
         deviation.compare_parameters(before, after, spec, agreed & whole)
-        deviation.compare_layers(after, seen["layers"][2].astype(np.float64), spec, agreed)
+        deviation.compare_layers(layers, after, seen["layers"][2].astype(np.float64), spec, agreed)
     deviation.check(name)
     moves = np.abs(runs[0]["states"][-1]["x"] - runs[0]["states"][0]["x"])
     assert (moves > 0).all()

@@ -193,6 +193,10 @@ def pulled(params: list[Tensor], gradients: list[Tensor]) -> None:
     sum((p * g).sum() for p, g in zip(params, gradients, strict=True)).backward()
 
 
+def values(params: list[Tensor]) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in params])
+
+
 def some_gradients(params: list[Tensor], rank: int, step: int) -> list[Tensor]:
     return [
         torch.randn(p.shape, generator=torch.Generator().manual_seed(rank + 10 * step + i))
@@ -205,7 +209,7 @@ def free(
 ) -> tuple[list[nn.Parameter], OneBitAdam]:
     """Parameters without a model; the last bucket has the last two of them."""
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(n, generator=generator)) for n in sizes]
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
     return params, OneBitAdam(params, **OPTIONS | {"overlap": True, "precondition": False} | options)
 
 
@@ -225,11 +229,11 @@ def follow(rank: int, world_size: int, nonfinite: dict[int, tuple[int, int]]) ->
         bad_rank, bad_tensor = nonfinite.get(step, (-1, -1))
         counted = [g.clone() for g in gradients]
         if rank == bad_rank:
-            gradients[bad_tensor][0] = float("nan")
-            counted[bad_tensor][0] = 0.0
-        before = torch.cat([p.detach().clone() for p in params])
+            gradients[bad_tensor].view(-1)[0] = float("nan")
+            counted[bad_tensor].view(-1)[0] = 0.0
+        before = values(params)
         step_on(params, optimizer, gradients)
-        moved = bool((torch.cat([p.detach() for p in params]) != before).any())
+        moved = bool((values(params) != before).any())
         told = {"moved": moved, "updates": optimizer.stats()["step"], "gradient": on_the_line(optimizer, counted)}
         seen.append(told | (conserved(optimizer) if optimizer.phase == "compression" else {}))
     return seen
@@ -282,9 +286,8 @@ def drop(params, optimizer, rank):
 
 
 def unusable(params, optimizer, rank):
-    handle = params[2].register_hook(lambda g: g.to_sparse())
-    pulled(params, some_gradients(params, rank, 90))
-    handle.remove()
+    rows = nn.functional.embedding(torch.arange(350), params[2], sparse=True)
+    pulled([*params[:2], rows, params[3]], some_gradients(params, rank, 90))
     optimizer.step()
 
 
@@ -354,14 +357,14 @@ def misuse(rank: int, world_size: int, everywhere: bool) -> dict[str, Any]:
         params, optimizer = free(rank)
         for step in range(FREEZE + 2):
             step_on(params, optimizer, some_gradients(params, rank, step))
-        before = torch.cat([p.detach().clone() for p in params])
+        before = values(params)
         here = wrong if everywhere or rank == 1 else lambda p, o, r: step_on(p, o, some_gradients(p, r, 90))
         told = caught(lambda here=here, p=params, o=optimizer: here(p, o, rank))
-        still = bool((torch.cat([p.detach() for p in params]) == before).all())
+        still = bool((values(params) == before).all())
         optimizer.zero_grad()
         for step in range(FREEZE + 2, STEPS):
             step_on(params, optimizer, some_gradients(params, rank, step))
-        found[wrong.__name__] = (*told, still, torch.cat([p.detach() for p in params]).numpy())
+        found[wrong.__name__] = (*told, still, values(params).numpy())
     return found
 
 
@@ -397,7 +400,7 @@ def ends_early(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
     params, optimizer = free(rank)
     for step in range(FREEZE + 2):
         step_on(params, optimizer, some_gradients(params, rank, step))
-    before = torch.cat([p.detach().clone() for p in params])
+    before = values(params)
     began = time.monotonic()
     if rank == 1:
         params[0].register_hook(lambda g: 1 / 0)  # when some buckets have been sent
@@ -406,7 +409,7 @@ def ends_early(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
         return told
     told = caught(lambda: step_on(params, optimizer, some_gradients(params, rank, 90)))
     again = caught(optimizer.step)
-    still = bool((torch.cat([p.detach() for p in params]) == before).all())
+    still = bool((values(params) == before).all())
     return *told, still, again[0], time.monotonic() - began
 
 

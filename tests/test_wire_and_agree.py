@@ -21,7 +21,7 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.wire import agreed_flags, digest
+from fusedonebit.comm.wire import agreed_flags, digest, layout_word
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 from ranks import run_ranks
 
@@ -44,7 +44,7 @@ def test_a_message_is_header_scales_and_bits_at_the_documented_offsets(slots, sc
     assert len(raw) == messages.nbytes == 32 + scale_bytes + 32
     assert len(raw) % 16 == 0
     assert raw[:4] == b"FO1\x02"
-    assert struct.unpack("<8i", raw[:32]) == (0x02314F46, 0, LAYOUT.fingerprint, 0, 0, -2, 0, 0)
+    assert struct.unpack("<8i", raw[:32]) == (0x02314F46, 0, layout_word(LAYOUT, len(raw), False), 0, 0, -2, 0, 0)
     scales = struct.unpack(f"<{scale_bytes // 4}f", raw[32 : 32 + scale_bytes])
     assert scales == tuple(i + 0.5 if i < slots else 0.0 for i in range(scale_bytes // 4))
     assert raw[32 + scale_bytes :] == bytes(range(32))
@@ -78,13 +78,19 @@ def test_the_words_lie_in_the_documented_order():
     assert [int(flag) for flag in (Flag.NONFINITE, Flag.ABORT, Flag.MISMATCH)] == [1, 2, 4]
 
 
+def test_messages_of_another_length_say_another_layout():
+    kinds = [Messages(1, slots, LAYOUT, CPU, ternary) for slots in (1, 8) for ternary in (False, True)]
+    assert len({kind.nbytes for kind in kinds}) == len({int(kind.words[0, Word.LAYOUT]) for kind in kinds}) == 4
+
+
 def test_a_sent_message_says_step_digest_tag_and_sender():
     reduce = CompressedAllReduce(FlatLayout((200,), 1, 128))
+    layout = layout_word(reduce.layout, reduce.to_servers.nbytes, False)
     for step in (1, 2):
         before = int(digest(reduce.gathered)) if step > 1 else 0
         reduce([torch.randn(200, generator=torch.Generator().manual_seed(step))], tag=2**31 - 1)
         words, signal = reduce.arrived_words.split([7, 1], dim=1)
-        assert words.tolist() == [[0x02314F46, step, reduce.layout.fingerprint, before, 2**31 - 1, 0, 0]]
+        assert words.tolist() == [[0x02314F46, step, layout, before, 2**31 - 1, 0, 0]]
         residual = float(signal.contiguous().view(torch.float32))
         reduce.settle()
         assert residual == pytest.approx(float(reduce.worker.compensated.norm()), rel=1e-6)

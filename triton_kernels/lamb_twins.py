@@ -178,7 +178,7 @@ def lamb_ratio(
     """
     if skip:
         return
-    for tile in tiles(sizes, len(exp_avg_bits), block_size, fresh.device):
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, fresh.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
         frozen, held = exp_avg_sq.view(-1, block_size)[b], fresh.view(-1, block_size)[b]

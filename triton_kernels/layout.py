@@ -199,9 +199,9 @@ class FlatLayout:
 
 
 @lru_cache(maxsize=64)
-def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int) -> FlatLayout:
+def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int, least_blocks: int = 0) -> FlatLayout:
     """The cached ``FlatLayout`` of these arguments; ops rebuild theirs from plain ints with it."""
-    return FlatLayout(sizes, world_size, block_size)
+    return FlatLayout(sizes, world_size, block_size, least_blocks)
 
 
 @lru_cache(maxsize=16)

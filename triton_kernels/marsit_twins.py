@@ -76,7 +76,7 @@ def local_update(
         flags: int32 [W], ``NONFINITE`` is set where it happened.
     """
     flat = compensated[: len(scale) * block_size].view(-1, block_size)
-    every = tiles(sizes, len(bits), block_size, compensated.device)
+    every = tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor))
     of_a_chunk = len(every) // len(bits)
     for tile in every[first * of_a_chunk : last * of_a_chunk]:
         b = tile.blocks

@@ -39,10 +39,15 @@ class Tile(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def tiles(sizes: Sequence[int], chunks: int, block_size: int, device: torch.device) -> tuple[Tile, ...]:
-    """Returns the tiles of a layout, in order; none crosses a chunk boundary."""
+def tiles(
+    sizes: Sequence[int], chunks: int, block_size: int, device: torch.device, blocks: int = 0
+) -> tuple[Tile, ...]:
+    """Returns the tiles of a layout, in order; none crosses a chunk boundary.
+
+    ``blocks`` is how many it has where it may be longer than its tensors need: boundaries follow from that.
+    """
     numel = TILE_NUMEL.get(device.type, 1 << 22)
-    return _tiles(flat_layout(tuple(sizes), chunks, block_size), numel)
+    return _tiles(flat_layout(tuple(sizes), chunks, block_size, blocks), numel)
 
 
 @lru_cache(maxsize=16)

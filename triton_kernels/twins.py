@@ -139,7 +139,7 @@ def momentum_compress(
         return
     ternary = bits.dim() == 3
     flat = compensated.view(-1, block_size)
-    for tile in tiles(sizes, len(bits), block_size, compensated.device):
+    for tile in tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
         c = flat[b]

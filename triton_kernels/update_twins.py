@@ -49,7 +49,7 @@ def apply_momentum(
     """
     if skip:
         return
-    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device):
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
         update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b] / k[:, Coef.UNIT])

@@ -193,6 +193,10 @@ class Run:
 
     def _resume(self) -> int:
         step = latest_step(self.job, self.name, self.world_size)
+        if self.rank == 0:  # a later one was cut short: what is left of it must not be completed by others' new files
+            for later in self._checkpoints.glob("step-*"):
+                if later.name > self._file(step).parent.name:
+                    shutil.rmtree(later)
         if step == 0:
             return 0
         state = torch.load(self._file(step), map_location=self.device, weights_only=True)

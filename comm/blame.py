@@ -1,0 +1,166 @@
+"""After a collective has failed: which ranks are to blame.
+
+Nothing of this runs while all goes well, but for one short note when a transport is made. Ranks whose
+collective has failed tell each other so through the store in which the process group has met, wait a
+moment for the others' notes, and name those that have left none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+PATIENCE = 3.0
+"""Seconds that a failed rank waits for the others' notes, and for the store itself."""
+
+T = TypeVar("T")
+
+Place = tuple[Any, ...]
+"""A collective's name, its number among this transport's, and the transport's number among the group's."""
+
+
+class Witness:
+    """One rank of one process group, and what the others hear of it.
+
+    Args:
+        group: The process group.
+        rank: This rank in it.
+        world_size: Of it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = store = _guarded(lambda: dist.PrefixStore(f"fusedonebit/{group.group_name}", _default_store()))
+        self._serial = 0
+        if store is not None:
+            _guarded(lambda: self._introduce(store))
+
+    def _introduce(self, store: dist.Store) -> None:
+        """Tells where this rank lives; a dead one can't any more. Counts the transports of this group."""
+        self._serial = store.add(f"serial/{self.rank}", 1)
+        store.set(f"home/{self.rank}", json.dumps([_machine(), os.getpid()]))
+
+    def report(self, collective: str, number: int) -> str:
+        """Leaves a note that this rank's ``collective``, the ``number``-th, has failed; returns who is to blame.
+
+        Returns:
+            Sentences that name ranks that are dead, stopped, silent or elsewhere; "" if nothing is known. Takes
+            ``PATIENCE`` seconds at most, and raises nothing: the error that is being explained is more important.
+        """
+        if self._store is None:
+            return ""
+        seen = Seen()
+        here = (collective, number, self._serial)
+        finished = _guarded(lambda: self._look_around(here, seen, time.monotonic() + 0.8 * PATIENCE))
+        if finished is None and not seen.anything:
+            return "The process group's store does not answer either: the rank that hosts it (mostly 0) may be dead."
+        return seen.told(here)
+
+    def _look_around(self, here: Place, seen: Seen, deadline: float) -> bool:
+        """Fills ``seen``, until each rank has left a note, or is known to be unable to, or it is late."""
+        store, missing = self._store, set(range(self.world_size)) - {self.rank}
+        assert store is not None
+        store.set(f"failed/{self.rank}", json.dumps(here))
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"failed/{rank}"]):
+                    missing.discard(rank)
+                    seen.gone.pop(rank, None)
+                    seen.noted[rank] = tuple(json.loads(store.get(f"failed/{rank}")))
+                elif state := _state_of_process(store.get(f"home/{rank}") if store.check([f"home/{rank}"]) else b""):
+                    seen.gone[rank] = state
+            if missing <= seen.gone.keys():
+                break
+            if time.monotonic() > deadline:
+                seen.silent = sorted(missing - seen.gone.keys())
+                break
+            time.sleep(0.05)
+        return True
+
+
+@dataclass
+class Seen:
+    """What one failed rank knows of the others."""
+
+    gone: dict[int, str] = field(default_factory=dict)
+    """What is wrong with the processes of ranks on the same machine."""
+    silent: list[int] = field(default_factory=list)
+    """Ranks that have left no note in time."""
+    noted: dict[int, Place] = field(default_factory=dict)
+    """Where the others have failed."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.gone or self.silent or self.noted)
+
+    def told(self, here: Place) -> str:
+        """Sentences, the surest first. Others fail behind a dead rank, a hop earlier or later: that says nothing."""
+        said = [f"Rank {rank} {state}." for rank, state in sorted(self.gone.items())]
+        if self.silent:
+            who = f"Rank {self.silent[0]}" if len(self.silent) == 1 else f"Ranks {', '.join(map(str, self.silent))}"
+            why = "may still wait for this collective" if self.gone else "dead, hanging, busy, or still waiting"
+            said.append(f"{who} gave no sign within {PATIENCE:g} s: {why}.")
+        if not said:
+            said = [_elsewhere(rank, there, here) for rank, there in sorted(self.noted.items()) if there != here]
+        return " ".join(said)
+
+
+def _elsewhere(rank: int, there: Place, here: Place) -> str:
+    of = "of another optimizer" if there[2] != here[2] else f"its collective {there[1]}"
+    return f"Rank {rank} failed in {there[0]}, {of}; here it was {here[0]}, collective {here[1]}."
+
+
+def _guarded(call: Callable[[], T]) -> T | None:
+    """What ``call`` returns; None if it raises, or takes too long: a store may hang with the rank that hosts it."""
+    results: list[T] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception:  # what a store raises depends on its kind; all mean that nobody can be asked
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return results[0] if results else None
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+# ---------------------------------------------------------------- processes of the same machine
+
+
+def _machine() -> str:
+    """Equal only where a process id means the same process; processes in containers have their own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""  # not Linux: nothing is said of processes
+
+
+def _state_of_process(home: bytes) -> str:
+    """What is wrong with the process of a rank that lives here; "" if nothing is, or nobody knows."""
+    machine, pid = json.loads(home) if home else ("", 0)
+    if not machine or machine != _machine():
+        return ""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return f"has died: its process {pid} is gone"
+    if state in "ZX":
+        return f"has died: its process {pid} is gone"
+    return f"is stopped: its process {pid} does not run" if state in "Tt" else ""
