@@ -18,7 +18,6 @@ from torch import Tensor
 from . import cuts
 from .averaging import AveragingOptimizer
 from .comm import (
-    BucketedAllReduce,
     Flag,
     HierarchicalAllReduce,
     Transport,
@@ -163,7 +162,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "tag": self._coefficients.tag,
             "abort": abort,
         }
-
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         late, self._late_error = self._late_error, None

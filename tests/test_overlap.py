@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lines_of import conserved, imbalance, on_the_line, whole_state
-from observe import parameters
 from optimizers import EACH_ONEBIT, construct
 from ranks import run_ranks
 from test_disagreement import caught
@@ -431,7 +430,7 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
     """Loads, adds a group, and takes steps without a backward pass."""
     ends = []
     for overlap in (True, False):
-        params, optimizer = free(rank, overlap=overlap)
+        params = free(rank)[0]
         first = OneBitAdam(params[:2], **OPTIONS | {"overlap": overlap})
         step_on(params[:2], first, some_gradients(params[:2], rank, 50))
         first.add_param_group({"params": params[2:], "lr": 1e-3})
