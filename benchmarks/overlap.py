@@ -21,7 +21,7 @@ from . import network
 
 RESULTS = Path(__file__).with_name("results") / "overlap"
 PICTURE = Path(__file__).parent.parent / "docs" / "overlap.png"
-HOSTS, WIDTH, LAYERS, BATCH = 2, 1024, 8, 512
+HOSTS, WIDTH, LAYERS, BATCH = 2, 512, 8, 4096
 RATIOS = (0.5, 1.0, 2.0)
 """Of communication to backward pass; the network's rate is chosen so."""
 TARGET = 0.7
@@ -42,7 +42,7 @@ def measure(buckets: int, ratios: Sequence[float], rounds: int, batch: int) -> l
         return json.loads(printed.splitlines()[-1]) | {"megabits": megabits, "load": os.getloadavg()[0]}
 
     # What takes time without a slow network takes as long with one.
-    fast = run(None, 5)
+    fast = run(None, 3)
     records = []
     for ratio in ratios:
         on_the_wire = max(ratio * fast["backward"] - fast["communication"], 0.1 * fast["backward"])
@@ -97,7 +97,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How much of the communication overlap=True hides.")
     parser.add_argument("--recorded", action="store_true", help="print what was measured last")
-    parser.add_argument("--buckets", type=int, default=16)
+    parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)

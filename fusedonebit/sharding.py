@@ -136,8 +136,8 @@ def _check_levels(between: Transport, inside: Transport, world: Transport) -> No
         found = dist.get_process_group_ranks(level.group) if isinstance(level, TorchTransport) else expected
         if found != expected:
             raise ValueError(
-                f"hierarchy must make up all {world.world_size} ranks, node by node, but rank {ranks[world.rank]}'s group "
-                f"{name} has ranks {found}, where {expected} were expected"
+                f"hierarchy must make up all {world.world_size} ranks, node by node, but rank {ranks[world.rank]}'s "
+                f"group {name} has ranks {found}, where {expected} were expected"
             )
 
 
