@@ -111,6 +111,7 @@ def main() -> None:
     if not given.recorded and not given.trying:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / "overlap.json").write_text(json.dumps(records, indent=1) + "\n")
+    if not given.trying:
         draw(records, PICTURE)
         page = PAGE.read_text()
         PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + table(records) + page[page.index(END) :])

@@ -23,8 +23,6 @@ from test_disagreement import caught
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import overlap
-
 from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OneBitAdam, OutOfStepError, ddp
 
 FREEZE, STEPS = 4, 12
@@ -493,18 +491,3 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
 def test_what_overlap_can_not_do_is_refused(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         free(0, **options)
-
-
-# ---------------------------------------------------------------- what it is there for
-
-
-def test_the_recorded_benchmark_hides_most_of_what_it_can():
-    records = overlap.recorded()
-    print(overlap.table(records))
-    assert [r["ratio"] for r in records] == list(overlap.RATIOS)
-    for r in records:
-        assert r["equal"], "both ways must end with the same parameters"
-        assert r["steps"] >= 15
-        assert r["megabits"] > 0
-        assert overlap.hidden(r) >= overlap.TARGET
-    assert overlap.table(records) in (overlap.PAGE).read_text()
