@@ -48,7 +48,9 @@ def hosts(count: int, megabits: float | None) -> Iterator[list[Host]]:
 
 def _host(bridge: str, i: int, megabits: float) -> Host:
     space, outer = f"{bridge}-{i}", f"v{os.getpid()}-{i}"
-    limit = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", "256kb", "latency", "400ms")
+    # What may pass at once after a pause: 20 ms of it, or a slow network would not be slow for small messages.
+    burst = f"{min(256.0, 2.56 * megabits):g}kb"
+    limit = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", "400ms")
     inside = ("ip", "netns", "exec", space)
     _run("ip", "netns", "add", space)
     _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)

@@ -24,12 +24,15 @@ class BucketedAllReduce(PartedAllReduce):
         count: How many buckets.
         transport: How messages travel; None for world size 1.
         options: See ``CompressedAllReduce``.
+
+    Attributes:
+        under_way: Buckets that have been started since the last call, or ``finish``.
     """
 
     def __init__(self, layout: FlatLayout, count: int, transport: Transport | None = None, **options: Any) -> None:
         self.transport: Transport = transport if transport is not None else LocalTransport()
         super().__init__(layout, count, range(count), self.transport, **options)
-        self._started: set[int] = set()
+        self.under_way: set[int] = set()
 
     def bucket_of(self) -> list[range]:
         """The buckets in which each tensor lies."""
@@ -56,16 +59,16 @@ class BucketedAllReduce(PartedAllReduce):
             exp_avg_sq: float32 [P], or None.
             more: As for a call of ``CompressedAllReduce``.
         """
-        self._started.add(bucket)
+        self.under_way.add(bucket)
         v = None if exp_avg_sq is None else exp_avg_sq[self._elements(bucket)]
         self.parts[bucket](pieces_of(tensors, self._spans[bucket], self.layout.sizes), exp_avg_sq=v, **more)
 
     def finish(self, start: Callable[[int], None]) -> None:
         """Starts, with ``start(bucket)``, all that have not been; then all buckets are skipped, or none."""
         for bucket in reversed(range(self.count)):
-            if bucket not in self._started:
+            if bucket not in self.under_way:
                 start(bucket)
-        self._started.clear()
+        self.under_way.clear()
         flags = self.parts[0].flags
         for part in self.parts[1:]:
             flags = flags | part.flags
@@ -77,10 +80,18 @@ class BucketedAllReduce(PartedAllReduce):
         """All buckets, the last first; see ``CompressedAllReduce``."""
         self.finish(lambda bucket: self.start(bucket, tensors, **options))
 
-    @property
-    def started(self) -> frozenset[int]:
-        """Those on their way."""
-        return frozenset(self._started)
+    def check_idle(self) -> None:
+        """Raises RuntimeError if some buckets have been started and not all: what they were made from is gone."""
+        if self.under_way:
+            raise RuntimeError(
+                f"{len(self.under_way)} of {self.count} buckets have been sent by the backward pass: between it and "
+                "step() there is no state that could be saved, loaded or looked at; do that after step()"
+            )
+
+    def settle(self) -> None:
+        """See ``CompressedAllReduce`` and ``check_idle``."""
+        self.check_idle()
+        super().settle()
 
     def take_residuals(self, out: Tensor) -> None:
         """See ``CompressedAllReduce``; one all-reduce for each bucket."""

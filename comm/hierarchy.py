@@ -19,7 +19,9 @@ from torch import Tensor
 from ..triton_kernels import FlatLayout
 from .parts import NodeMean, PartedAllReduce
 from .transport import Transport
-from .wire import Word, union
+from .wire import CHECKED, Flag, Word, union
+
+_ALIKE = [int(Word.STEP), int(Word.TAG)]
 
 
 class HierarchicalAllReduce(PartedAllReduce):
@@ -60,14 +62,31 @@ class HierarchicalAllReduce(PartedAllReduce):
         """See ``CompressedAllReduce``."""
         part, before = self.parts[0], self.scale.clone()
         v = None if exp_avg_sq is None else exp_avg_sq[self._own]
+        part.served.words[:, Word.TAG] = more.get("tag", 0)  # ranks of a node meet nowhere else
         part(self._mean(tensors), exp_avg_sq=v, hold=hold, **more)
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
-        flags = union(self.gathered.words[:, Word.FLAGS])
+        differ = (self._signed() != self._signed()[:1]).any()
+        flags = union(self.gathered.words[:, Word.FLAGS]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
         part.refuse(flags)
         arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
         kept = torch.where(flags == 0, arrived, 0.0)
         self.scale.copy_(kept if hold is None else torch.where(hold == 0, kept, before))
         self.flags = flags
+
+    def _signed(self) -> Tensor:
+        """What all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
+        words = self.gathered.words.view(self.count, self.between.world_size, -1)
+        return words[..., _ALIKE].transpose(0, 1).reshape(-1, len(_ALIKE))
+
+    @property
+    def arrived_words(self) -> Tensor:
+        """The headers of this rank's part if they differ, by node, else of all ranks; reads from the device."""
+        words = super().arrived_words
+        if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
+            return words
+        told = words[:1].repeat(self.layout.world_size, 1)
+        told[:, _ALIKE] = self._signed()
+        return told
 
     def clear_elsewhere(self) -> None:
         """Drops what ``compensated`` holds of the other ranks' parts."""

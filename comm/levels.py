@@ -18,7 +18,7 @@ from ..triton_kernels import FlatLayout, LiveTable
 from .parts import NodeMean
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
-from .wire import Messages, union
+from .wire import Flag, Messages, Word, union
 
 Make = Callable[[FlatLayout, Transport, LiveTable], RoundAllReduce]
 
@@ -81,9 +81,12 @@ class HierarchicalRounds:
         part = self.part
         part.synchronise(prepare, step[self._blocks], hold=hold, **more)
         self._grads = None
-        rows = torch.empty(self.inside.world_size, 1, dtype=torch.int32, device=part.flags.device)
-        self.inside.all_gather(rows, part.flags.view(1, 1))
-        self.flags = union(rows[:, 0])
+        # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
+        told = torch.cat([part.messages.words[0, [Word.STEP, Word.TAG]], part.flags])
+        rows = told.new_empty(self.inside.world_size, len(told))
+        self.inside.all_gather(rows, told[None])
+        differ = (rows[:, :-1] != told[:-1]).any()
+        self.flags = union(rows[:, -1]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
         part.refuse(self.flags)
         self.scale = step * (self.flags == 0)
         if part.values is None:

@@ -136,6 +136,7 @@ def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, s
         ("the optimizer", type(optimizer).__name__),
         *((f.name, repr(getattr(options, f.name))) for f in fields(options)),
         ("broadcast_parameters", repr(broadcast)),
+        ("the number of ranks of a node", str(optimizer._inside.world_size)),
         *plist.facts(),
         ("the number of groups", str(len(optimizer.param_groups))),
         *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),

@@ -68,6 +68,7 @@ def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
 
 def catch_up_with_buckets(overlap: Overlap, loss_scale: LossScale) -> Exception | None:
     """Waits for what the backward pass has sent; the error, if this rank has seen there that it can't step."""
+    overlap.check_gradients()
     error = overlap.error
     overlap.catch_up()
     if any(value is not None for value in loss_scale):

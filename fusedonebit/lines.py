@@ -26,7 +26,9 @@ def save(optimizer: OneBitOptimizer) -> dict[str, Tensor]:
     """The lines as rows (``rows.Rows``): bits and scales of the momenta, and this rank's residuals."""
     rows = optimizer._rows
     shared = {name: rows.of_each_shard(line) for name, line in _shared(optimizer).items()}
-    return shared | {name: rows.of_each(line) for name, line in _own(optimizer).items()}
+    # A DTensor that begins somewhere else than its memory does can't be copied.
+    own = {name: line.clone() if line.storage_offset() else line for name, line in _own(optimizer).items()}
+    return shared | {name: rows.of_each(line) for name, line in own.items()}
 
 
 def _shared(optimizer: OneBitOptimizer) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from . import cuts
 from .averaging import AveragingOptimizer
 from .comm import (
-    BucketedAllReduce,
     Flag,
     HierarchicalAllReduce,
     Transport,
@@ -158,10 +157,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "tag": self._coefficients.tag,
             "abort": abort,
         }
-
-    def _start_bucket(self, bucket: int, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> None:
-        assert isinstance(self._reduce, BucketedAllReduce)
-        self._reduce.start(bucket, grads, **self._momentum_options(coef, abort))
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         late, self._late_error = self._late_error, None

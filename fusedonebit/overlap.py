@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .comm import BucketedAllReduce, TorchTransport, Transport
 
@@ -40,16 +41,17 @@ class Overlap:
         threaded = not cuda and isinstance(reduce.transport, TorchTransport)
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
-        self._handles = [
+        handles: list[RemovableHandle] = [
             owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
             for i, owner in enumerate(optimizer._list.owners)
         ]
+        handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: reduce.check_idle()))
+        self._finalizer = weakref.finalize(self, _take_away, handles, self._thread)
         self._forget()
 
     def close(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
+        """Takes the hooks away, and ends the thread once it is done."""
+        self._finalizer()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -70,6 +72,7 @@ class Overlap:
                 self._waiting[bucket] += 1
         self._next = self._reduce.count - 1
         self._coef: Tensor | None = None
+        self._left_behind: dict[int, tuple[Tensor, int]] = {}
         self.error = None
 
     def arrived(self, i: int) -> None:
@@ -86,6 +89,8 @@ class Overlap:
                 "overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
             )
             return
+        if not self._seen:
+            _after_backward(weakref.WeakMethod(self._note_versions))
         self._seen.add(i)
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
@@ -107,7 +112,11 @@ class Overlap:
             self.error = self.error or error
             grads = [optimizer._nothing] * len(self._buckets_of)
         coef = self._coef if self._coef is not None else optimizer._coefficient_table()
-        self._run(lambda: optimizer._start_bucket(bucket, grads, coef, self.error is not None))
+        # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
+        options = optimizer._momentum_options(coef, self.error is not None)
+        reduce = self._reduce
+        reduce.under_way.add(bucket)
+        self._run(lambda: reduce.start(bucket, grads, **options))
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._thread is not None:
@@ -118,6 +127,24 @@ class Overlap:
                 _without_grad(job)
         else:
             _without_grad(job)
+
+    def _note_versions(self) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            owners = optimizer._list.owners
+            self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
+
+    def check_gradients(self) -> None:
+        """Notes an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for i, (grad, version) in self._left_behind.items():
+            if optimizer._list.owners[i].grad is not grad or grad._version != version:
+                self.error = self.error or RuntimeError(
+                    f"the gradient of {optimizer._list.names[i]} was changed or dropped between the backward pass and "
+                    "step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
+                    "overlap=False only; the guard refuses outliers"
+                )
+                return
 
     def catch_up(self) -> None:
         """Waits for the buckets on their way (on CUDA: what is launched next does).
@@ -131,6 +158,24 @@ class Overlap:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for future in pending:
             future.result()
+
+
+def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:
+    for handle in handles:
+        handle.remove()
+    if thread is not None:
+        thread.shutdown(wait=False)  # the last reference may be dropped by the thread itself
+
+
+def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 def _without_grad(job: Callable[[], None]) -> None:

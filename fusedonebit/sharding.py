@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import Transport, make_transport
+from .comm import TorchTransport, Transport, make_transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,8 +128,27 @@ def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Tran
             f"hierarchy must make up all {world.world_size} ranks, node by node, got {between.world_size} nodes of "
             f"{inside.world_size}, in which rank {world.rank} would be rank {place}"
         )
+    _check_levels(between, inside, world)
     between.traffic = world.traffic  # what the network between nodes has to carry
     return between, inside
+
+
+def _check_levels(between: Transport, inside: Transport, world: Transport) -> None:
+    """Raises ValueError if some rank has its place in the two groups, but not among the ranks that belong there."""
+    ranks, nodes = list(range(world.world_size)), inside.world_size
+    if isinstance(world, TorchTransport):
+        ranks = dist.get_process_group_ranks(world.group)
+    first = world.rank - inside.rank
+    for name, level, expected in (
+        ("between nodes", between, ranks[inside.rank :: nodes]),
+        ("inside one", inside, ranks[first : first + nodes]),
+    ):
+        found = dist.get_process_group_ranks(level.group) if isinstance(level, TorchTransport) else expected
+        if found != expected:
+            raise ValueError(
+                f"hierarchy must make up all {world.world_size} ranks, node by node, but rank {ranks[world.rank]}'s "
+                f"group {name} has ranks {found}, where {expected} were expected"
+            )
 
 
 def check_groups(sharded_over: dist.ProcessGroup, averaged_over: dist.ProcessGroup | None, world_size: int) -> None:

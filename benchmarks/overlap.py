@@ -1,0 +1,123 @@
+"""How much of the communication ``overlap=True`` hides behind the backward pass, on a slow network (root, Linux).
+
+    hidden = (backward + communication - overlapped) / min(backward, communication)
+
+``communication`` is all of ``step()`` after the backward pass without overlap, in as many buckets:
+compression, messages and update; ``overlapped`` is backward pass and step with it. Two hosts, so that
+each may have a core to itself. ``--recorded`` prints what ``benchmarks/results/overlap`` has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import network
+
+RESULTS = Path(__file__).with_name("results") / "overlap"
+PICTURE = Path(__file__).parent.parent / "docs" / "overlap.png"
+PAGE = Path(__file__).parent.parent / "docs" / "beyond-one-node.md"
+BEGIN, END = "<!-- OVERLAP -->\n", "<!-- end of OVERLAP -->"
+HOSTS, WIDTH, LAYERS, BATCH = 2, 512, 8, 4096
+RATIOS = (0.5, 1.0, 2.0)
+"""Of communication to backward pass; the network's rate is chosen so."""
+TARGET = 0.7
+
+
+def hidden(record: dict[str, Any]) -> float:
+    """The share that is hidden of what could be."""
+    backward, communication, overlapped = (record[key] for key in ("backward", "communication", "overlapped"))
+    return (backward + communication - overlapped) / min(backward, communication)
+
+
+def measure(buckets: int, ratios: Sequence[float], rounds: int, batch: int) -> list[dict[str, Any]]:
+    """A record for each ratio."""
+
+    def run(megabits: float | None, steps: int) -> dict[str, Any]:
+        arguments = [str(n) for n in (WIDTH, LAYERS, batch, buckets, steps)]
+        printed = network.run_module("benchmarks.overlap_steps", HOSTS, megabits, arguments)
+        return json.loads(printed.splitlines()[-1]) | {"megabits": megabits, "load": os.getloadavg()[0]}
+
+    # What takes time without a slow network takes as long with one.
+    fast = run(None, 3)
+    records = []
+    for ratio in ratios:
+        on_the_wire = max(ratio * fast["backward"] - fast["communication"], 0.1 * fast["backward"])
+        megabits = round(8e-6 * fast["bytes"] / on_the_wire, 2)
+        print(f"{ratio:g} : 1, {megabits:g} Mbit/s, {buckets} buckets ...", file=sys.stderr, flush=True)
+        records.append(run(megabits, rounds) | {"ratio": ratio, "without_network": fast["communication"]})
+        print(table(records[-1:]), file=sys.stderr, flush=True)
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """One line for each record."""
+    lines = [
+        "| Mbit/s | buckets | backward, ms | communication, ms | without the network, ms | overlapped, ms | hidden |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for r in records:
+        parts = [r[key] for key in ("backward", "communication", "without_network", "overlapped")]
+        cells = " | ".join(f"{1e3 * seconds:.0f}" for seconds in parts)
+        lines.append(f"| {r['megabits']:g} | {r['buckets']} | {cells} | **{hidden(r):.0%}** |")
+    return "\n".join(lines) + "\n"
+
+
+def recorded() -> list[dict[str, Any]]:
+    """What was measured last."""
+    return json.loads((RESULTS / "overlap.json").read_text())
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """A bar for backward pass and communication one after the other, and one for both at once."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.8 * len(records)), layout="constrained")
+    for i, r in enumerate(records):
+        axis.barh(i - 0.17, 1e3 * r["backward"], 0.3, color="#9a9a9a", label="" if i else "backward")
+        left, told = 1e3 * r["backward"], "" if i else "communication, after it"
+        axis.barh(i - 0.17, 1e3 * r["communication"], 0.3, left, color="#2e6f95", label=told)
+        axis.barh(i + 0.17, 1e3 * r["overlapped"], 0.3, color="#d1495b", label="" if i else "overlap=True")
+        axis.annotate(f"{hidden(r):.0%} hidden", (1e3 * r["overlapped"], i + 0.17), (4, -3), textcoords="offset points")
+    axis.set_yticks(range(len(records)), [f"{r['megabits']:g} Mbit/s" for r in records])
+    axis.invert_yaxis()
+    axis.set_xlabel(f"ms per step, {HOSTS} CPU hosts, {records[0]['elements'] / 1e6:.1f}M parameters")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How much of the communication overlap=True hides.")
+    parser.add_argument("--recorded", action="store_true", help="print what was measured last")
+    parser.add_argument("--buckets", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--try", dest="trying", action="store_true", help="record nothing")
+    given = parser.parse_args()
+    if not given.recorded and not network.can_limit():
+        sys.exit("benchmarks.overlap needs root's rights and iproute2's ip and tc; --recorded prints what was measured")
+    records = recorded() if given.recorded else measure(given.buckets, given.ratios, given.rounds, given.batch)
+    if not given.recorded and not given.trying:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / "overlap.json").write_text(json.dumps(records, indent=1) + "\n")
+    if not given.trying:
+        draw(records, PICTURE)
+        page = PAGE.read_text()
+        PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + table(records) + page[page.index(END) :])
+    print(table(records))
+    print(f"hidden of the communication: {', '.join(f'{hidden(r):.0%}' for r in records)} (target {TARGET:.0%})")
+
+
+if __name__ == "__main__":
+    main()

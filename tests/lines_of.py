@@ -1,0 +1,62 @@
+"""Reads the flat state of an optimizer whose line is cut into buckets, or parts of a node's ranks, as NumPy vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from observe import flat, parameters
+
+from fusedonebit import OneBitOptimizer
+
+
+def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+    """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
+    reduce = optimizer._reduce
+    reduce.settle()
+    compressed = optimizer.phase == "compression"
+    tensors = {"v": optimizer._exp_avg_sq, "step": optimizer._step, "scale": reduce.scale, "bits": reduce.bits}
+    tensors |= {"c": optimizer._exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
+    tensors |= optimizer._tables() | (optimizer._buffers() if compressed else {})
+    for name, (bits, scale) in optimizer._momenta().items():
+        tensors |= {f"{name} bits": bits, f"{name} scale": scale}
+    state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
+    state["x"] = flat(parameters(optimizer))
+    state["digests"] = np.array(reduce.digests)
+    return state
+
+
+def conserved(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+    """m, this rank's e and its part of E, by flat index, in the unit in which they are compressed."""
+    reduce, layout = optimizer._reduce, optimizer.layout
+    state = whole_state(optimizer)
+    ranks, inside = optimizer._transport.world_size, 1
+    if optimizer._levels is not None:
+        ranks, inside = optimizer._levels[0].world_size, optimizer._levels[1].world_size
+    rank = optimizer._transport.rank // inside
+    here = [optimizer._transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
+    servers = np.zeros(layout.numel)
+    for part, served in zip(here, state["server"].reshape(len(here), -1), strict=True):
+        chunk = part * ranks + rank
+        servers[chunk * layout.chunk_numel : (chunk + 1) * layout.chunk_numel] = served
+    return {"m": reduce.result().double().numpy(), "e": state["c"].astype(float), "server": servers}
+
+
+def imbalance(before: Sequence[dict], after: Sequence[dict], gradient: np.ndarray, workers: int, beta1: float) -> float:
+    """How far m + E + mean(e) is from what it should be after a step, over the largest terms of each element."""
+    terms = [after[0]["m"], *(s["server"] for s in after), *(s["e"] / workers for s in after)]
+    right = [beta1 * before[0]["m"], (1 - beta1) * gradient]
+    right += [*(s["server"] for s in before), *(s["e"] / workers for s in before)]
+    gap = np.abs(np.sum(terms, 0) - np.sum(right, 0))
+    size = np.sum(np.abs([*terms, *right]), 0)
+    return float(np.divide(gap, size, out=np.where(gap > 0, np.inf, 0.0), where=size > 0).max())
+
+
+def on_the_line(optimizer: OneBitOptimizer, gradients: Sequence[torch.Tensor]) -> np.ndarray:
+    """Gradients by flat index."""
+    line = np.zeros(optimizer.layout.numel)
+    for i, gradient in enumerate(gradients):
+        offset = optimizer.layout.offset(i)
+        line[offset : offset + gradient.numel()] = gradient.double().reshape(-1).numpy()
+    return line

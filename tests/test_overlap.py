@@ -1,0 +1,493 @@
+"""``overlap=True``: the same bits as the same buckets without, whatever happens in a backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import re
+import threading
+import time
+import warnings
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lines_of import conserved, imbalance, on_the_line, whole_state
+from optimizers import EACH_ONEBIT, construct
+from ranks import run_ranks
+from test_disagreement import caught
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OneBitAdam, OutOfStepError, ddp
+
+FREEZE, STEPS = 4, 12
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "block_size": 128, "buckets": 3}
+
+
+class Net(nn.Module):
+    """Has a layer that is used twice, one tied to another, a frozen one, and one that a step can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.side = nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 40)
+        self.frozen, self.last = nn.Linear(40, 40).requires_grad_(False), nn.Linear(12, 40, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        hidden = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.first(x))))))
+        hidden = hidden + self.frozen(hidden)
+        return (hidden + self.side(hidden) if side else hidden) @ self.last.weight
+
+
+def make(name: str = "onebit-adam", wrap: str = "", groups: int = 1, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    model: Any = net
+    if wrap == "ddp":
+        model = DistributedDataParallel(net, find_unused_parameters=True, gradient_as_bucket_view=False)
+    elif wrap == "compile":
+        model = torch.compile(net, backend="aot_eager")
+    params: Any = list(net.parameters())
+    if groups > 1:
+        params = [{"params": params[:2], "lr": 3e-2, "weight_decay": 0.1}, {"params": params[2:], "betas": (0.8, 0.99)}]
+    optimizer = construct(name, params, **OPTIONS | options)
+    if wrap == "ddp":
+        ddp.attach(model, optimizer)
+    return model, optimizer
+
+
+def backward(model: nn.Module, rank: int, step: int, micro: int = 0, side: bool = True, factor: float = 1.0) -> None:
+    """Of data that no other rank, step or micro-batch has."""
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
+    ((model(x, side) - x.sin()).square().mean() * factor).backward()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    rank: int,
+    steps: range,
+    micros: int = 1,
+    sometimes: bool = False,
+    factors: dict[int, float] | None = None,
+    between: bool = False,
+) -> list[str]:
+    """Trains; returns the stage of each step. In the steps of ``factors`` rank 0's loss is multiplied."""
+    phases = []
+    for step in steps:
+        factor = (factors or {}).get(step, 1.0) if rank == 0 else 1.0
+        for micro in range(micros):
+            with contextlib.ExitStack() as stack:
+                if micro < micros - 1:
+                    stack.enter_context(optimizer.no_sync())
+                    if isinstance(model, DistributedDataParallel):
+                        stack.enter_context(model.no_sync())
+                backward(model, rank, step, micro, not (sometimes and step % 3 == rank % 3), factor)
+        if between:
+            mine = torch.ones(()) * rank
+            dist.all_reduce(mine)
+            assert mine == sum(range(dist.get_world_size()))
+            for group in optimizer.param_groups:  # a schedule that moves on before the step
+                group["lr"] *= 0.9
+        optimizer.step()
+        optimizer.zero_grad()
+        phases.append(optimizer.phase)
+    return phases
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scope layer, several groups": {"scale_scope": "layer", "groups": 2},
+    "scope bucket, ternary": {"scale_scope": "bucket", "ternary": True},
+    "gradient accumulation": {"train": {"micros": 3}},
+    "unused parameters": {"train": {"sometimes": True}},
+    "unused parameters, accumulation": {"train": {"sometimes": True, "micros": 2}, "buckets": 7},
+    "DDP": {"wrap": "ddp", "train": {"micros": 2}},
+    "DDP, unused parameters": {"wrap": "ddp", "train": {"sometimes": True}},
+    "compiled model": {"wrap": "compile"},
+    "automatic freeze": {"freeze_step": "auto", "betas": (0.9, 0.6), "lr": 1e-4, "steps": 24},
+    "a NaN on rank 0": {"train": {"factors": {7: float("nan")}}},
+    "re-warm-up": {"rewarm_every": 3, "rewarm_steps": 10, "steps": 22},
+    "guard": {"guard": "rewarm", "rewarm_steps": 10, "train": {"factors": {9: 1e6}}, "steps": 22},
+    "more buckets than blocks": {"buckets": 64},
+    "one bucket": {"buckets": 1},
+    "a collective and another lr before the step": {"train": {"between": True}},
+    "paper": {"precondition": False, "scale_norm": "l2", "scale_scope": "layer"},
+}
+OF_LAMB = ("plain", "scope layer, several groups", "gradient accumulation", "unused parameters", "a NaN on rank 0")
+
+
+def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dict[str, Any]:
+    """Trains with overlap and without; returns where the states part."""
+    warnings.simplefilter("ignore", FusedOneBitWarning)
+    found = {}
+    for case in cases:
+        given = dict(CASES[case])
+        told, steps = given.pop("train", {}), range(given.pop("steps", STEPS))
+        states, phases, sent = [], [], []
+        for overlap in (True, False):
+            model, optimizer = make(name, overlap=overlap, **given)
+            phases.append(train(model, optimizer, rank, steps, **told))
+            states.append(whole_state(optimizer))
+            sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "collectives_step", "skipped_steps")})
+        unequal = [key for key in states[0] if not np.array_equal(states[0][key], states[1][key])]
+        found[case] = (unequal, phases[0] == phases[1], sent[0] == sent[1], phases[0], states[0]["x"], sent[0])
+    return found
+
+
+def check_equal(name: str, world_size: int, cases: list[str]) -> list[dict]:
+    runs = run_ranks(side_by_side, world_size, name, cases)
+    for case in cases:
+        for run in runs:
+            unequal, *alike, phases, x, _ = run[case]
+            assert unequal == [], f"{name}, {case}"
+            assert alike == [True, True], f"{name}, {case}"
+            assert "compression" in phases
+            assert np.array_equal(x, runs[0][case][4]), f"{name}, {case}: ranks differ"
+            assert np.isfinite(x).all()
+    return runs
+
+
+def test_overlap_changes_no_bit():
+    runs = check_equal("onebit-adam", 2, list(CASES))
+    phases = {case: runs[0][case][3] for case in CASES}
+    assert phases["plain"] == ["warmup"] * FREEZE + ["compression"] * (STEPS - FREEZE)
+    for case in ("re-warm-up", "guard"):
+        assert "warmup" in phases[case][FREEZE + 1 :], case
+    assert runs[0]["guard"][5]["skipped_steps"] == runs[0]["a NaN on rank 0"][5]["skipped_steps"] == 1
+
+
+@EACH_ONEBIT
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_overlap_changes_no_bit_of_lamb_either(name, world_size):
+    check_equal(name, world_size, list(CASES) if world_size == 4 else list(OF_LAMB))
+
+
+def test_overlap_changes_no_bit_on_four_ranks():
+    check_equal("onebit-adam", 4, ["unused parameters", "a NaN on rank 0"])
+
+
+def test_overlap_sends_in_the_backward_pass_in_one_process_too():
+    states = []
+    for overlap in (True, False):
+        model, optimizer = make(overlap=overlap)
+        train(model, optimizer, 0, range(STEPS))
+        states.append(whole_state(optimizer))
+        backward(model, 0, STEPS)
+        under_way = optimizer._reduce.under_way
+        assert under_way == ({1, 2} if overlap else set())
+    assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
+
+
+# ---------------------------------------------------------------- nothing is lost
+
+
+def pulled(params: list[Tensor], gradients: list[Tensor]) -> None:
+    """A backward pass that leaves exactly these gradients."""
+    sum((p * g).sum() for p, g in zip(params, gradients, strict=True)).backward()
+
+
+def values(params: list[Tensor]) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in params])
+
+
+def some_gradients(params: list[Tensor], rank: int, step: int) -> list[Tensor]:
+    return [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(rank + 10 * step + i))
+        for i, p in enumerate(params)
+    ]
+
+
+def free(
+    rank: int, sizes: tuple[int, ...] = (900, 40, 700, 1), **options: Any
+) -> tuple[list[nn.Parameter], OneBitAdam]:
+    """Parameters without a model; the last bucket has the last two of them."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
+    return params, OneBitAdam(params, **OPTIONS | {"overlap": True, "precondition": False} | options)
+
+
+def step_on(params: list[nn.Parameter], optimizer: OneBitAdam, gradients: list[Tensor]) -> None:
+    pulled(params, gradients)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def follow(rank: int, world_size: int, nonfinite: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:
+    """Steps of which some have a NaN in one tensor of one rank; what conservation compares, after each."""
+    warnings.simplefilter("ignore", FusedOneBitWarning)
+    params, optimizer = free(rank)
+    seen = []
+    for step in range(STEPS):
+        gradients = some_gradients(params, rank, step)
+        bad_rank, bad_tensor = nonfinite.get(step, (-1, -1))
+        counted = [g.clone() for g in gradients]
+        if rank == bad_rank:
+            gradients[bad_tensor].view(-1)[0] = float("nan")
+            counted[bad_tensor].view(-1)[0] = 0.0
+        before = values(params)
+        step_on(params, optimizer, gradients)
+        moved = bool((values(params) != before).any())
+        told = {"moved": moved, "updates": optimizer.stats()["step"], "gradient": on_the_line(optimizer, counted)}
+        seen.append(told | (conserved(optimizer) if optimizer.phase == "compression" else {}))
+    return seen
+
+
+def test_a_nan_in_one_bucket_on_one_rank_skips_all_buckets_on_all_ranks_and_nothing_is_lost():
+    nonfinite = {6: (1, 3), 8: (0, 0), 9: (1, 2)}  # in the last bucket, in the first, in two
+    runs = run_ranks(follow, 2, nonfinite)
+    worst, updates = 0.0, FREEZE + 1
+    for step in range(FREEZE + 1, STEPS):
+        updates += step not in nonfinite
+        before, after = ([run[k] for run in runs] for k in (step - 1, step))
+        for told in after:
+            assert told["moved"] == (step not in nonfinite)
+            assert told["updates"] == updates
+            assert np.array_equal(told["m"], after[0]["m"])
+            assert step not in nonfinite or not told["m"].any()
+        gradient = np.mean([told["gradient"] for told in after], 0)
+        worst = max(worst, imbalance(before, after, gradient, 2, 0.9))
+    print(f"imbalance, of the terms: {worst:.1e} (limit 3e-7)")
+    assert worst <= 3e-7
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def backward_twice(params, optimizer, rank):
+    pulled(params, some_gradients(params, rank, 90))
+    pulled(params, some_gradients(params, rank, 91))
+    optimizer.step()
+
+
+def zero_grad_and_another(params, optimizer, rank):
+    pulled(params, some_gradients(params, rank, 90))
+    optimizer.zero_grad()
+    pulled(params, some_gradients(params, rank, 91))
+    optimizer.step()
+
+
+def clip(params, optimizer, rank):
+    pulled(params, some_gradients(params, rank, 90))
+    nn.utils.clip_grad_norm_(params, 1e-3)
+    optimizer.step()
+
+
+def drop(params, optimizer, rank):
+    pulled(params, some_gradients(params, rank, 90))
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def unusable(params, optimizer, rank):
+    rows = nn.functional.embedding(torch.arange(350), params[2], sparse=True)
+    pulled([*params[:2], rows, params[3]], some_gradients(params, rank, 90))
+    optimizer.step()
+
+
+def other_lr(params, optimizer, rank):
+    optimizer.param_groups[0]["lr"] *= 2
+    try:
+        pulled(params, some_gradients(params, rank, 90))
+        optimizer.step()
+    finally:
+        optimizer.param_groups[0]["lr"] /= 2
+
+
+def bad_lr(params, optimizer, rank):
+    good, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
+    try:
+        pulled(params, some_gradients(params, rank, 90))
+        optimizer.step()
+    finally:
+        optimizer.param_groups[0]["lr"] = good
+
+
+def save(params, optimizer, rank):
+    pulled(params, some_gradients(params, rank, 90))
+    try:
+        optimizer.state_dict()
+    finally:
+        optimizer.step()
+
+
+def load(params, optimizer, rank):
+    saved = copy.deepcopy(optimizer.state_dict())
+    pulled(params, some_gradients(params, rank, 90))
+    try:
+        optimizer.load_state_dict(saved)
+    finally:
+        optimizer.step()
+
+
+def scaler(params, optimizer, rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(sum((p * p).sum() for p in params)).backward()
+    scaler.step(optimizer)
+
+
+MISUSE = {
+    backward_twice: (RuntimeError, "in a second backward pass before step.*no_sync"),
+    zero_grad_and_another: (RuntimeError, "in a second backward pass before step"),
+    clip: (RuntimeError, "was changed or dropped between the backward pass and step"),
+    drop: (RuntimeError, "was changed or dropped between the backward pass and step"),
+    unusable: (TypeError, "must be dense"),
+    bad_lr: (ValueError, "lr must be a finite number >= 0, got -1.0"),
+}
+"""What one rank does; its error. The others' is ``AbortedStepError``."""
+ON_ALL = {
+    backward_twice: MISUSE[backward_twice],
+    save: (RuntimeError, "have been sent by the backward pass"),
+    load: (RuntimeError, "have been sent by the backward pass"),
+    scaler: (RuntimeError, "GradScaler can't be used with overlap=True"),
+}
+
+
+def misuse(rank: int, world_size: int, everywhere: bool) -> dict[str, Any]:
+    """Trains, does something wrong, and trains on; tells what was raised, and whether anything moved."""
+    warnings.simplefilter("ignore", FusedOneBitWarning)
+    found = {}
+    for wrong in ON_ALL if everywhere else [*MISUSE, other_lr]:
+        params, optimizer = free(rank)
+        for step in range(FREEZE + 2):
+            step_on(params, optimizer, some_gradients(params, rank, step))
+        before = values(params)
+        here = wrong if everywhere or rank == 1 else lambda p, o, r: step_on(p, o, some_gradients(p, r, 90))
+        told = caught(lambda here=here, p=params, o=optimizer: here(p, o, rank))
+        still = bool((values(params) == before).all())
+        optimizer.zero_grad()
+        for step in range(FREEZE + 2, STEPS):
+            step_on(params, optimizer, some_gradients(params, rank, step))
+        found[wrong.__name__] = (*told, still, values(params).numpy())
+    return found
+
+
+def test_what_one_rank_does_wrong_every_rank_hears_of_and_training_goes_on():
+    runs = run_ranks(misuse, 2, False)
+    for wrong, (kind, text) in MISUSE.items():
+        (others, _, *_), (own, said, *_) = (run[wrong.__name__] for run in runs)
+        assert own is kind, (wrong.__name__, own, said)
+        assert re.search(text, said), (wrong.__name__, said)
+        assert others is AbortedStepError, wrong.__name__
+    for run in runs:
+        kind, said, *_ = run["other_lr"]
+        assert kind is OutOfStepError
+        assert "hyper-parameters" in said
+    for wrong in (*MISUSE, other_lr):
+        stills, ends = zip(*(run[wrong.__name__][2:] for run in runs), strict=True)
+        assert stills == (True, True), wrong.__name__
+        assert np.array_equal(*ends), wrong.__name__
+
+
+def test_what_all_ranks_do_wrong_raises_one_clear_error():
+    runs = run_ranks(misuse, 2, True)
+    for wrong, (expected, text) in ON_ALL.items():
+        for run in runs:
+            kind, said, still, end = run[wrong.__name__]
+            assert kind is expected, (wrong.__name__, kind, said)
+            assert re.search(text, said), (wrong.__name__, said)
+            assert still or wrong in (save, load)  # those were refused, the step was not
+            assert np.array_equal(end, runs[0][wrong.__name__][3])
+
+
+def ends_early(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
+    params, optimizer = free(rank)
+    for step in range(FREEZE + 2):
+        step_on(params, optimizer, some_gradients(params, rank, step))
+    before = values(params)
+    began = time.monotonic()
+    if rank == 1:
+        params[0].register_hook(lambda g: 1 / 0)  # when some buckets have been sent
+        told = caught(lambda: pulled(params, some_gradients(params, rank, 90)))
+        time.sleep(8.0 if how == "hangs" else 0.0)
+        return told
+    told = caught(lambda: step_on(params, optimizer, some_gradients(params, rank, 90)))
+    again = caught(optimizer.step)
+    still = bool((values(params) == before).all())
+    return *told, still, again[0], time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_rank_that_ends_in_the_backward_pass_is_an_error_within_the_groups_timeout(how):
+    other, died = run_ranks(ends_early, 2, how, group_timeout=4.0)
+    assert died[0] is ZeroDivisionError
+    kind, text, still, again, seconds = other
+    print(f"a rank {how} in its backward pass: CollectiveError after {seconds:.1f} s (timeout 4 s)")
+    assert (kind, still, again) == (CollectiveError, True, CollectiveError)
+    assert "Another rank has died, hangs" in text
+    assert seconds < 25  # a loaded machine's; the library's own timeout is 30 minutes
+
+
+# ---------------------------------------------------------------- its life
+
+
+def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
+    """Loads, adds a group, and takes steps without a backward pass."""
+    ends = []
+    for overlap in (True, False):
+        params = free(rank)[0]
+        first = OneBitAdam(params[:2], **OPTIONS | {"overlap": overlap})
+        step_on(params[:2], first, some_gradients(params[:2], rank, 50))
+        first.add_param_group({"params": params[2:], "lr": 1e-3})
+        for step in range(FREEZE + 2):
+            step_on(params, first, some_gradients(params, rank, step))
+        first.step()  # without gradients
+        optimizer = OneBitAdam(
+            [{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **OPTIONS | {"overlap": overlap}
+        )
+        optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+        hooks = [len(p._post_accumulate_grad_hooks or {}) for p in params]
+        assert hooks == [2 * overlap] * 4, "those of two optimizers"
+        del first
+        gc.collect()
+        for step in range(FREEZE + 2, STEPS):
+            step_on(params, optimizer, some_gradients(params, rank, step))
+        ends.append(whole_state(optimizer))
+    for key in ends[0]:
+        assert np.array_equal(ends[0][key], ends[1][key]), key
+
+
+def test_loading_and_adding_a_group_keep_the_overlap():
+    run_ranks(in_the_warm_up_and_after, 2)
+
+
+def deleted(rank: int, world_size: int) -> None:
+    threads = set(threading.enumerate())
+    params, optimizer = free(rank)
+    for step in range(FREEZE + 2):
+        step_on(params, optimizer, some_gradients(params, rank, step))
+    assert {t.name for t in set(threading.enumerate()) - threads} == {"fusedonebit-overlap_0"}
+    watched = weakref.ref(optimizer)
+    pulled(params, some_gradients(params, rank, 90))  # some buckets are under way
+    del optimizer
+    gc.collect()
+    assert watched() is None
+    assert not any(p._post_accumulate_grad_hooks for p in params)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    dist.barrier()
+
+
+def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
+    run_ranks(deleted, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"scale_scope": "global"}, 'scale_scope must be "bucket", "layer" or "block" with 3 buckets, got "global"'),
+        ({"max_grad_norm": 1.0}, "max_grad_norm must be None with overlap=True, got 1.0"),
+        ({"capturable": True}, "capturable must be False with overlap=True"),
+        ({"buckets": 0}, "buckets must be an int >= 1 or None, got 0"),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
+    ],
+)
+def test_what_overlap_can_not_do_is_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        free(0, **options)
