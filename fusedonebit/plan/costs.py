@@ -213,20 +213,22 @@ Family = Literal["uncompressed", "1-bit", "Marsit"]
 
 
 class Method(NamedTuple):
-    """A way to agree on a step: its label, whom it serves, its cost, and what to write; None: not offered here."""
+    """A way to agree on a step: its label, whom it serves, its cost, and what to write."""
 
     label: str
     family: Family
     seconds: Callable[[float, int, Network], float]
-    write: str | None
+    write: str
 
 
 METHODS = {
     "fp32": Method("fp32 all-reduce", "uncompressed", lambda d, n, net: all_reduce(FP32 * d, n, net), "DDP"),
     "bf16": Method("bf16 all-reduce", "uncompressed", lambda d, n, net: all_reduce(BF16 * d, n, net), "DDP, bf16 hook"),
     "flat": Method("1-bit, flat", "1-bit", flat, "OneBitAdam"),
-    "hierarchical": Method("1-bit, fp32 in node", "1-bit", hierarchical, None),
-    "hierarchical-bf16": Method("1-bit, bf16 in node", "1-bit", lambda d, n, net: hierarchical(d, n, net, BF16), None),
+    "hierarchical": Method("1-bit, fp32 in node", "1-bit", hierarchical, "hierarchy=mesh"),
+    "hierarchical-bf16": Method(
+        "1-bit, bf16 in node", "1-bit", lambda d, n, net: hierarchical(d, n, net, BF16), "hierarchy_dtype=bfloat16"
+    ),
     "marsit-ring": Method("Marsit, ring", "Marsit", marsit_ring, 'topology="ring"'),
     "marsit-torus": Method("Marsit, torus", "Marsit", marsit_torus, 'topology="torus"'),
     "marsit-owner": Method("Marsit, owner", "Marsit", marsit_owner, 'topology="owner"'),

@@ -13,7 +13,6 @@ from .costs import METHODS, Network, cost
 LEAST_GAIN = 0.03
 """Of a step: what saves less is not worth another algorithm."""
 LARGEST = 16_384
-NOT_OFFERED = "not offered yet"
 FAMILIES = ("uncompressed", "1-bit", "Marsit")
 
 
@@ -40,13 +39,9 @@ class Plan:
         found = {name: cost(name, self.parameters, n, self.network, every) for name in METHODS}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
-    def cheapest(self, gpus: int | None = None, families: Iterable[str] = FAMILIES, offered: bool = False) -> str:
-        """Name of the cheapest method of some families; of all, or of what this package and torch offer."""
-        found = {
-            name: seconds
-            for name, seconds in self.costs(gpus).items()
-            if METHODS[name].family in families and (METHODS[name].write or not offered)
-        }
+    def cheapest(self, gpus: int | None = None, families: Iterable[str] = FAMILIES) -> str:
+        """Name of the cheapest method of some families."""
+        found = {name: seconds for name, seconds in self.costs(gpus).items() if METHODS[name].family in families}
         return min(found, key=found.__getitem__)
 
     @property
@@ -56,8 +51,8 @@ class Plan:
 
     @property
     def saved(self) -> float:
-        """Seconds a step that the best compression on offer saves against that; below 0 it loses."""
-        return self.uncompressed - self.costs()[self.cheapest(families=["1-bit", "Marsit"], offered=True)]
+        """Seconds a step that the best compression saves against that; below 0 it loses."""
+        return self.uncompressed - self.costs()[self.cheapest(families=["1-bit", "Marsit"])]
 
     @property
     def share(self) -> float | None:
@@ -88,15 +83,13 @@ class Plan:
         return [*self._names(), self._verdict()]
 
     def _names(self) -> list[str]:
-        """The cheapest; of what is offered, if that is another; and for 1-bit Adam and LAMB, as Marsit is neither."""
+        """The cheapest; and for 1-bit Adam and LAMB, as Marsit is neither."""
         named = {"cheapest": self.cheapest()}
-        if METHODS[named["cheapest"]].write is None:
-            named["cheapest on offer"] = self.cheapest(offered=True)
-        if METHODS[self.cheapest(offered=True)].family == "Marsit":
-            named["for 1-bit Adam and 1-bit LAMB"] = self.cheapest(families=["1-bit"], offered=True)
+        if METHODS[self.cheapest()].family == "Marsit":
+            named["for 1-bit Adam and 1-bit LAMB"] = self.cheapest(families=["1-bit"])
         costs = self.costs()
         return [
-            f"{what}: {METHODS[name].label}, {duration(costs[name])} a step ({METHODS[name].write or NOT_OFFERED})"
+            f"{what}: {METHODS[name].label}, {duration(costs[name])} a step ({METHODS[name].write})"
             for what, name in named.items()
         ]
 
@@ -144,7 +137,7 @@ def asked_table(plan: Plan) -> Table:
         if plan.compute is not None:
             cells.append(duration(plan.compute + costs[name]))
         style = "bold green" if name == cheapest else None
-        table.add_row(method.label, *cells, method.write or NOT_OFFERED, style=style)
+        table.add_row(method.label, *cells, method.write, style=style)
     return table
 
 
