@@ -230,7 +230,7 @@ def test_the_command_names_the_cheapest_and_draws(tmp_path, capsys):
     assert plan(tmp_path, step_ms="363") == 0
     out = capsys.readouterr().out
     assert "cheapest: Marsit, owner, 136 ms a step" in out
-    assert "for 1-bit Adam and 1-bit LAMB: 1-bit, flat, 411 ms a step" in out
+    assert "for 1-bit Adam and 1-bit LAMB: 1-bit, bf16 in node, 219 ms a step" in out
     assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.03 times as fast)" in out
     assert "16,384" in out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -227,7 +227,7 @@ METHODS = {
     "flat": Method("1-bit, flat", "1-bit", flat, "OneBitAdam"),
     "hierarchical": Method("1-bit, fp32 in node", "1-bit", hierarchical, "hierarchy=mesh"),
     "hierarchical-bf16": Method(
-        "1-bit, bf16 in node", "1-bit", lambda d, n, net: hierarchical(d, n, net, BF16), "hierarchy_dtype=bfloat16"
+        "1-bit, bf16 in node", "1-bit", lambda d, n, net: hierarchical(d, n, net, BF16), "hierarchy=mesh, bf16"
     ),
     "marsit-ring": Method("Marsit, ring", "Marsit", marsit_ring, 'topology="ring"'),
     "marsit-torus": Method("Marsit, torus", "Marsit", marsit_torus, 'topology="torus"'),
