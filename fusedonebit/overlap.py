@@ -169,7 +169,7 @@ def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None
 
 def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     """Calls it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
 
     def call() -> None:
         if (found := method()) is not None:

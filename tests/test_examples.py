@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-UNDER_TORCHRUN = [example for example in EXAMPLES if example.stem != "mpi"]  # that one is run by test_mpi
+UNDER_TORCHRUN = [e for e in EXAMPLES if e.stem not in ("elastic", "mpi")]  # test_elastic and test_mpi run these
 
 
 def test_examples_are_short():
