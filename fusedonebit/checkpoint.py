@@ -222,9 +222,9 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
     compressed = header["phase"] == "compression"
-    optimizer._check_header(header)
+    check_header(optimizer, header)
     if compressed:
-        _check_compressed(optimizer, header)
+        _warn_of_options(optimizer, header)
     for i, state in enumerate(states):
         if not state and not compressed:
             continue  # AdamW has none for a parameter that never had a gradient
@@ -284,7 +284,11 @@ def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str,
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
-def _check_compressed(optimizer: DistributedOptimizer, header: State) -> None:
+def check_header(optimizer: DistributedOptimizer, header: State) -> None:
+    """Raises ValueError if this optimizer can't go on from a checkpoint with this header."""
+    optimizer._check_header(header)
+    if header["phase"] != "compression":
+        return
     own = {
         "algorithm": type(optimizer).__name__,
         "shards": optimizer._shards.count,
@@ -300,6 +304,9 @@ def _check_compressed(optimizer: DistributedOptimizer, header: State) -> None:
         if header[key] != value:
             hint = way_out.get(key, "construct the model and the optimizer as they were")
             raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+
+
+def _warn_of_options(optimizer: DistributedOptimizer, header: State) -> None:
     here = _numerics(optimizer)
     for name, was in header["options"].items():
         now = here.get(name)

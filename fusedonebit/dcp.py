@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Module
 
-from .checkpoint import FORMAT, KEY, read_header
+from .checkpoint import FORMAT, KEY, check_header, read_header
 from .comm import agree
 from .construction import failure
 from .distributed import DistributedOptimizer
@@ -153,6 +153,8 @@ def template(
         if header is not None and header["format"] != FORMAT:
             raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}")
         _check_round(optimizer, header or {})
+        if header is not None:
+            check_header(optimizer, header)
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught
     _agree(optimizer, [("the checkpoint's header", json.dumps(header))], error)

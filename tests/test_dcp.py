@@ -176,7 +176,7 @@ def pass_on(rank: int, world_size: int, name: str, folder: str, onward: str) -> 
     return conserved(reader), prints, loss
 
 
-@pytest.mark.parametrize("chain", [(4, 2, 4), (4, 3, 1, 2)], ids=str)
+@pytest.mark.parametrize("chain", [(4, 2, 4), pytest.param((4, 3, 1, 2), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
 def test_on_other_numbers_of_ranks_nothing_is_lost(tmp_path, name, chain):
     folders = [str(tmp_path / str(i)) for i in range(len(chain))]
@@ -364,7 +364,7 @@ def load_wrong(rank: int, world_size: int, case: str, folder: str) -> tuple[str,
 
 
 WRONG = {
-    "another model": "can't be loaded, on rank 0: ",
+    "another model": "construct the model and the optimizer as they were",
     "another optimizer": "the checkpoint's algorithm is OneBitLamb, but here it is OneBitAdam",
     "no optimizer": "prefix must be the name of an optimizer's state, got 'optimizer'; saved were ['model']",
     "no model": "can't be loaded, on rank 0: ",

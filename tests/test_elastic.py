@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
 KILLED_AFTER = 130
@@ -46,6 +47,7 @@ def kill_one(agent: subprocess.Popen, log: Path) -> None:
     assert agent.wait(timeout=120) != 0
 
 
+@pytest.mark.full
 def test_the_loss_goes_on_with_one_rank_fewer_after_a_worker_was_killed(tmp_path):
     logs = {name: tmp_path / f"{name}.log" for name in ("straight", "killed", "resumed")}
     assert start(4, tmp_path / "straight", logs["straight"]).wait(timeout=200) == 0, logs["straight"].read_text()

@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_within_the_timeout():
         )
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.full)])
 def test_a_store_that_has_died_or_hangs_with_its_rank_hides_no_error(how):
     """Rank 0 hosts the store in which the group has met."""
     fault = Fault("store", 6, "all_gather", how=how)

@@ -161,7 +161,14 @@ def follow(rank: int, world_size: int, name: str, ternary: bool) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize(("name", "ternary"), [("onebit-adam", False), ("onebit-adam", True), ("onebit-lamb", False)])
+@pytest.mark.parametrize(
+    ("name", "ternary"),
+    [
+        ("onebit-adam", False),
+        pytest.param("onebit-adam", True, marks=pytest.mark.full),
+        pytest.param("onebit-lamb", False, marks=pytest.mark.full),
+    ],
+)
 def test_what_one_rank_finds_in_its_shard_skips_the_step_on_all_and_nothing_is_lost(name, ternary):
     runs, worst, updates = run_ranks(follow, 4, name, ternary), 0.0, 0
     for step, event in enumerate(EVENTS):
