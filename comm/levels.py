@@ -59,6 +59,7 @@ class HierarchicalRounds:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._blocks = blocks
         self._grads: list[Tensor] | None = None
+        self._told = torch.zeros(inside.world_size, 3, dtype=torch.int32, device=device)
 
     def add(
         self,
@@ -85,6 +86,7 @@ class HierarchicalRounds:
         told = torch.cat([part.messages.words[0, [Word.STEP, Word.TAG]], part.flags])
         rows = told.new_empty(self.inside.world_size, len(told))
         self.inside.all_gather(rows, told[None])
+        self._told = rows
         differ = (rows[:, :-1] != told[:-1]).any()
         self.flags = union(rows[:, -1]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
         part.refuse(self.flags)
@@ -102,6 +104,13 @@ class HierarchicalRounds:
         if name == "part":  # before it was made
             raise AttributeError(name)
         return getattr(self.part, name)
+
+    def describe(self) -> str:
+        """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
+        step, tag = (self._told[:, :-1] != self._told[:1, :-1]).any(0).tolist()
+        if step or tag:
+            return f"the {'number of rounds' if step else 'hyper-parameters'} on ranks of one node"
+        return f"on some node: {self.part.describe()}"
 
     @property
     def pending(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..triton_kernels import TAIL, FlatLayout, LiveTable, ScaleScope, Span, block_table, flatten, live_table
 from .allreduce import CompressedAllReduce, result_of
 from .transport import Transport
-from .wire import Messages
+from .wire import CHECKED, Messages
 
 
 class PartedAllReduce:
@@ -146,7 +146,9 @@ class PartedAllReduce:
     @property
     def arrived_words(self) -> Tensor:
         """The headers of the part in which ranks differ; reads from the device."""
-        differing = (p for p in self.parts if bool((p.arrived_words[:, :5] != p.arrived_words[:1, :5]).any()))
+        differing = (
+            p for p in self.parts if bool((p.arrived_words[:, :CHECKED] != p.arrived_words[:1, :CHECKED]).any())
+        )
         return next(differing, self.parts[0]).arrived_words
 
     @property

@@ -88,7 +88,8 @@ class OneBitAdam(OneBitOptimizer):
             element: it is the same on all ranks and after a resumption. float32 parameters are not
             rounded; float16 ones are refused.
         hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and compressed between nodes (``comm.hierarchy``). None: no levels.
+            are averaged inside a node, and compressed between nodes (``comm.hierarchy``), each rank's part with
+            scales of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
             the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same

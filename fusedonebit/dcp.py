@@ -53,7 +53,8 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
     Raises:
         ValueError: between local steps of a round, when parameters differ from rank to rank.
     """
-    torch_dcp.save(state_of(model, optimizer) | more, checkpoint_id=checkpoint_id)
+    state = state_of(model, optimizer) | more
+    torch_dcp.save(state, checkpoint_id=checkpoint_id, process_group=_group(optimizer))
 
 
 def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> Any:
@@ -64,7 +65,9 @@ def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: st
     """
     state = state_of(model, optimizer) | more
     if dist.is_initialized() and optimizer._saving is None:
-        optimizer._saving = dist.new_group(backend="gloo")
+        group = _group(optimizer)
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        optimizer._saving = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     return torch_dcp.async_save(state, checkpoint_id=checkpoint_id, process_group=optimizer._saving)
 
 
@@ -89,14 +92,14 @@ def load(
 
     Raises:
         ValueError: on every rank, if there is no complete checkpoint, or one of another model or optimizer;
-            nothing was changed.
+            model and optimizer are as they were (``more`` may have been read).
     """
     _check_ranks(optimizer)
     # Torch fills tensors in place: those of the model must not change if anything is wrong.
     room = {name: value.clone() if isinstance(value, Tensor) else value for name, value in _model(model).items()}
     state = {"model": room, _OPTIMIZER: template(model, optimizer, checkpoint_id)} | more
     try:
-        torch_dcp.load(state, checkpoint_id=checkpoint_id)
+        torch_dcp.load(state, checkpoint_id=checkpoint_id, process_group=_group(optimizer))
     except torch_dcp.CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
         raise ValueError(f"the checkpoint in {checkpoint_id} can't be loaded, on rank {rank}: {error}") from error
@@ -155,8 +158,20 @@ def template(
         _check_round(optimizer, header or {})
         if header is not None:
             check_header(optimizer, header)
-    except Exception as caught:  # whatever it is: the other ranks must not wait
+        elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
+            raise ValueError(
+                f"the state under {prefix!r} must be of this package or of AdamW, by the names of parameters, as "
+                "get_optimizer_state_dict() gives it; it has no header and no exp_avg"
+            )
+        elif any(name.startswith(f"{prefix}.state.0.") for name in saved) and not _has_parameter(model, "0"):
+            raise ValueError(
+                f"the state under {prefix!r} must have the names of parameters, as get_optimizer_state_dict() gives "
+                "it, got numbers, as optimizer.state_dict() does"
+            )
+    except (ValueError, TypeError) as caught:
         error = caught
+    except Exception as caught:  # whatever it is: the other ranks must not wait
+        error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     _agree(optimizer, [("the checkpoint's header", json.dumps(header))], error)
     optimizer._expected = (header,)
     try:
@@ -172,6 +187,10 @@ def template(
     return room
 
 
+def _has_parameter(model: Module, prefix: str) -> bool:
+    return any(name.startswith(f"{prefix}.") for name, _ in model.named_parameters())
+
+
 def _agree(optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error: Exception | None) -> None:
     hint = "every rank must read the same checkpoint"
     first = failure(lambda: agree(optimizer._transport, facts, optimizer.device, error, hint))
@@ -180,7 +199,14 @@ def _agree(optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error:
         raise first
 
 
+def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
+    """Over which ranks a checkpoint is written: those of the optimizer; of shards, all."""
+    return None if optimizer._shards.count > 1 else getattr(optimizer._transport, "group", None)
+
+
 def _check_ranks(optimizer: DistributedOptimizer) -> None:
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
     rows = optimizer._rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(

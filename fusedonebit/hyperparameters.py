@@ -121,10 +121,8 @@ class OneBitOptions(Options):
 
     def _check_buckets(self) -> None:
         check_flag("overlap", self.overlap)
-        if self.buckets is not None:
-            check_count("buckets", self.buckets)
-            if self.buckets < 1:
-                raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets}")
+        if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
+            raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
         if self.bucket_count > 1 and self.scale_scope == "global":
             raise ValueError(
                 f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '

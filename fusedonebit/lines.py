@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .cuts import cut_of
 from .sharding import local
+from .triton_kernels import FlatLayout
 
 if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
@@ -80,7 +81,8 @@ def _cut_alike(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> bool:
 
 def check(optimizer: OneBitOptimizer, state: Mapping[str, Any], header: Mapping[str, Any]) -> None:
     """Raises ValueError or TypeError if the lines in ``state`` are not those of this model on these ranks."""
-    if header["line"] < optimizer.layout.first_block[-1] * optimizer.layout.block_size:
+    # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
+    if header["line"] < FlatLayout(optimizer._list.sizes, 1, header["block_size"]).numel:
         raise ValueError(f"checkpoint of another model: its line has only {header['line']} elements")
     for name, width in _widths(optimizer, header).items():
         if not isinstance(state[name], Tensor):

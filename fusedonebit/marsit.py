@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from .comm import MarsitAllReduce, Topology, Transport
 from .comm.hops import TOPOLOGIES
 from .comm.marsit import check_topology
 from .hyperparameters import check_choice, check_count
-from .plan import Network, choose_topology
+from .plan import TYPICAL, Network, choose_topology
 from .rounds import RoundOptimizer, RoundOptions
 from .triton_kernels import FlatLayout, LiveTable
 
@@ -73,7 +73,11 @@ class MarsitOptimizer(RoundOptimizer):
         options = self.options
         if options.topology != "auto":
             return options.topology
-        return choose_topology(parameters, world_size, options.network)
+        network = options.network
+        if self._levels is not None:  # workers are nodes then, and its ranks share what a node sends
+            inside, network = self._levels[1].world_size, network or TYPICAL
+            network = replace(network, gpus_per_node=1, between=network.between / inside)
+        return choose_topology(parameters, world_size, network)
 
     def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> MarsitAllReduce:
         options = self.options

@@ -133,7 +133,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
             nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
         hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and compressed between nodes (``comm.hierarchy``). None: no levels.
+            are averaged inside a node, and compressed between nodes (``comm.hierarchy``), each rank's part with
+            scales of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
             the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same

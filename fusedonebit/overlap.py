@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .comm import BucketedAllReduce, TorchTransport, Transport
+from .comm import BucketedAllReduce, CollectiveError, TorchTransport, Transport
 
 if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
@@ -45,7 +45,7 @@ class Overlap:
             owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
             for i, owner in enumerate(optimizer._list.owners)
         ]
-        handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: reduce.check_idle()))
+        handles.append(optimizer.register_load_state_dict_pre_hook(_check_idle))
         self._finalizer = weakref.finalize(self, _take_away, handles, self._thread)
         self._forget()
 
@@ -156,8 +156,17 @@ class Overlap:
         self._forget()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for future in pending:
-            future.result()
+        errors = [error for future in pending if (error := future.exception()) is not None]  # waits for all of them
+        if errors:
+            self._reduce.under_way.clear()
+            first = errors[0]
+            # Whatever it was, buckets of this step are lost: no further one may build on them.
+            raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
+
+
+def _check_idle(optimizer: torch.optim.Optimizer, _: object) -> None:
+    if not optimizer._broken:  # type: ignore[attr-defined]
+        optimizer._reduce.check_idle()  # type: ignore[attr-defined]
 
 
 def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:

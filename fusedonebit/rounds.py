@@ -110,6 +110,11 @@ class RoundOptimizer(DistributedOptimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
+        if self._levels is not None:
+            raise RuntimeError(
+                "add_param_group must be called without hierarchy: each rank has moments of its part of the line only, "
+                "which would lie elsewhere; construct a new optimizer"
+            )
         if self._local:
             raise RuntimeError(
                 f"add_param_group must be called between two rounds, not after {self._local} of "
@@ -271,10 +276,13 @@ class RoundOptimizer(DistributedOptimizer):
         if header.get("algorithm") != name:
             raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
         inside = 1 if self._levels is None else self._inside.world_size
-        if header["inside"] != inside or (inside > 1 and header["world_size"] != self._transport.world_size):
+        here = (self._transport.world_size, self.layout.block_size, self.layout.numel)
+        saved = (header["world_size"], header["block_size"], header["line"])
+        if header["inside"] != inside or (inside > 1 and saved != here):
             raise ValueError(
-                f"the checkpoint was written with {header['world_size']} ranks, {header['inside']} in a node, but here "
-                f"they are {self._transport.world_size}, {inside} in a node; construct the optimizer as it was"
+                f"the checkpoint was written with {header['world_size']} ranks, {header['inside']} in a node, and "
+                f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
+                f"block_size={here[1]}; construct the optimizer as it was"
             )
         if header["local"] and header["world_size"] != self._transport.world_size:
             raise ValueError(

@@ -115,7 +115,7 @@ def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Tran
             )
         groups = (hierarchy.get_group(0), hierarchy.get_group(1))
     elif isinstance(hierarchy, (tuple, list)) and len(hierarchy) == 2:
-        groups = tuple(hierarchy)
+        groups = tuple(side.get_group() if hasattr(side, "get_group") else side for side in hierarchy)
     else:
         raise TypeError(
             f"hierarchy must be a DeviceMesh of two dimensions, or the groups between nodes and inside one, got "
