@@ -292,17 +292,13 @@ def check_header(optimizer: DistributedOptimizer, header: State) -> None:
             "go on from: one averages gradients, the other agrees in rounds"
         )
     optimizer._check_header(header)
-    if "strides" in header and header["strides"] != optimizer._list.strides():
-        raise ValueError(
-            f"checkpoint of another model: its parameters have strides {header['strides']}, these "
-            f"{optimizer._list.strides()}; construct the model and the optimizer as they were"
-        )
     if header["phase"] != "compression":
         return
     own = {
         "algorithm": type(optimizer).__name__,
         "shards": optimizer._shards.count,
         "block_size": optimizer.options.block_size or header["block_size"],
+        "strides": optimizer._list.strides(),
         "masks": _masks(optimizer),
     }
     way_out = {

@@ -178,6 +178,7 @@ def template(
         room = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
     finally:
         optimizer._expected = None
+    _check_names(model, prefix, saved)
     for name, state in room["state"].items():
         room["state"][name] = {k: v for k, v in state.items() if f"{prefix}.state.{name}.{k}" in saved}
     room["state"] = {name: state for name, state in room["state"].items() if state}
@@ -185,6 +186,16 @@ def template(
         start = f"{prefix}.param_groups.{i}."
         room["param_groups"][i] = {k: v for k, v in group.items() if any(n.startswith(f"{start}{k}") for n in saved)}
     return room
+
+
+def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
+    """Raises ValueError, on all ranks alike, if state was saved of a parameter that the model has not."""
+    start, known = f"{prefix}.state.", tuple(f"{name}." for name in _model(model))
+    for name in sorted(saved):
+        if name.startswith(start) and not name.removeprefix(start).startswith(known):
+            raise ValueError(
+                f"checkpoint of another model: it has {name.removeprefix(start)}, of which this model has no parameter"
+            )
 
 
 def _has_parameter(model: Module, prefix: str) -> bool:

@@ -135,7 +135,8 @@ def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dic
             phases.append(train(model, optimizer, rank, steps, **told))
             states.append(whole_state(optimizer))
             sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "collectives_step", "skipped_steps")})
-        unequal = [key for key in states[0] if not np.array_equal(states[0][key], states[1][key])]
+        one, other = states
+        unequal = [key for key in one if not np.array_equal(np.ravel(one[key]), np.ravel(other[key]))]
         found[case] = (unequal, phases[0] == phases[1], sent[0] == sent[1], phases[0], states[0]["x"], sent[0])
     return found
 
