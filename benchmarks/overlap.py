@@ -90,7 +90,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axis.set_yticks(range(len(records)), [f"{r['megabits']:g} Mbit/s" for r in records])
     axis.invert_yaxis()
     axis.set_xlabel(f"ms per step, {HOSTS} CPU hosts, {records[0]['elements'] / 1e6:.1f}M parameters")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
