@@ -37,6 +37,18 @@ def with_own_storage(part: Tensor) -> Tensor:
     return torch.from_dlpack(part)
 
 
+def plain(state: Any) -> Any:
+    """A ``state_dict`` with this rank's plain tensors instead of DTensors, for one file per rank.
+
+    For libraries that can't load DTensors from files; ``load_state_dict`` takes it as well.
+    """
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [plain(value) for value in state]
+    return local(state) if isinstance(state, Tensor) else state
+
+
 def like(owner: Tensor, part: Tensor) -> Tensor:
     """``part``, what this rank holds, as a tensor distributed as ``owner`` is; itself where that is whole."""
     if not is_dtensor(owner):
