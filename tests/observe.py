@@ -74,7 +74,8 @@ def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
         return states
     header, layout, names = header_of(saved), optimizer.layout, [n for n in states[0] if n in LINES]
     lines = {name: local(states[0].pop(name)).reshape(-1) for name in names}
-    own, served = int(lines["rank"]) * layout.chunk_numel, lines["server_error"]
+    own = int(lines["rank"]) // header["shards"] * layout.chunk_numel
+    served = lines["server_error"]
     for i, state in enumerate(states):
         size, offset, (first, end) = layout.sizes[i], layout.offset(i), layout.first_block[i : i + 2]
         for name in names:
@@ -82,8 +83,9 @@ def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
                 state[name] = lines[name][first:end]
             elif lines[name].dtype == torch.uint8:
                 state[name] = lines[name][offset // 8 : offset // 8 + -(-size // 8)]
-        part, shape = lines["worker_error"][offset : offset + size], state["exp_avg_sq"].shape
-        state["worker_error"] = part.as_strided(shape, header["strides"][i])
+        part, v = lines["worker_error"][offset : offset + size], local(state["exp_avg_sq"])
+        strides = header["strides"][i] if header["shards"] == 1 else v.stride()
+        state["worker_error"] = part.as_strided(v.shape, strides, part.storage_offset())
         start, stop = (min(max(edge - offset, 0), size) for edge in (own, own + layout.chunk_numel))
         state["server_error"] = served[offset + start - own : offset + stop - own]
         state["server_error_start"] = start

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from observe import flat, parameters, served
+from observe import flat, parameters, per_tensor, served
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fusedonebit import OneBitOptimizer
+from fusedonebit.checkpoint import header_of
 
 REPLICAS = SHARDS = 2
 
@@ -85,7 +86,7 @@ def caught(call: Callable[[], object]) -> tuple[str, str]:
 def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     """This rank's state, momentum and residuals in the unit in which they travel, each tensor's shard in turn."""
     saved, params = optimizer.state_dict(), parameters(optimizer)
-    header, states = saved["fusedonebit"], [saved["state"][i] for i in range(len(params))]
+    header, states = header_of(saved), per_tensor(optimizer, saved)
     sizes = [p.to_local().numel() for p in params]
     seen = {"x": flat(params), "v": flat([s["exp_avg_sq"] for s in states]), "unit": np.ones(len(params))}
     if "layer" in states[0]:
