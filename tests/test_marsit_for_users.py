@@ -450,7 +450,7 @@ def test_bad_tensors_of_one_rank_are_its_error_and_a_skipped_round_for_all(case,
 def test_a_transport_that_can_not_exchange_is_told_so():
     class Old:
         rank, world_size, traffic = 0, 2, None
-        all_to_all = all_gather = all_reduce = broadcast = print
+        all_to_all = all_gather = all_reduce = reduce_scatter = broadcast = print
 
     with pytest.raises(TypeError, match="got Old, which lacks exchange"):
         MarsitSGD(make(), 1e-2, process_group=Old())
