@@ -432,6 +432,7 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
     ends = []
     for overlap in (True, False):
         params = free(rank)[0]
+        gc.collect()  # and the optimizer that comes with them, hooks included
         first = OneBitAdam(params[:2], **OPTIONS | {"overlap": overlap})
         step_on(params[:2], first, some_gradients(params[:2], rank, 50))
         first.add_param_group({"params": params[2:], "lr": 1e-3})
@@ -443,7 +444,7 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
         )
         optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
         hooks = [len(p._post_accumulate_grad_hooks or {}) for p in params]
-        assert hooks == [2 * overlap] * 4, "those of two optimizers"
+        assert hooks == [2 * overlap] * 4, f"those of two optimizers, got {hooks}"
         del first
         gc.collect()
         for step in range(FREEZE + 2, STEPS):
