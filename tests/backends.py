@@ -1,4 +1,4 @@
-"""Runs an op on both backends from equal arguments and compares every bit that it wrote."""
+"""Runs an op on all backends from equal arguments and compares every bit that it wrote."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from fusedonebit.triton_kernels import using
 from fusedonebit.triton_kernels.launch import launches
+from fusedonebit.triton_kernels.native import declarations
 from reference_ops import Problem
 from torch import Tensor
 
@@ -50,29 +51,32 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: float = 1e-14) -> None:
-    """Runs an op on both backends from equal arguments; every argument must end with equal bits.
+    """Runs an op on all backends from equal arguments; every argument must end with equal bits.
 
     Float64 partial sums may differ in the order of summation.
     """
-    plain, triton = make(), make()
+    plain = make()
     before = launches.total
     with using("plain"):
         getattr(triton_kernels, name)(*plain)
     assert launches.total == before
-    with using("triton"):
-        getattr(triton_kernels, name)(*triton)
-    assert launches.total == before + 1
-    for expected, found in zip(tensors(plain), tensors(triton), strict=True):
-        if expected.dtype is torch.float64:
-            torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)
-        else:
-            assert torch.equal(bits_of(expected), bits_of(found))
+    for backend in ("triton", "native"):
+        arguments, before = make(), launches.total
+        with using(backend):
+            getattr(triton_kernels, name)(*arguments)
+        assert launches.total == before + (backend == "triton" or name in declarations())
+        for expected, found in zip(tensors(plain), tensors(arguments), strict=True):
+            if expected.dtype is torch.float64:
+                torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)
+            else:
+                assert torch.equal(bits_of(expected), bits_of(found)), backend
 
 
 def assert_equal_functions(function: Callable[[], Tensor]) -> None:
-    """What a function returns must have equal bits on both backends."""
+    """What a function returns must have equal bits on all backends."""
     with using("plain"):
         expected = function()
-    with using("triton"):
-        found = function()
-    assert torch.equal(bits_of(expected), bits_of(found))
+    for backend in ("triton", "native"):
+        with using(backend):
+            found = function()
+        assert torch.equal(bits_of(expected), bits_of(found)), backend

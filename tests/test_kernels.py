@@ -263,5 +263,5 @@ def test_triton_on_cpu_tensors_outside_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), using("triton"):
         pass
-    with pytest.raises(ValueError, match="must be 'triton' or 'plain', got 'cuda'"), using("cuda"):
+    with pytest.raises(ValueError, match="must be 'triton', 'native' or 'plain', got 'cuda'"), using("cuda"):
         pass

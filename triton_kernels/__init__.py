@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops as _ops  # registers them  # noqa: F401
+from .backends import backend, using
 from .coefficients import Coef, Layer
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
 from .live import LiveTable, live_table
-from .ops import backend, using
 from .twins import SCALE_NORMS, TAIL
 
 flatten = torch.ops.fusedonebit.flatten

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import lamb_kernels
 from .launch import block_starts, launch, pointer_table
 
 LANES = 1024  # blocks that a layer's program reads at once
@@ -32,7 +31,7 @@ def lamb_update(
     pointers = pointer_table(params, exp_avg.device)
     blocks = len(live_row)
     launch(
-        lamb_kernels.lamb_update,
+        "lamb_update",
         blocks,
         pointers.table,
         len(params),
@@ -61,7 +60,7 @@ def lamb_coefficient(
 ) -> None:
     """See ``lamb_kernels.lamb_coefficient``."""
     launch(
-        lamb_kernels.lamb_coefficient,
+        "lamb_coefficient",
         len(coef),
         norms,
         norms.stride(0),
@@ -93,7 +92,7 @@ def lamb_move(
     pointers = pointer_table(params, exp_avg.device)
     blocks = len(live_row)
     launch(
-        lamb_kernels.lamb_move,
+        "lamb_move",
         blocks,
         pointers.table,
         len(params),
@@ -140,7 +139,7 @@ def lamb_ratio(
     pointers = pointer_table(params, fresh.device)
     blocks = len(live_row)
     launch(
-        lamb_kernels.lamb_ratio,
+        "lamb_ratio",
         blocks,
         pointers.table,
         len(params),
@@ -186,7 +185,7 @@ def lamb_rescale(
 ) -> None:
     """See ``lamb_kernels.lamb_rescale``."""
     launch(
-        lamb_kernels.lamb_rescale,
+        "lamb_rescale",
         len(coef),
         largest,
         largest if norms is None else norms,

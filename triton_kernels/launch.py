@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: grids, pointer tables, and a count of every launch.
+"""Launches the kernels, Triton's or those in C: grids, pointer tables, and a count of every launch.
 
 Each function has the signature of its op, so that a backend is a table from names to functions.
 """
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import native
 from .arithmetic import NONZERO
+from .backends import chosen
 from .layout import FlatLayout, flat_layout
 from .live import live_table
 from .twins import TAIL
@@ -49,15 +50,25 @@ launches = LaunchCounter()
 """Counts every launch of this process."""
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
-    """Launches ``kernel`` on that many programs, on the device of its first argument, and counts it."""
-    name = kernel.__name__
+def launch(name: str, programs: int, *arguments: Any, num_warps: int = NUM_WARPS, **constants: Any) -> None:
+    """Launches a kernel on that many programs, on the device of its first argument, and counts it."""
     launches.by_name[name] = launches.by_name.get(name, 0) + 1
     device = arguments[0].device
+    functions = native.library() if chosen(device.type) == "native" else None
+    if functions is not None:
+        native.run(functions[name], programs, arguments, constants)
+        return
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         # A fused multiply-add would round once where the twins round twice.
-        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        _triton(name)[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def _triton(name: str) -> Any:
+    # Imported late: importing triton takes time that CPU users need not spend.
+    from . import kernels, lamb_kernels, marsit_kernels, update_kernels
+
+    return next(getattr(m, name) for m in (kernels, update_kernels, lamb_kernels, marsit_kernels) if hasattr(m, name))
 
 
 class _Pointers(NamedTuple):
@@ -124,12 +135,12 @@ def block_starts(sizes: Sequence[int], blocks: int, block_size: int, device: tor
 
 def pack(x: Tensor, bits: Tensor) -> None:
     """See ``kernels.pack``."""
-    launch(kernels.pack, -(-x.numel() // 1024), x.contiguous(), bits, x.numel(), BLOCK=1024)
+    launch("pack", -(-x.numel() // 1024), x.contiguous(), bits, x.numel(), BLOCK=1024)
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
     """See ``kernels.unpack``."""
-    launch(kernels.unpack, -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
+    launch("unpack", -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
 
 
 def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
@@ -138,7 +149,7 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
     blocks = (out.numel() - TAIL) // block_size
     table = _blocks(flat_layout(tuple(sizes), blocks, block_size), out.device)
     launch(
-        kernels.flatten,
+        "flatten",
         blocks,
         pointers.table,
         len(tensors),
@@ -177,7 +188,7 @@ def momentum_compress(
     pointers = pointer_table(grads, compensated.device)
     blocks = len(live_row)
     launch(
-        kernels.momentum_compress,
+        "momentum_compress",
         blocks,
         pointers.table,
         len(grads),
@@ -222,7 +233,7 @@ def finish(
     blocks, segments, messages = len(segment), len(count), len(message_flags)
     warps, lanes = (ONE_SCALE_WARPS, ONE_SCALE_LANES) if segments == 1 else (FINISH_WARPS, FINISH_LANES)
     launch(
-        kernels.finish,
+        "finish",
         segments + 1,
         partials,
         partials.stride(0),
@@ -263,7 +274,7 @@ def server_reduce(
     """See ``kernels.server_reduce``."""
     blocks, world_size = len(live_row), len(arrived_bits)
     launch(
-        kernels.server_reduce,
+        "server_reduce",
         blocks,
         arrived_bits,
         arrived_bits.stride(0),

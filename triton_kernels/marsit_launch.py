@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import marsit_kernels
 from .launch import block_starts, launch, pointer_table
 from .layout import block_table, flat_layout
 from .marsit_twins import threshold_of, trailing_zeros
@@ -44,7 +43,7 @@ def local_update(
     per_chunk = blocks // len(bits)
     targets, sources = pointer_table(params, device), pointer_table(grads, device)
     launch(
-        marsit_kernels.local_update,
+        "local_update",
         (last - first) * per_chunk,
         targets.table,
         sources.table,
@@ -94,7 +93,7 @@ def merge_signs(
     own, arrived = _words(bits), _words(arrived_bits)
     programs = -(-own.shape[1] // WORDS)
     launch(
-        marsit_kernels.merge_signs,
+        "merge_signs",
         len(bits) * programs,
         own,
         _quads(own.stride(0)),
@@ -121,7 +120,7 @@ def pick_owned(bits: Tensor, rank: int, seed: int, owners: Tensor, picked: Tenso
     own = _words(bits)
     world_size = len(bits)
     launch(
-        marsit_kernels.pick_owned,
+        "pick_owned",
         -(-own.shape[1] // WORDS),
         own,
         _quads(own.stride(0)),
@@ -141,7 +140,7 @@ def place_owned(gathered: Tensor, owners: Tensor, bits: Tensor) -> None:
     theirs, own = _words(gathered), _words(bits)
     programs = -(-own.shape[1] // WORDS)
     launch(
-        marsit_kernels.place_owned,
+        "place_owned",
         len(bits) * programs,
         theirs,
         _quads(theirs.stride(0)),
@@ -169,7 +168,7 @@ def add_values(
     pointers, blocks = pointer_table(params, values.device), len(live_row)
     layout = flat_layout(tuple(sizes), blocks, block_size)
     launch(
-        marsit_kernels.add_values,
+        "add_values",
         blocks,
         pointers.table,
         len(params),

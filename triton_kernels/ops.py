@@ -10,17 +10,24 @@ first call (over a second) and costs four times as much at every later one.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from . import lamb_twins, marsit_twins, twins, update_twins
-
-Backend = Literal["triton", "plain"]
+from . import (
+    lamb_launch,
+    lamb_twins,
+    launch,
+    marsit_launch,
+    marsit_twins,
+    native,
+    twins,
+    update_launch,
+    update_twins,
+)
+from .backends import chosen
 
 _TABLES = "Tensor coef, Tensor block_tensor"
 _LIVE = "Tensor live, Tensor live_row"
@@ -111,47 +118,6 @@ KERNELS = frozenset(SCHEMAS) - {
 """Ops with a Triton kernel; the others run once, or when somebody asks."""
 
 _LIBRARY = torch.library.Library("fusedonebit", "DEF")
-_forced: Backend | None = None
-
-
-@contextmanager
-def using(backend: Backend) -> Iterator[None]:
-    """Makes all ops run on one backend, whatever the device.
-
-    ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
-    imports triton. ``"plain"`` runs the twins on CUDA tensors too.
-
-    Raises:
-        ValueError: for another name.
-        RuntimeError: if Triton is asked for on a machine without CUDA, outside the interpreter.
-    """
-    global _forced
-    if backend not in ("triton", "plain"):
-        raise ValueError(f"backend must be 'triton' or 'plain', got {backend!r}")
-    if backend == "triton" and not torch.cuda.is_available() and not _interpreting():
-        raise RuntimeError("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1 at the start")
-    before, _forced = _forced, backend
-    try:
-        yield
-    finally:
-        _forced = before
-
-
-def backend(device: torch.device) -> str:
-    """Names what runs on a device, for ``repr`` and ``stats()``."""
-    if _chosen(device.type) == "plain":
-        return f"plain torch, eager ({device.type})"
-    import triton
-
-    return f"Triton {triton.__version__}{', interpreted' if _interpreting() else ''} ({device.type})"
-
-
-def _chosen(device_type: str) -> Backend:
-    return _forced or ("triton" if device_type == "cuda" else "plain")
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def twin(name: str) -> Callable[..., None]:
@@ -164,14 +130,17 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
     if name not in KERNELS:
         return plain
 
-    def run(*arguments: Any) -> None:
-        if _chosen(device_type) == "plain":
-            plain(*arguments)
-        else:
-            # Imported late: importing triton takes time that CPU users need not spend.
-            from . import lamb_launch, launch, marsit_launch, update_launch
+    in_c = name in native.declarations()
+    writes_params = "(Tensor(a!)[] params" in SCHEMAS[name]
 
-            _find(name, launch, update_launch, lamb_launch, marsit_launch)(*arguments)
+    def run(*arguments: Any) -> None:
+        backend = chosen(device_type)
+        if backend == "plain" or (backend == "native" and not in_c):
+            plain(*arguments)
+            return
+        _find(name, launch, update_launch, lamb_launch, marsit_launch)(*arguments)
+        if writes_params:  # through their addresses, which autograd does not see
+            torch.autograd.graph.increment_version(arguments[0])
 
     return run
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import update_kernels
 from .launch import block_starts, launch, pointer_table
 
 
@@ -29,7 +28,7 @@ def apply_momentum(
     pointers = pointer_table(params, exp_avg_scale.device)
     blocks = len(live_row)
     launch(
-        update_kernels.apply_momentum,
+        "apply_momentum",
         blocks,
         pointers.table,
         len(params),
@@ -75,7 +74,7 @@ def adam_update(
     pointers = pointer_table(params, exp_avg.device)
     blocks = len(live_row)
     launch(
-        update_kernels.adam_update,
+        "adam_update",
         blocks,
         pointers.table,
         len(params),

@@ -1,0 +1,75 @@
+"""Which implementation of an op runs: Triton kernels, the C kernels of ``native``, or the plain-torch twins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+
+from . import native
+
+Backend = Literal["triton", "native", "plain"]
+
+_forced: Backend | None = None
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Makes all ops run on one backend, whatever the device.
+
+    ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
+    imports triton. ``"native"``, the default for CPU tensors where there is a C compiler, is for CPU tensors
+    only. ``"plain"`` runs the twins on CUDA tensors too.
+
+    Raises:
+        ValueError: for another name.
+        RuntimeError: if Triton is asked for on a machine without CUDA, outside the interpreter; or C kernels
+            where they can't be built.
+    """
+    global _forced
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be 'triton', 'native' or 'plain', got {backend!r}")
+    if backend == "triton" and not torch.cuda.is_available() and not _interpreting():
+        raise RuntimeError("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1 at the start")
+    if backend == "native" and native.library() is None:
+        raise RuntimeError(f"there are no C kernels here: {native.reason()}; use 'plain'")
+    before, _forced = _forced, backend
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def chosen(device_type: str) -> Backend:
+    """What runs for tensors of a device.
+
+    Raises:
+        RuntimeError: if C kernels are asked for, and the tensors are not the CPU's.
+    """
+    if _forced == "native" and device_type != "cpu":
+        raise RuntimeError(f"C kernels work on CPU tensors, got {device_type}; use 'triton' or 'plain'")
+    if _forced is not None:
+        return _forced
+    if device_type == "cuda":
+        return "triton"
+    return "plain" if native.library() is None else "native"
+
+
+def backend(device: torch.device) -> str:
+    """Names what runs on a device, for ``repr`` and ``stats()``."""
+    which = chosen(device.type)
+    if which == "native":
+        return f"C, {native.compiler()} ({device.type})"
+    if which == "plain":
+        why = f": {native.reason()}" if device.type == "cpu" and native.library() is None else ""
+        return f"plain torch, eager ({device.type}){why}"
+    import triton
+
+    return f"Triton {triton.__version__}{', interpreted' if _interpreting() else ''} ({device.type})"
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,208 @@
+"""The CPU backend: the kernels once more in C, built where a compiler is found, for CPU tensors.
+
+A C function has the name of a Triton kernel and its arguments, in its order, behind the range of programs to
+run; how Python calls it is read off its declaration. Built once, in a second, with the compiler's own idea of
+this machine (-march=native), and kept under ``~/.cache/fusedonebit``. Bits equal those of the twins: nothing is
+contracted, nothing reassociated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+SOURCES = ("compress.c", "update.c", "marsit.c")
+_HERE = Path(__file__).parent
+_DECLARATION = re.compile(r"^void (\w+)\(int64_t begin, int64_t end, ([^)]*)\)", re.MULTILINE)
+_LEAST_PROGRAMS = 64
+"""Programs that a thread must have to be worth waking: 65,536 elements, as in torch's own operations."""
+
+
+class Argument(NamedTuple):
+    """One argument of a C function, from its declaration."""
+
+    name: str
+    kind: type[Any]
+
+
+class Function(NamedTuple):
+    """A C function; ``arguments`` without the range of programs."""
+
+    call: Any
+    arguments: tuple[Argument, ...]
+
+
+class _Failed(Exception):
+    """There are no C kernels, and why."""
+
+
+@cache
+def declarations() -> dict[str, tuple[Argument, ...]]:
+    """The arguments of every C kernel, by name."""
+    found = {}
+    for source in SOURCES:
+        for name, arguments in _DECLARATION.findall((_HERE / source).read_text()):
+            found[name] = tuple(_argument(text) for text in arguments.split(","))
+    return found
+
+
+def _argument(text: str) -> Argument:
+    *kind, name = text.replace("*", " * ").split()
+    if "*" in kind:
+        return Argument(name, ctypes.c_void_p)
+    return Argument(name, {"int64_t": ctypes.c_int64, "float": ctypes.c_float}[kind[-1]])
+
+
+def library() -> Mapping[str, Function] | None:
+    """The C kernels, built if need be; None where there are none: ``reason`` says why."""
+    found = _library()
+    return None if isinstance(found, str) else found
+
+
+def reason() -> str:
+    """Why there are no C kernels."""
+    found = _library()
+    return found if isinstance(found, str) else ""
+
+
+@cache
+def _library() -> Mapping[str, Function] | str:
+    try:
+        loaded = ctypes.CDLL(str(_built()))
+    except (OSError, _Failed) as error:
+        return str(error)
+    functions = {}
+    for name, arguments in declarations().items():
+        call = getattr(loaded, name)
+        call.restype = None
+        call.argtypes = [ctypes.c_int64, ctypes.c_int64, *(argument.kind for argument in arguments)]
+        functions[name] = Function(call, arguments)
+    return functions
+
+
+@cache
+def compiler() -> str:
+    """The C compiler that is used: $CC, cc, gcc or clang; empty where there is none."""
+    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return next((name for name in names if name and shutil.which(name)), "")
+
+
+def _built() -> Path:
+    """The shared library; made under another name and renamed, so that nobody ever loads half of one."""
+    if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
+        raise _Failed(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
+    if not compiler():
+        raise _Failed("no C compiler was found ($CC, cc, gcc, clang)")
+    folder = _folder()
+    target = folder / f"kernels-{_fingerprint()}.so"
+    with _locked(folder / "lock"):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / "kernels.so"
+                _compile(made)
+                made.replace(target)
+    return target
+
+
+def _compile(target: Path) -> None:
+    sources = [str(_HERE / name) for name in SOURCES]
+    command = [compiler(), *FLAGS, "-shared", "-fPIC", "-o", str(target), *sources, "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise _Failed(f"{compiler()} could not build them: {told[0] if told else error!r}") from error
+
+
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, or where that can't be written a folder of this user's own."""
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedonebit"
+    for folder in (cached, Path(tempfile.gettempdir()) / f"fusedonebit-{os.getuid()}"):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        # What is loaded runs: never from a folder that somebody else may write.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022:
+            return folder
+    raise _Failed(f"{cached} cannot be written")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process builds, the others of the machine wait for it."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fingerprint() -> str:
+    """Differs between sources, compilers and processors: homes are shared between machines."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted(_HERE.glob("*.[ch]")):
+        digest.update(path.read_bytes())
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False)
+    digest.update(version.stdout.encode())
+    digest.update(" ".join(_processor()).encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> Iterable[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return (platform.machine(), platform.processor())
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU "))})
+
+
+# ---------------------------------------------------------------- calls
+
+
+def run(function: Function, programs: int, arguments: Iterable[Any], constants: Mapping[str, Any]) -> None:
+    """Runs programs 0 to ``programs`` on torch's number of threads; none depends on another.
+
+    Args:
+        function: Of ``library``.
+        programs: Their number.
+        arguments: In the order of the declaration; tensors are contiguous or strided as the kernel knows.
+        constants: The arguments behind those, by name.
+    """
+    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    values += [int(constants[argument.name]) for argument in function.arguments[len(values) :]]
+    threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS)
+    if threads < 2:
+        function.call(0, programs, *values)
+        return
+    bounds = [programs * i // threads for i in range(threads + 1)]
+    # ctypes lets go of the interpreter's lock, so that threads run at once.
+    parts = [_pool(threads - 1).submit(function.call, *pair, *values) for pair in zip(bounds[1:-1], bounds[2:])]
+    function.call(0, bounds[1], *values)
+    for part in parts:
+        part.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "fusedonebit")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads

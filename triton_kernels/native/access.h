@@ -1,0 +1,301 @@
+/* What the C kernels are made of, as access.py is for the Triton kernels: blocks in cache, bits, users' tensors.
+
+   A kernel works on blocks begin..end-1 of the flat index space, one after the other. A block's operands are
+   arrays of at most MOST floats that stay in the first-level cache; every loop over them is one or a few lines
+   of the twin, and vectorises. Compiled without contraction, each operation rounds once, as in the twins. */
+
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MOST 1024 /* elements of the largest block */
+
+/* Columns of the coefficient table; coefficients.Coef names them for the host. */
+enum {
+    BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, DECAY, RSQRT_BIAS2, EPS, UNIT, LR, UNBIAS1,
+    WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, COLUMNS
+};
+
+enum { FP32, BF16, FP16, MIXED }; /* dtypes of users' tensors */
+
+enum { FULL, EMPTY }; /* rows of the table of live elements: all count, none does */
+
+/* The block's place: its tensor's row of the coefficients, its address and dtype, the first element in it. */
+struct place {
+    const float *k;
+    char *base;
+    int64_t kind, start;
+};
+
+static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensors, const float *coef,
+                              const int32_t *block_tensor, const int64_t *block_start, int64_t dtype)
+{
+    int64_t t = block_tensor[b];
+    int64_t kind = dtype == MIXED ? pointers[tensors + t] : dtype;
+    struct place found = {coef + t * COLUMNS, (char *)(intptr_t)pointers[t], kind, block_start[b]};
+    return found;
+}
+
+/* ---------------------------------------------------------------- packed bits, LSB first */
+
+static float SIGNS[256][8]; /* row b has the signs of byte b, as floats */
+
+__attribute__((constructor)) static void make_signs(void)
+{
+    for (int byte = 0; byte < 256; byte++)
+        for (int bit = 0; bit < 8; bit++)
+            SIGNS[byte][bit] = byte >> bit & 1 ? 1.0f : -1.0f;
+}
+
+static void load_signs(float *restrict x, const uint8_t *restrict bits, int64_t n)
+{
+    for (int64_t i = 0; i < n / 8; i++)
+        memcpy(x + 8 * i, SIGNS[bits[i]], sizeof SIGNS[0]);
+}
+
+/* bits = where set[i] is 1, else 0; eight bytes make one by a multiplication. */
+static void store_set(uint8_t *restrict bits, const uint8_t *restrict set, int64_t n)
+{
+    for (int64_t i = 0; i < n / 8; i++) {
+        uint64_t word;
+        memcpy(&word, set + 8 * i, 8);
+        bits[i] = word * 0x0102040810204080u >> 56;
+    }
+}
+
+/* What bits stand for: scale and -scale, and 0 for zeros where ternary. */
+static void scaled(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, int64_t ternary,
+                   int64_t n)
+{
+    float nonzero[MOST];
+    load_signs(x, bits, n);
+    for (int64_t i = 0; i < n; i++)
+        x[i] *= scale;
+    if (ternary) {
+        load_signs(nonzero, bits + plane, n);
+        for (int64_t i = 0; i < n; i++)
+            x[i] = nonzero[i] > 0 ? x[i] : 0.0f;
+    }
+}
+
+static void store_bits(uint8_t *restrict bits, int64_t plane, const float *restrict c, int64_t ternary, int64_t n)
+{
+    uint8_t set[MOST];
+    for (int64_t i = 0; i < n; i++)
+        set[i] = c[i] >= 0;
+    store_set(bits, set, n);
+    if (ternary) {
+        for (int64_t i = 0; i < n; i++)
+            set[i] = c[i] != 0;
+        store_set(bits + plane, set, n);
+    }
+}
+
+/* Where a block's bits lie: rows of a chunk each, `stride` bytes apart. */
+static int64_t bytes_at(int64_t b, int64_t blocks_per_chunk, int64_t stride, int64_t n)
+{
+    int64_t chunk = b / blocks_per_chunk;
+    return chunk * stride + (b - chunk * blocks_per_chunk) * (n / 8);
+}
+
+/* ---------------------------------------------------------------- which elements count */
+
+/* x = 0 where an element does not count. */
+static void only_live(float *restrict x, const uint8_t *restrict live, int64_t row, int64_t n)
+{
+    float counts[MOST];
+    if (row == FULL)
+        return;
+    load_signs(counts, live + row * (n / 8), n);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = counts[i] > 0 ? x[i] : 0.0f;
+}
+
+static int counts(const uint8_t *live, int64_t row, int64_t i, int64_t n)
+{
+    return row == FULL || (live[row * (n / 8) + i / 8] >> i % 8 & 1);
+}
+
+/* ---------------------------------------------------------------- users' tensors */
+
+static float from_bf16(uint16_t x)
+{
+    uint32_t u = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static uint32_t bits_of(float x)
+{
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+/* To nearest even; `more` 16 random bits make it stochastic: what is cut off carries with its odds. */
+static uint16_t to_bf16(float x, uint32_t more)
+{
+    uint32_t u = bits_of(x);
+    return x == x ? (u + more) >> 16 : 0x7FC0;
+}
+
+static float load_one(struct place at, int64_t i)
+{
+    switch (at.kind) {
+    case FP32: return ((const float *)at.base)[at.start + i];
+    case BF16: return from_bf16(((const uint16_t *)at.base)[at.start + i]);
+    default: return ((const _Float16 *)at.base)[at.start + i];
+    }
+}
+
+/* A block of a user's tensor; zeros where nothing counts, there is nothing, or it has no address. */
+static void load_user(float *restrict x, struct place at, const uint8_t *restrict live, int64_t row, int64_t n)
+{
+    if (!at.base || row != FULL) {
+        for (int64_t i = 0; i < n; i++)
+            x[i] = at.base && counts(live, row, i, n) ? load_one(at, i) : 0.0f;
+    } else if (at.kind == FP32) {
+        memcpy(x, (const float *)at.base + at.start, n * sizeof *x);
+    } else if (at.kind == BF16) {
+        const uint16_t *from = (const uint16_t *)at.base + at.start;
+        for (int64_t i = 0; i < n; i++)
+            x[i] = from_bf16(from[i]);
+    } else {
+        const _Float16 *from = (const _Float16 *)at.base + at.start;
+        for (int64_t i = 0; i < n; i++)
+            x[i] = from[i];
+    }
+}
+
+static void store_one(struct place at, int64_t i, float x, uint32_t more)
+{
+    switch (at.kind) {
+    case FP32: ((float *)at.base)[at.start + i] = x; break;
+    case BF16: ((uint16_t *)at.base)[at.start + i] = to_bf16(x, more); break;
+    default: ((_Float16 *)at.base)[at.start + i] = (_Float16)x;
+    }
+}
+
+static uint32_t mixed(uint32_t word)
+{
+    word = (word ^ word >> 16) * 0x21F0AAADu;
+    word = (word ^ word >> 15) * 0x735A2D97u;
+    return word ^ word >> 15;
+}
+
+/* What carries into the upper half of each element's bits: half a unit, to even; or 16 random bits of
+   the number of updates done and of the flat index (arithmetic.random_bits). */
+static void carries(uint32_t *restrict more, const float *restrict x, int64_t b, const float *rounding, int64_t n)
+{
+    uint64_t first = (uint64_t)b * n;
+    if (!rounding) {
+        for (int64_t i = 0; i < n; i++)
+            more[i] = 0x7FFF + (bits_of(x[i]) >> 16 & 1);
+        return;
+    }
+    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)(int32_t)*rounding);
+    for (int64_t i = 0; i < n; i++)
+        more[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16;
+}
+
+/* Writes where load_user reads, rounded to the tensor's dtype; `rounding` null: to nearest. */
+static void store_user(struct place at, const float *restrict x, int64_t b, const float *rounding,
+                       const uint8_t *restrict live, int64_t row, int64_t n)
+{
+    uint32_t more[MOST] = {0};
+    if (at.kind == BF16)
+        carries(more, x, b, rounding, n);
+    if (row != FULL) {
+        for (int64_t i = 0; i < n; i++)
+            if (counts(live, row, i, n))
+                store_one(at, i, x[i], more[i]);
+    } else if (at.kind == FP32) {
+        memcpy((float *)at.base + at.start, x, n * sizeof *x);
+    } else if (at.kind == BF16) {
+        uint16_t *to = (uint16_t *)at.base + at.start;
+        for (int64_t i = 0; i < n; i++)
+            to[i] = to_bf16(x[i], more[i]);
+    } else {
+        _Float16 *to = (_Float16 *)at.base + at.start;
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (_Float16)x[i];
+    }
+}
+
+/* ---------------------------------------------------------------- arithmetic */
+
+/* sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root. */
+static void denom(float *restrict d, const float *restrict v, const float *k, int64_t eps_inside, int64_t n)
+{
+    float root = k[RSQRT_BIAS2], eps = k[EPS];
+    if (eps_inside)
+        for (int64_t i = 0; i < n; i++)
+            d[i] = sqrtf(v[i] * root * root + eps);
+    else
+        for (int64_t i = 0; i < n; i++)
+            d[i] = sqrtf(v[i]) * root + eps;
+}
+
+/* The deferred error e = c - s*sign(c); sign(0) is 0 where ternary, else 1. */
+static void residual(float *restrict e, const float *restrict c, float s, int64_t ternary, int64_t n)
+{
+    float of_zero = ternary ? 0.0f : s;
+    for (int64_t i = 0; i < n; i++)
+        e[i] = c[i] - (c[i] > 0 ? s : c[i] == 0 ? of_zero : -s);
+}
+
+/* Sums in float64 run in LANES lanes, so that they vectorise without reassociation. */
+#define LANES 16
+
+static double sum_lanes(const double *lanes)
+{
+    double total = 0;
+    for (int j = 0; j < LANES; j++)
+        total += lanes[j];
+    return total;
+}
+
+static double norm_of(const float *restrict x, int64_t n)
+{
+    double square[LANES] = {0};
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            double wide = x[i + j];
+            square[j] += wide * wide;
+        }
+    return sum_lanes(square);
+}
+
+static double sum_of(const float *restrict x, int64_t n)
+{
+    double sum[LANES] = {0};
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int j = 0; j < LANES; j++)
+            sum[j] += x[i + j];
+    return sum_lanes(sum);
+}
+
+/* Sums of |c| and c^2 over a block; dropped and, where ternary, non-zero elements. */
+static void store_partials(double *partials, int64_t stride, int64_t b, const float *restrict c, int64_t dropped,
+                           int64_t ternary, int64_t n)
+{
+    double absolute[LANES] = {0}, square[LANES] = {0};
+    int64_t nonzero = 0;
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            double wide = c[i + j];
+            absolute[j] += fabs(wide);
+            square[j] += wide * wide;
+        }
+    partials[b] = sum_lanes(absolute);
+    partials[stride + b] = sum_lanes(square);
+    partials[2 * stride + b] = dropped;
+    if (ternary) {
+        for (int64_t i = 0; i < n; i++)
+            nonzero += c[i] != 0;
+        partials[3 * stride + b] = nonzero;
+    }
+}

@@ -1,0 +1,98 @@
+/* Compression and exchange. Names, order and meaning of the arguments are those of the Triton kernels of the same
+   name in kernels.py; what they compute is specified by the twins. */
+
+#include "access.h"
+
+void flatten(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const int32_t *block_tensor,
+             const int64_t *block_start, const int32_t *tail_row, const uint8_t *tails, float factor, float *out,
+             float *marker, int64_t DTYPE, int64_t ALIGNED, int64_t BLOCK)
+{
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, pointers, tensors, NULL, block_tensor, block_start, DTYPE);
+        float *x = out + b * BLOCK;
+        int bad = 0;
+        load_user(x, at, tails, tail_row[b], BLOCK);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            x[i] *= factor;
+            bad |= !(fabsf(x[i]) <= FLT_MAX);
+        }
+        if (bad)
+            *marker = 1.0f; /* whoever stores, stores the same */
+    }
+}
+
+void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, float *compensated,
+                       const float *worker_scale, const uint8_t *exp_avg_bits, int64_t exp_avg_stride,
+                       const float *exp_avg_scale, const float *coef, const int32_t *block_tensor,
+                       const int64_t *block_start, const float *exp_avg_sq, const uint8_t *live,
+                       const int32_t *live_row, uint8_t *bits, int64_t bits_stride, int64_t plane, double *partials,
+                       int64_t partials_stride, const int32_t *hold, int64_t blocks_per_chunk, int64_t DTYPE,
+                       int64_t ALIGNED, int64_t EPS_INSIDE, int64_t PRECONDITION, int64_t TERNARY, int64_t BLOCK)
+{
+    float m[MOST], kept[MOST], g[MOST], d[MOST];
+    if (*hold)
+        return;
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
+        const float *k = at.k;
+        float *c = compensated + b * BLOCK;
+        int64_t row = live_row[b], dropped = 0;
+        scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK), plane, exp_avg_scale[b],
+               TERNARY, BLOCK);
+        residual(kept, c, worker_scale[b], TERNARY, BLOCK);
+        load_user(g, at, live, row, BLOCK);
+        if (PRECONDITION) {
+            denom(d, exp_avg_sq + b * BLOCK, k, EPS_INSIDE, BLOCK);
+            for (int64_t i = 0; i < BLOCK; i++)
+                g[i] = g[i] * k[ONE_MINUS_BETA1] / d[i];
+        } else {
+            for (int64_t i = 0; i < BLOCK; i++)
+                g[i] = g[i] * k[ONE_MINUS_BETA1] * k[UNIT];
+        }
+        for (int64_t i = 0; i < BLOCK; i++) {
+            kept[i] = m[i] * k[BETA1] + kept[i];
+            c[i] = g[i] + kept[i];
+        }
+        only_live(c, live, row, BLOCK);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            int finite = fabsf(c[i]) <= FLT_MAX;
+            c[i] = finite ? c[i] : kept[i];
+            dropped += !finite;
+        }
+        store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK), plane, c, TERNARY, BLOCK);
+        store_partials(partials, partials_stride, b, c, dropped, TERNARY, BLOCK);
+    }
+}
+
+void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int64_t arrived_stride, int64_t plane,
+                   const float *arrived_scales, int64_t scales_stride, const int32_t *slot, const int32_t *skip,
+                   float *compensated, const float *server_scale, const uint8_t *live, const int32_t *live_row,
+                   uint8_t *bits, double *partials, int64_t partials_stride, double *agreement,
+                   int64_t agreement_stride, const int32_t *hold, int64_t world_size, float per_worker,
+                   int64_t TERNARY, int64_t BLOCK)
+{
+    float total[MOST], worker[MOST], e[MOST];
+    if (*hold)
+        return;
+    for (int64_t b = begin; b < end; b++) {
+        float *c = compensated + b * BLOCK;
+        float most = 0.0f;
+        memset(total, 0, sizeof total);
+        for (int64_t w = 0; w < (*skip ? 0 : world_size); w++) { /* in rank order */
+            float scale = arrived_scales[w * scales_stride + slot[b]] * per_worker;
+            scaled(worker, arrived_bits + w * arrived_stride + b * (BLOCK / 8), plane, scale, TERNARY, BLOCK);
+            for (int64_t i = 0; i < BLOCK; i++)
+                total[i] += worker[i];
+            most += scale;
+        }
+        residual(e, c, server_scale[b], TERNARY, BLOCK);
+        for (int64_t i = 0; i < BLOCK; i++)
+            c[i] = *skip ? e[i] : e[i] + total[i];
+        only_live(c, live, live_row[b], BLOCK);
+        only_live(total, live, live_row[b], BLOCK);
+        store_bits(bits + b * (BLOCK / 8), plane, c, TERNARY, BLOCK);
+        store_partials(partials, partials_stride, b, c, 0, TERNARY, BLOCK);
+        agreement[b] = norm_of(total, BLOCK);
+        agreement[agreement_stride + b] = (double)most * most;
+    }
+}
