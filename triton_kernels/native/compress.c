@@ -40,11 +40,13 @@ void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int6
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK), plane, exp_avg_scale[b],
                TERNARY, BLOCK);
         residual(kept, c, worker_scale[b], TERNARY, BLOCK);
+        prefetch(c + BLOCK, BLOCK * sizeof *c);
         load_user(g, at, live, row, BLOCK);
         if (PRECONDITION) {
             denom(d, exp_avg_sq + b * BLOCK, k, EPS_INSIDE, BLOCK);
             for (int64_t i = 0; i < BLOCK; i++)
                 g[i] = g[i] * k[ONE_MINUS_BETA1] / d[i];
+            prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
         } else {
             for (int64_t i = 0; i < BLOCK; i++)
                 g[i] = g[i] * k[ONE_MINUS_BETA1] * k[UNIT];
@@ -86,6 +88,7 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
             most += scale;
         }
         residual(e, c, server_scale[b], TERNARY, BLOCK);
+        prefetch(c + BLOCK, BLOCK * sizeof *c);
         for (int64_t i = 0; i < BLOCK; i++)
             c[i] = *skip ? e[i] : e[i] + total[i];
         only_live(c, live, live_row[b], BLOCK);

@@ -88,6 +88,7 @@ void local_update(int64_t begin, int64_t end, const int64_t *params, const int64
             kept[i] = e + 0.0f;
         }
         only_live(kept, live, row, BLOCK);
+        prefetch(c + BLOCK, BLOCK * sizeof *c);
         load_user(g, from, live, row, BLOCK);
         for (int64_t i = 0; i < BLOCK; i++)
             g[i] *= *factor;

@@ -21,13 +21,16 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 {
     float g[MOST];
     memcpy(g, grad, n * sizeof *g);
+    prefetch(grad + n, n * sizeof *g);
     only_live(g, live, row, n);
     for (int64_t i = 0; i < n; i++) {
         m[i] = m[i] * k[BETA1] + g[i] * k[ONE_MINUS_BETA1];
         v[i] = v[i] * k[BETA2] + g[i] * k[ONE_MINUS_BETA2] * g[i];
     }
+    prefetch(m + n, n * sizeof *m);
     if (sum)
         *sum = sum_of(v, n);
+    prefetch(v + n, n * sizeof *v);
 }
 
 void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
@@ -48,6 +51,7 @@ void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t
             denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
             for (int64_t i = 0; i < BLOCK; i++)
                 update[i] /= d[i];
+            prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
         }
         move(at, update, b, ROUNDING ? rounding : NULL, live, live_row[b], BLOCK);
     }
@@ -108,8 +112,10 @@ void lamb_move(int64_t begin, int64_t end, const int64_t *pointers, int64_t tens
             continue;
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
+        prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
         for (int64_t i = 0; i < BLOCK; i++)
             update[i] = exp_avg[b * BLOCK + i] / d[i];
+        prefetch(exp_avg + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg);
         move(at, update, b, ROUNDING ? rounding : NULL, live, live_row[b], BLOCK);
     }
 }
@@ -160,6 +166,7 @@ void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t ten
             float g = (m[i] - before * k[BETA1]) / k[ONE_MINUS_BETA1];
             v[i] = old * k[BETA2] + g * k[ONE_MINUS_BETA2] * g;
         }
+        prefetch(v + BLOCK, BLOCK * sizeof *v);
         only_live(v, live, live_row[b], BLOCK);
         if (DEEPSPEED) {
             denom(ratio, frozen, k, EPS_INSIDE, BLOCK);
@@ -168,6 +175,7 @@ void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t ten
         for (int64_t i = 0; i < BLOCK; i++)
             ratio[i] = DEEPSPEED ? ratio[i] / d[i] : frozen[i] / v[i];
         only_live(ratio, live, live_row[b], BLOCK);
+        prefetch(frozen + BLOCK, BLOCK * sizeof *frozen);
         for (int64_t i = 0; i < BLOCK; i++) /* 0/0 and inf/inf don't count */
             most = ratio[i] > most ? ratio[i] : most;
         largest[b] = most;
