@@ -13,6 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+try:
+    import numpy
+except ImportError:  # torch does not need it, and then nor do the twins
+    numpy = None  # type: ignore[assignment]
+
 from .coefficients import Coef
 from .live import FULL_ROW
 from .tiles import Tile, gather, scatter
@@ -52,9 +57,8 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
 
 def residual(c: Tensor, scale: Tensor, ternary: bool) -> Tensor:
     """c - s*sign(c) for c float32 [blocks, block_size]; sign(0) is 0 where ternary, else 1."""
-    # Adding 0.0 makes the sign of -0.0 a plus.
-    signed = torch.copysign(scale[:, None], c + 0.0)
-    return c - (torch.where(c == 0, 0.0, signed) if ternary else signed)
+    signed = torch.ge(c, 0, out=torch.empty_like(c)).mul_(2).sub_(1).mul_(scale[:, None])
+    return torch.sub(c, torch.where(c == 0, 0.0, signed) if ternary else signed, out=signed)
 
 
 def column(k: Tensor, which: Coef) -> Tensor:
@@ -71,7 +75,15 @@ def denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
 
 
 def _sqrt(v: Tensor) -> Tensor:
-    # On CPUs torch.sqrt is up to one unit off; a Newton step in float64 rounds it as hardware does.
+    """The root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
+    if numpy is None or v.device.type != "cpu":
+        return newton_sqrt(v)
+    with numpy.errstate(invalid="ignore"):
+        return torch.from_numpy(numpy.sqrt(v.numpy()))  # the processor's own instruction
+
+
+def newton_sqrt(v: Tensor) -> Tensor:
+    """The same bits in torch alone: a Newton step in float64."""
     guess = v.sqrt().double().clamp_(1e-300, 1e300)
     return v.double().div_(guess).add_(guess).mul_(0.5).float()
 
@@ -161,9 +173,8 @@ def write_partials(c: Tensor, partials: Tensor) -> bool:
 
     Where ``partials`` has a fourth row, it is the number of elements that are not zero.
     """
-    wide = c.double()
-    partials[SQUARE] = (wide * wide).sum(1)
-    partials[ABS] = wide.abs_().sum(1)
+    partials[SQUARE] = torch.linalg.vector_norm(c, 2, 1, dtype=torch.float64).square_()
+    partials[ABS] = c.abs().sum(1, dtype=torch.float64)
     partials[DROPPED] = 0.0
     if len(partials) > NONZERO:
         partials[NONZERO] = (c != 0).sum(1).double()

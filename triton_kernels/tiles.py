@@ -76,6 +76,10 @@ def gather(tensors: Sequence[Tensor], tile: Tile, block_size: int) -> Tensor:
 
     An empty tensor where the layout has elements stands for zeros.
     """
+    only = tile.spans[0] if len(tile.spans) == 1 else None
+    if only and only.stop - only.start == tile.numel and tensors[only.tensor].numel():
+        values = memory_order(tensors[only.tensor])[only.start : only.stop]
+        return values.to(torch.float32, copy=True).view(-1, block_size)
     out = torch.zeros(tile.numel, dtype=torch.float32, device=_device(tensors))
     for span in tile.spans:
         tensor = tensors[span.tensor]

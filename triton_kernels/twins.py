@@ -256,7 +256,8 @@ def server_reduce(
         c.copy_(new)
         _compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
-        agreement[0, b] = only_live(total, live, live_row, tile).double().square().sum(1)
+        counted = only_live(total, live, live_row, tile)
+        agreement[0, b] = torch.linalg.vector_norm(counted, 2, 1, dtype=torch.float64).square_()
         agreement[1, b] = most.double().square()
 
 

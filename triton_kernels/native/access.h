@@ -11,6 +11,10 @@
 #include <string.h>
 
 #define MOST 1024 /* elements of the largest block */
+#define LINE 16   /* elements of a cache line */
+
+#define EACH_LINE(i, n) for (int64_t i = 0; i < (n); i += LINE)
+#define LANES _Pragma("omp simd") for (int j = 0; j < LINE; j++) /* independent; one or two vectors */
 
 /* Columns of the coefficient table; coefficients.Coef names them for the host. */
 enum {
@@ -38,29 +42,27 @@ static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensor
     return found;
 }
 
-/* Asks for what the next block reads while this one is worked on: a block is a page, where processors' own
-   prefetching ends. */
-static void prefetch(const void *next, int64_t bytes)
-{
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)next + i);
-}
+/* Asks for the line of the next block that lies where this block's line is: a block of floats is a page, where
+   processors' own prefetching ends. One line at a time, between arithmetic: more wait for one another. */
+#define PREFETCH(x, n) __builtin_prefetch((x) + (n))
 
 /* ---------------------------------------------------------------- packed bits, LSB first */
 
-static float SIGNS[256][8]; /* row b has the signs of byte b, as floats */
-
-__attribute__((constructor)) static void make_signs(void)
+/* The bits of a line. */
+static inline int32_t word_of(const uint8_t *bits)
 {
-    for (int byte = 0; byte < 256; byte++)
-        for (int bit = 0; bit < 8; bit++)
-            SIGNS[byte][bit] = byte >> bit & 1 ? 1.0f : -1.0f;
+    uint16_t word;
+    memcpy(&word, bits, 2);
+    return word;
 }
 
-static void load_signs(float *restrict x, const uint8_t *restrict bits, int64_t n)
+/* yes where a bit is set, no where not. */
+static void choose(float *restrict x, const uint8_t *restrict bits, float yes, float no, int64_t n)
 {
-    for (int64_t i = 0; i < n / 8; i++)
-        memcpy(x + 8 * i, SIGNS[bits[i]], sizeof SIGNS[0]);
+    EACH_LINE(i, n) {
+        int32_t word = word_of(bits + i / 8);
+        LANES x[i + j] = word >> j & 1 ? yes : no;
+    }
 }
 
 /* bits = where set[i] is 1, else 0; eight bytes make one by a multiplication. */
@@ -77,14 +79,10 @@ static void store_set(uint8_t *restrict bits, const uint8_t *restrict set, int64
 static void scaled(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, int64_t ternary,
                    int64_t n)
 {
-    float nonzero[MOST];
-    load_signs(x, bits, n);
-    for (int64_t i = 0; i < n; i++)
-        x[i] *= scale;
-    if (ternary) {
-        load_signs(nonzero, bits + plane, n);
-        for (int64_t i = 0; i < n; i++)
-            x[i] = nonzero[i] > 0 ? x[i] : 0.0f;
+    choose(x, bits, scale, -scale, n);
+    for (int64_t i = 0; ternary && i < n; i += LINE) {
+        int32_t nonzero = word_of(bits + plane + i / 8);
+        LANES x[i + j] = nonzero >> j & 1 ? x[i + j] : 0.0f;
     }
 }
 
@@ -113,12 +111,10 @@ static int64_t bytes_at(int64_t b, int64_t blocks_per_chunk, int64_t stride, int
 /* x = 0 where an element does not count. */
 static void only_live(float *restrict x, const uint8_t *restrict live, int64_t row, int64_t n)
 {
-    float counts[MOST];
-    if (row == FULL)
-        return;
-    load_signs(counts, live + row * (n / 8), n);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = counts[i] > 0 ? x[i] : 0.0f;
+    for (int64_t i = 0; row != FULL && i < n; i += LINE) {
+        int32_t word = word_of(live + (row * n + i) / 8);
+        LANES x[i + j] = word >> j & 1 ? x[i + j] : 0.0f;
+    }
 }
 
 static int counts(const uint8_t *live, int64_t row, int64_t i, int64_t n)
@@ -166,7 +162,11 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
         for (int64_t i = 0; i < n; i++)
             x[i] = at.base && counts(live, row, i, n) ? load_one(at, i) : 0.0f;
     } else if (at.kind == FP32) {
-        memcpy(x, (const float *)at.base + at.start, n * sizeof *x);
+        const float *from = (const float *)at.base + at.start;
+        EACH_LINE(i, n) {
+            PREFETCH(from + i, n);
+            LANES x[i + j] = from[i + j];
+        }
     } else if (at.kind == BF16) {
         const uint16_t *from = (const uint16_t *)at.base + at.start;
         for (int64_t i = 0; i < n; i++)
@@ -175,10 +175,6 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
         const _Float16 *from = (const _Float16 *)at.base + at.start;
         for (int64_t i = 0; i < n; i++)
             x[i] = from[i];
-    }
-    if (at.base) {
-        int64_t size = at.kind == FP32 ? 4 : 2;
-        prefetch(at.base + (at.start + n) * size, n * size);
     }
 }
 
@@ -242,51 +238,44 @@ static void store_user(struct place at, const float *restrict x, int64_t b, cons
 /* sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root. */
 static void denom(float *restrict d, const float *restrict v, const float *k, int64_t eps_inside, int64_t n)
 {
-    float root = k[RSQRT_BIAS2], eps = k[EPS];
-    if (eps_inside)
-        for (int64_t i = 0; i < n; i++)
-            d[i] = sqrtf(v[i] * root * root + eps);
-    else
-        for (int64_t i = 0; i < n; i++)
-            d[i] = sqrtf(v[i]) * root + eps;
+    const float root = k[RSQRT_BIAS2], eps = k[EPS];
+    EACH_LINE(i, n) {
+        PREFETCH(v + i, n);
+        if (eps_inside)
+            LANES d[i + j] = sqrtf(v[i + j] * root * root + eps);
+        else
+            LANES d[i + j] = sqrtf(v[i + j]) * root + eps;
+    }
 }
 
-/* The deferred error e = c - s*sign(c); sign(0) is 0 where ternary, else 1. */
-static void residual(float *restrict e, const float *restrict c, float s, int64_t ternary, int64_t n)
+/* The deferred error c - s*sign(c); `of_zero` is s, or 0 where ternary. */
+static inline float residual(float c, float s, float of_zero)
 {
-    float of_zero = ternary ? 0.0f : s;
-    for (int64_t i = 0; i < n; i++)
-        e[i] = c[i] - (c[i] > 0 ? s : c[i] == 0 ? of_zero : -s);
+    return c - (c > 0 ? s : c == 0 ? of_zero : -s);
 }
 
-/* Sums in float64 run in LANES lanes, so that they vectorise without reassociation. */
-#define LANES 16
-
+/* Sums in float64 run in lanes, so that they vectorise without reassociation. */
 static double sum_lanes(const double *lanes)
 {
     double total = 0;
-    for (int j = 0; j < LANES; j++)
+    for (int j = 0; j < LINE; j++)
         total += lanes[j];
     return total;
 }
 
 static double norm_of(const float *restrict x, int64_t n)
 {
-    double square[LANES] = {0};
-    for (int64_t i = 0; i < n; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            double wide = x[i + j];
-            square[j] += wide * wide;
-        }
+    double square[LINE] = {0};
+    EACH_LINE(i, n)
+        LANES square[j] += (double)x[i + j] * x[i + j];
     return sum_lanes(square);
 }
 
 static double sum_of(const float *restrict x, int64_t n)
 {
-    double sum[LANES] = {0};
-    for (int64_t i = 0; i < n; i += LANES)
-        for (int j = 0; j < LANES; j++)
-            sum[j] += x[i + j];
+    double sum[LINE] = {0};
+    EACH_LINE(i, n)
+        LANES sum[j] += x[i + j];
     return sum_lanes(sum);
 }
 
@@ -294,10 +283,10 @@ static double sum_of(const float *restrict x, int64_t n)
 static void store_partials(double *partials, int64_t stride, int64_t b, const float *restrict c, int64_t dropped,
                            int64_t ternary, int64_t n)
 {
-    double absolute[LANES] = {0}, square[LANES] = {0};
+    double absolute[LINE] = {0}, square[LINE] = {0};
     int64_t nonzero = 0;
-    for (int64_t i = 0; i < n; i += LANES)
-        for (int j = 0; j < LANES; j++) {
+    EACH_LINE(i, n)
+        LANES {
             double wide = c[i + j];
             absolute[j] += fabs(wide);
             square[j] += wide * wide;

@@ -21,6 +21,32 @@ void flatten(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensor
     }
 }
 
+/* c = g*(1 - beta1)*unit + kept, kept = beta1*m + c - s*sign(c); unit = 1/d where there is d. */
+static void compensate(float *restrict c, float *restrict kept, const float *restrict g, const float *restrict d,
+                       const float *restrict m, const float *k, float s, int64_t ternary, int64_t n)
+{
+    const float beta1 = k[BETA1], rest = k[ONE_MINUS_BETA1], unit = k[UNIT], of_zero = ternary ? 0.0f : s;
+    EACH_LINE(i, n) {
+        PREFETCH(c + i, n);
+        LANES kept[i + j] = m[i + j] * beta1 + residual(c[i + j], s, of_zero);
+        if (d)
+            LANES c[i + j] = g[i + j] * rest / d[i + j] + kept[i + j];
+        else
+            LANES c[i + j] = g[i + j] * rest * unit + kept[i + j];
+    }
+}
+
+/* An element that is not finite drops its gradient; returns how many there are. */
+static int64_t drop_bad(float *restrict c, const float *restrict kept, int64_t n)
+{
+    int32_t dropped = 0;
+    for (int64_t i = 0; i < n; i++)
+        dropped += !(fabsf(c[i]) <= FLT_MAX);
+    for (int64_t i = 0; dropped && i < n; i++)
+        c[i] = fabsf(c[i]) <= FLT_MAX ? c[i] : kept[i];
+    return dropped;
+}
+
 void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, float *compensated,
                        const float *worker_scale, const uint8_t *exp_avg_bits, int64_t exp_avg_stride,
                        const float *exp_avg_scale, const float *coef, const int32_t *block_tensor,
@@ -34,33 +60,15 @@ void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int6
         return;
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
-        const float *k = at.k;
         float *c = compensated + b * BLOCK;
-        int64_t row = live_row[b], dropped = 0;
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK), plane, exp_avg_scale[b],
                TERNARY, BLOCK);
-        residual(kept, c, worker_scale[b], TERNARY, BLOCK);
-        prefetch(c + BLOCK, BLOCK * sizeof *c);
-        load_user(g, at, live, row, BLOCK);
-        if (PRECONDITION) {
-            denom(d, exp_avg_sq + b * BLOCK, k, EPS_INSIDE, BLOCK);
-            for (int64_t i = 0; i < BLOCK; i++)
-                g[i] = g[i] * k[ONE_MINUS_BETA1] / d[i];
-            prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
-        } else {
-            for (int64_t i = 0; i < BLOCK; i++)
-                g[i] = g[i] * k[ONE_MINUS_BETA1] * k[UNIT];
-        }
-        for (int64_t i = 0; i < BLOCK; i++) {
-            kept[i] = m[i] * k[BETA1] + kept[i];
-            c[i] = g[i] + kept[i];
-        }
-        only_live(c, live, row, BLOCK);
-        for (int64_t i = 0; i < BLOCK; i++) {
-            int finite = fabsf(c[i]) <= FLT_MAX;
-            c[i] = finite ? c[i] : kept[i];
-            dropped += !finite;
-        }
+        load_user(g, at, live, live_row[b], BLOCK);
+        if (PRECONDITION)
+            denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
+        compensate(c, kept, g, PRECONDITION ? d : NULL, m, at.k, worker_scale[b], TERNARY, BLOCK);
+        only_live(c, live, live_row[b], BLOCK);
+        int64_t dropped = drop_bad(c, kept, BLOCK);
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK), plane, c, TERNARY, BLOCK);
         store_partials(partials, partials_stride, b, c, dropped, TERNARY, BLOCK);
     }
@@ -73,7 +81,7 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
                    int64_t agreement_stride, const int32_t *hold, int64_t world_size, float per_worker,
                    int64_t TERNARY, int64_t BLOCK)
 {
-    float total[MOST], worker[MOST], e[MOST];
+    float total[MOST], worker[MOST];
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
@@ -87,10 +95,13 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
                 total[i] += worker[i];
             most += scale;
         }
-        residual(e, c, server_scale[b], TERNARY, BLOCK);
-        prefetch(c + BLOCK, BLOCK * sizeof *c);
-        for (int64_t i = 0; i < BLOCK; i++)
-            c[i] = *skip ? e[i] : e[i] + total[i];
+        float s = server_scale[b], of_zero = TERNARY ? 0.0f : s;
+        EACH_LINE(i, BLOCK) {
+            PREFETCH(c + i, BLOCK);
+            LANES c[i + j] = residual(c[i + j], s, of_zero);
+            if (!*skip)
+                LANES c[i + j] += total[i + j];
+        }
         only_live(c, live, live_row[b], BLOCK);
         only_live(total, live, live_row[b], BLOCK);
         store_bits(bits + b * (BLOCK / 8), plane, c, TERNARY, BLOCK);

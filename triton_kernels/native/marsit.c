@@ -16,48 +16,62 @@ struct update {
 /* New moments, in place, and the update. `x` is null where nothing decays. */
 static void update(struct update *s, const float *restrict g, const float *restrict x, const float *k, int64_t n)
 {
-    float d[MOST];
-    for (int64_t i = 0; i < n; i++) {
-        d[i] = g[i] * k[ONE_MINUS_BETA1];
-        if (x && !s->v)
-            d[i] = d[i] + x[i] * k[WEIGHT_DECAY];
+    const float beta1 = k[BETA1], rest1 = k[ONE_MINUS_BETA1], beta2 = k[BETA2], rest2 = k[ONE_MINUS_BETA2];
+    const float step = k[STEP_SIZE], weight_decay = k[WEIGHT_DECAY], decay = k[LR] * k[WEIGHT_DECAY];
+    float d[MOST], *m = s->m, *v = s->v, *u = s->u;
+    EACH_LINE(i, n)
+        LANES d[i + j] = g[i + j] * rest1;
+    for (int64_t i = 0; x && !v && i < n; i += LINE)
+        LANES d[i + j] = d[i + j] + x[i + j] * weight_decay;
+    if (m) {
+        memcpy(s->old_m, m, n * sizeof *d);
+        EACH_LINE(i, n) {
+            PREFETCH(m + i, n);
+            LANES d[i + j] = m[i + j] = m[i + j] * beta1 + d[i + j];
+        }
     }
-    if (s->m) {
-        memcpy(s->old_m, s->m, n * sizeof *d);
-        for (int64_t i = 0; i < n; i++)
-            d[i] = s->m[i] = s->m[i] * k[BETA1] + d[i];
-    }
-    if (!s->v) {
-        for (int64_t i = 0; i < n; i++)
-            s->u[i] = d[i] * k[STEP_SIZE];
+    if (!v) {
+        EACH_LINE(i, n)
+            LANES u[i + j] = d[i + j] * step;
         return;
     }
-    memcpy(s->old_v, s->v, n * sizeof *d);
-    for (int64_t i = 0; i < n; i++)
-        s->v[i] = s->v[i] * k[BETA2] + g[i] * k[ONE_MINUS_BETA2] * g[i];
-    denom(s->u, s->v, k, 0, n);
-    const float decay = k[LR] * k[WEIGHT_DECAY];
-    for (int64_t i = 0; i < n; i++) {
-        s->u[i] = d[i] / s->u[i] * k[STEP_SIZE];
+    memcpy(s->old_v, v, n * sizeof *d);
+    EACH_LINE(i, n)
+        LANES v[i + j] = v[i + j] * beta2 + g[i + j] * rest2 * g[i + j];
+    denom(u, v, k, 0, n);
+    EACH_LINE(i, n) {
+        LANES u[i + j] = d[i + j] / u[i + j] * step;
         if (x)
-            s->u[i] = s->u[i] + x[i] * decay;
+            LANES u[i + j] = u[i + j] + x[i + j] * decay;
     }
 }
 
-/* Takes back what is not finite, or all where held; returns whether anything was not. */
+static int finite(float x)
+{
+    return fabsf(x) <= FLT_MAX;
+}
+
+/* An element that is not finite has no update and keeps its moments; nor has any where held. Returns whether
+   there was one. */
 static int drop_bad(struct update *s, float *restrict c, const float *restrict kept, int64_t held, int64_t n)
 {
-    int bad = 0;
-    for (int64_t i = 0; i < n; i++) {
-        int finite = fabsf(kept[i] + s->u[i]) <= FLT_MAX && (!s->v || fabsf(s->v[i]) <= FLT_MAX);
-        int counts = finite && !held;
-        bad |= !finite;
-        s->u[i] = counts ? s->u[i] : 0.0f;
-        c[i] = kept[i] + s->u[i];
+    int32_t bad = 0;
+    float *u = s->u;
+    EACH_LINE(i, n)
+        LANES c[i + j] = kept[i + j] + u[i + j];
+    for (int64_t i = 0; i < n; i++)
+        bad += !finite(c[i]);
+    for (int64_t i = 0; s->v && i < n; i++)
+        bad += !finite(s->v[i]);
+    for (int64_t i = 0; (bad || held) && i < n; i++) {
+        if (!held && finite(kept[i] + u[i]) && (!s->v || finite(s->v[i])))
+            continue;
+        u[i] = 0.0f;
+        c[i] = kept[i] + u[i];
         if (s->m)
-            s->m[i] = counts ? s->m[i] : s->old_m[i];
+            s->m[i] = s->old_m[i];
         if (s->v)
-            s->v[i] = counts ? s->v[i] : s->old_v[i];
+            s->v[i] = s->old_v[i];
     }
     return bad && !held;
 }
@@ -80,15 +94,17 @@ void local_update(int64_t begin, int64_t end, const int64_t *params, const int64
         float *c = compensated + b * BLOCK, most = limit[b];
         s.m = MOMENTUM ? exp_avg + b * BLOCK : NULL;
         s.v = ADAM ? exp_avg_sq + b * BLOCK : NULL;
-        load_signs(kept, packed, BLOCK);
-        for (int64_t i = 0; i < BLOCK; i++) {
-            float e = c[i] - kept[i] * scale[b];
-            e = e > -most || e != e ? e : -most;
-            e = e < most || e != e ? e : most;
-            kept[i] = e + 0.0f;
+        choose(kept, packed, scale[b], -scale[b], BLOCK);
+        EACH_LINE(i, BLOCK) {
+            PREFETCH(c + i, BLOCK);
+            LANES {
+                float e = c[i + j] - kept[i + j];
+                e = e < -most ? -most : e; /* a NaN stays one */
+                e = e > most ? most : e;
+                kept[i + j] = e + 0.0f;
+            }
         }
         only_live(kept, live, row, BLOCK);
-        prefetch(c + BLOCK, BLOCK * sizeof *c);
         load_user(g, from, live, row, BLOCK);
         for (int64_t i = 0; i < BLOCK; i++)
             g[i] *= *factor;

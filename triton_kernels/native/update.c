@@ -19,18 +19,20 @@ static void move(struct place at, float *restrict update, int64_t b, const float
 static void moments(float *restrict m, float *restrict v, const float *restrict grad, const float *k,
                     double *sum, const uint8_t *live, int64_t row, int64_t n)
 {
+    const float beta1 = k[BETA1], rest1 = k[ONE_MINUS_BETA1], beta2 = k[BETA2], rest2 = k[ONE_MINUS_BETA2];
     float g[MOST];
     memcpy(g, grad, n * sizeof *g);
-    prefetch(grad + n, n * sizeof *g);
     only_live(g, live, row, n);
-    for (int64_t i = 0; i < n; i++) {
-        m[i] = m[i] * k[BETA1] + g[i] * k[ONE_MINUS_BETA1];
-        v[i] = v[i] * k[BETA2] + g[i] * k[ONE_MINUS_BETA2] * g[i];
+    EACH_LINE(i, n) {
+        PREFETCH(grad + i, n);
+        PREFETCH(m + i, n);
+        LANES {
+            m[i + j] = m[i + j] * beta1 + g[i + j] * rest1;
+            v[i + j] = v[i + j] * beta2 + g[i + j] * rest2 * g[i + j];
+        }
     }
-    prefetch(m + n, n * sizeof *m);
     if (sum)
         *sum = sum_of(v, n);
-    prefetch(v + n, n * sizeof *v);
 }
 
 void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
@@ -51,7 +53,6 @@ void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t
             denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
             for (int64_t i = 0; i < BLOCK; i++)
                 update[i] /= d[i];
-            prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
         }
         move(at, update, b, ROUNDING ? rounding : NULL, live, live_row[b], BLOCK);
     }
@@ -112,10 +113,11 @@ void lamb_move(int64_t begin, int64_t end, const int64_t *pointers, int64_t tens
             continue;
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
-        prefetch(exp_avg_sq + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg_sq);
-        for (int64_t i = 0; i < BLOCK; i++)
-            update[i] = exp_avg[b * BLOCK + i] / d[i];
-        prefetch(exp_avg + (b + 1) * BLOCK, BLOCK * sizeof *exp_avg);
+        const float *m = exp_avg + b * BLOCK;
+        EACH_LINE(i, BLOCK) {
+            PREFETCH(m + i, BLOCK);
+            LANES update[i + j] = m[i + j] / d[i + j];
+        }
         move(at, update, b, ROUNDING ? rounding : NULL, live, live_row[b], BLOCK);
     }
 }
@@ -136,6 +138,30 @@ static void blend(struct place at, const float *restrict m, const float *restric
     norms[norms_stride + b] = norm_of(adam, n);
 }
 
+/* The largest element above 0; 0/0 and inf/inf don't count. */
+static float largest_of(const float *x, int64_t n)
+{
+    float most[LINE] = {0}, found = 0;
+    EACH_LINE(i, n)
+        LANES most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+    for (int j = 0; j < LINE; j++)
+        found = most[j] > found ? most[j] : found;
+    return found;
+}
+
+/* v = beta2*old + (1 - beta2)*g^2 with g = (m - beta1*last)/(1 - beta1); v may be `last` or `old`. */
+static void rebuild(float *v, const float *m, const float *last, const float *old, const float *k, int64_t n)
+{
+    const float beta1 = k[BETA1], rest1 = k[ONE_MINUS_BETA1], beta2 = k[BETA2], rest2 = k[ONE_MINUS_BETA2];
+    EACH_LINE(i, n) {
+        PREFETCH(v + i, n);
+        LANES {
+            float g = (m[i + j] - last[i + j] * beta1) / rest1;
+            v[i + j] = old[i + j] * beta2 + g * rest2 * g;
+        }
+    }
+}
+
 void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
                 int64_t exp_avg_stride, int64_t plane, const float *exp_avg_scale, uint8_t *last_bits,
                 float *last_scale, const float *exp_avg_sq, float *fresh, const int32_t *started, const float *coef,
@@ -148,7 +174,7 @@ void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t ten
     for (int64_t b = begin; b < end && !*skip; b++) {
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         const float *k = at.k, *frozen = exp_avg_sq + b * BLOCK;
-        float *v = fresh + b * BLOCK, most = 0.0f;
+        float *v = fresh + b * BLOCK;
         const uint8_t *now_at = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK);
         /* Where ternary, the chunks before have a second plane each. */
         uint8_t *last_at = last_bits + b * (BLOCK / 8) + (TERNARY ? b / blocks_per_chunk * plane : 0);
@@ -161,24 +187,21 @@ void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t ten
                 last[i] *= d[i];
             }
         }
-        for (int64_t i = 0; i < BLOCK; i++) {
-            float before = *started ? last[i] : v[i], old = *started ? v[i] : frozen[i];
-            float g = (m[i] - before * k[BETA1]) / k[ONE_MINUS_BETA1];
-            v[i] = old * k[BETA2] + g * k[ONE_MINUS_BETA2] * g;
-        }
-        prefetch(v + BLOCK, BLOCK * sizeof *v);
+        rebuild(v, m, *started ? last : v, *started ? v : frozen, k, BLOCK);
         only_live(v, live, live_row[b], BLOCK);
         if (DEEPSPEED) {
             denom(ratio, frozen, k, EPS_INSIDE, BLOCK);
             denom(d, v, k, EPS_INSIDE, BLOCK);
         }
-        for (int64_t i = 0; i < BLOCK; i++)
-            ratio[i] = DEEPSPEED ? ratio[i] / d[i] : frozen[i] / v[i];
+        EACH_LINE(i, BLOCK) {
+            PREFETCH(frozen + i, BLOCK);
+            if (DEEPSPEED)
+                LANES ratio[i + j] /= d[i + j];
+            else
+                LANES ratio[i + j] = frozen[i + j] / v[i + j];
+        }
         only_live(ratio, live, live_row[b], BLOCK);
-        prefetch(frozen + BLOCK, BLOCK * sizeof *frozen);
-        for (int64_t i = 0; i < BLOCK; i++) /* 0/0 and inf/inf don't count */
-            most = ratio[i] > most ? ratio[i] : most;
-        largest[b] = most;
+        largest[b] = largest_of(ratio, BLOCK);
         memcpy(last_at, now_at, BLOCK / 8);
         if (TERNARY)
             memcpy(last_at + plane, now_at + plane, BLOCK / 8);
