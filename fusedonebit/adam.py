@@ -91,6 +91,9 @@ class OneBitAdam(OneBitOptimizer):
             are averaged inside a node, and compressed between nodes (``comm.hierarchy``), each rank's part with
             scales of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
+        frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many
+            fewer in each step; denominators are then off by at most 0.2 %, alike on all ranks. The freeze
+            allocates those 2 bytes per parameter and frees 4.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
             the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
             result, bit for bit, as with as many ``buckets`` without it.
@@ -146,6 +149,7 @@ class OneBitAdam(OneBitOptimizer):
         hierarchy_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
         buckets: int | None = None,
+        frozen_dtype: torch.dtype = torch.float32,
         process_group: dist.ProcessGroup | Transport | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -174,6 +178,7 @@ class OneBitAdam(OneBitOptimizer):
             hierarchy_dtype=hierarchy_dtype,
             overlap=overlap,
             buckets=buckets,
+            frozen_dtype=frozen_dtype,
         )
         super().__init__(
             params,

@@ -59,7 +59,13 @@ if TYPE_CHECKING:
 
 KEY = "fusedonebit"
 FORMAT = 2
-_SETTLED = ("precondition", "ternary", "layerwise", "momentum_scaling")  # compared as ``_settled`` says, and refused
+_SETTLED = (
+    "precondition",
+    "ternary",
+    "frozen_dtype",
+    "layerwise",
+    "momentum_scaling",
+)  # compared as ``_settled`` says, and refused
 _STAGES = ("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard")
 _RUNNING = ("max_grad_norm", "master_weights", "capturable", "overlap", "buckets", "hierarchy_dtype")
 _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_size", *_RUNNING)

@@ -159,7 +159,8 @@ def quantile_floor(
 
 
 def denominator(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
-    """denom of one tensor's v, from its row ``k`` of coefficients, in the shape and dtype of ``v``."""
+    """denom of one tensor's v, from its row ``k`` of coefficients: float32 of the shape of ``v``."""
+    v = v.float()
     root, eps = k[Coef.RSQRT_BIAS2], k[Coef.EPS]
     return (v * root * root + eps).sqrt() if eps_inside_sqrt else v.sqrt() * root + eps
 

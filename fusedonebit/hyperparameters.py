@@ -78,6 +78,7 @@ class OneBitOptions(Options):
     dead_coordinates: str
     overlap: bool = False
     buckets: int | None = None
+    frozen_dtype: torch.dtype = torch.float32
 
     @property
     def bucket_count(self) -> int:
@@ -101,6 +102,8 @@ class OneBitOptions(Options):
         check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
         check_flag("precondition", self.precondition)
         check_flag("ternary", self.ternary)
+        if self.frozen_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
         if self.variance_floor is not None and not _in_unit(self.variance_floor):
             raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
         if self.warm_started and self.freeze_step == "auto":

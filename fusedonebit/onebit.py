@@ -207,7 +207,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """Ends the warm-up. Works in place: nothing of full size is allocated from here on, until a thaw."""
+        """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
         if self._outcomes.updates == 0 and not self._behind < 0:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
@@ -236,7 +236,9 @@ class OneBitOptimizer(AveragingOptimizer):
             block_tensor,
             None if keep else dead.mean,
             least,
+            options.frozen_dtype is torch.bfloat16,
         )
+        self._exp_avg_sq = self._exp_avg_sq.to(options.frozen_dtype)
         if isinstance(self._reduce, HierarchicalAllReduce):
             self._reduce.clear_elsewhere()
         self._phase = "compression"
@@ -273,6 +275,7 @@ class OneBitOptimizer(AveragingOptimizer):
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][reduce.block_tensor, None])
         self._exp_avg.copy_(reduce.result()).add_(backlog)
+        self._exp_avg_sq = self._exp_avg_sq.float()
         thaw(
             layout.sizes,
             layout.block_size,
@@ -336,7 +339,7 @@ class OneBitOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What the compression stage keeps per element besides the residuals: float32 [P] each."""
+        """What the compression stage keeps per element besides the residuals: [P] each."""
         return {"exp_avg_sq": self._exp_avg_sq}
 
     def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -347,7 +350,8 @@ class OneBitOptimizer(AveragingOptimizer):
         """Options that say in which unit, or with what, the compression stage goes on."""
         options = self.options
         in_unit = {"eps_inside_sqrt": options.eps_inside_sqrt} if options.precondition else {}
-        return {"precondition": options.precondition, "ternary": options.ternary} | in_unit
+        kept = {"ternary": options.ternary, "frozen_dtype": str(options.frozen_dtype)}
+        return {"precondition": options.precondition} | kept | in_unit
 
     def _header(self) -> dict[str, Any]:
         entered = self._step - self._behind if self._variance_step is None else self._variance_step
@@ -371,7 +375,8 @@ class OneBitOptimizer(AveragingOptimizer):
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
             for name, now in self._settled().items():
-                was = header["settled"].get(name, False)  # what is missing did not exist when it was written
+                # What is missing did not exist when it was written.
+                was = header["settled"].get(name, str(torch.float32) if name == "frozen_dtype" else False)
                 if was != now:
                     raise ValueError(
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
@@ -394,6 +399,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if header["phase"] != "compression":
             return
         self._phase = "compression"
+        self._exp_avg_sq = self._exp_avg_sq.to(self.options.frozen_dtype)
         self._variance_step = torch.tensor(header["variance_step"], device=self.device)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
@@ -473,4 +479,5 @@ class OneBitOptimizer(AveragingOptimizer):
         options = self.options
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
-        return [f"freeze_step: {options.freeze_step!r}", scale]
+        half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
+        return [f"freeze_step: {options.freeze_step!r}", scale, *half]

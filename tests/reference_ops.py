@@ -219,14 +219,15 @@ class Problem:
         precondition: bool = False,
         dead_value: Tensor | None = None,
         least: Tensor | None = None,
+        bfloat16: bool = False,
     ) -> tuple:
         return (
             *(self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
-            *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least),
+            *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least, bfloat16),
         )
 
     def thaw_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False, clip: bool = False) -> tuple:
-        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-2], self.table.bits, self.table.row, clip)
+        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-3], self.table.bits, self.table.row, clip)
 
     def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:
         return (

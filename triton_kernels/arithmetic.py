@@ -33,7 +33,10 @@ Words = TypeVar("Words", int, Tensor)
 
 def signs(bits: Tensor, rows: int) -> Tensor:
     """+1.0 and -1.0, float32 [rows, 8 * bytes / rows], from packed bits."""
-    return _sign_table(bits.device).index_select(0, bits.reshape(-1).int()).view(rows, -1)
+    table = _sign_table(bits.device)
+    if numpy is not None and bits.device.type == "cpu":  # in half the time, as bytes are its indices
+        return torch.from_numpy(table.numpy().take(bits.reshape(-1).numpy(), 0)).view(rows, -1)
+    return table.index_select(0, bits.reshape(-1).int()).view(rows, -1)
 
 
 @cache
@@ -67,7 +70,8 @@ def column(k: Tensor, which: Coef) -> Tensor:
 
 
 def denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
-    """sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root; ``v`` is left as it is."""
+    """sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root; ``v``, of any dtype, is left as it is."""
+    v = v.float()
     root, eps = column(k, Coef.RSQRT_BIAS2), column(k, Coef.EPS)
     if eps_inside_sqrt:
         return _sqrt(v.mul(root).mul_(root).add_(eps))

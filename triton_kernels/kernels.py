@@ -121,7 +121,7 @@ def momentum_compress(
     coef,  # float32 [tensors, COLUMNS]
     block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
-    exp_avg_sq,  # float32 [P] where PRECONDITION, else unused
+    exp_avg_sq,  # float32 or bfloat16 [P] where PRECONDITION, else unused
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     bits,  # uint8 [W, stride], written
@@ -133,6 +133,7 @@ def momentum_compress(
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VARIANCE: tl.constexpr,  # dtype of exp_avg_sq
     EPS_INSIDE: tl.constexpr,
     PRECONDITION: tl.constexpr,
     TERNARY: tl.constexpr,
@@ -140,7 +141,8 @@ def momentum_compress(
 ):
     """c = beta1*m + (1 - beta1)*g*unit + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
 
-    Grid: B. Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 more with PRECONDITION.
+    Grid: B. Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); the variance, 4 or 2, with
+    PRECONDITION.
     """
     if tl.load(hold) != 0:
         return
@@ -163,7 +165,8 @@ def momentum_compress(
         g = load_user(base, kinds, start, i, live_elements(live, row, BLOCK), DTYPE, False, ALIGNED)
     g = g * tl.load(k + ONE_MINUS_BETA1)
     if PRECONDITION:
-        g = tl.div_rn(g, denom(tl.load(exp_avg_sq + b * BLOCK + i), k, EPS_INSIDE))
+        v = tl.load(exp_avg_sq + b * BLOCK + i).to(tl.float32)
+        g = tl.div_rn(g, denom(v, k, EPS_INSIDE))
     else:
         g = g * tl.load(k + UNIT)
     c = g + kept

@@ -171,7 +171,7 @@ def lamb_ratio(
     exp_avg_scale,  # float32 [B]
     last_bits,  # signs of m_{t-1}, uint8 [P / 8] without gaps, or planes as above, read and written
     last_scale,  # float32 [B], read and written
-    exp_avg_sq,  # the frozen variance, float32 [P]
+    exp_avg_sq,  # the frozen variance, float32 or bfloat16 [P]
     fresh,  # float32 [P], read and written
     started,  # int32 [1]
     coef,  # float32 [tensors, COLUMNS]
@@ -186,6 +186,7 @@ def lamb_ratio(
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VARIANCE: tl.constexpr,  # dtype of exp_avg_sq
     EPS_INSIDE: tl.constexpr,
     PRECONDITIONED: tl.constexpr,
     DEEPSPEED: tl.constexpr,
@@ -195,7 +196,7 @@ def lamb_ratio(
 ):
     """Gradient from two momenta, fresh variance, largest frozen/fresh.
 
-    Grid: B. Bytes per element: 4 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where TERNARY);
+    Grid: B. Bytes per element: 4 or 2 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where TERNARY);
     x with BLEND.
     """
     b = tl.program_id(0).to(tl.int64)
@@ -211,7 +212,7 @@ def lamb_ratio(
         scale = tl.load(exp_avg_scale + b)
         signs, nonzero = load_bits(exp_avg_bits + chunk * exp_avg_stride + offset + byte, plane, TERNARY)
         held = tl.load(fresh + b * BLOCK + i)
-        frozen = tl.load(exp_avg_sq + b * BLOCK + i)
+        frozen = tl.load(exp_avg_sq + b * BLOCK + i).to(tl.float32)
         before = tl.div_rn(tl.load(last_scale + b), unit)
         last_at = last_bits + b * (BLOCK // 8) + byte
         if TERNARY:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .launch import block_starts, launch, pointer_table
+from .launch import KINDS, block_starts, launch, pointer_table
 
 LANES = 1024  # blocks that a layer's program reads at once
 
@@ -164,6 +164,7 @@ def lamb_ratio(
         blocks // len(exp_avg_bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
+        VARIANCE=KINDS[exp_avg_sq.dtype],
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITIONED=preconditioned,
         DEEPSPEED=deepspeed,

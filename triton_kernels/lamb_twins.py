@@ -162,7 +162,7 @@ def lamb_ratio(
         exp_avg_scale: |m_t| times unit, float32 [B].
         last_bits: Signs of m_{t-1}, of the same shape, contiguous, read and written.
         last_scale: |m_{t-1}| times unit, float32 [B], read and written.
-        exp_avg_sq: v_{T_w}, the frozen variance, float32 [P].
+        exp_avg_sq: v_{T_w}, the frozen variance, float32 or bfloat16 [P].
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: int32 [1], 0 before the first step.
         eps_inside_sqrt: Which denom; see ``lamb_update``. Not read without one of the next two or ``norms``.
@@ -181,7 +181,7 @@ def lamb_ratio(
     for tile in tiles(sizes, len(exp_avg_bits), block_size, fresh.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        frozen, held = exp_avg_sq.view(-1, block_size)[b], fresh.view(-1, block_size)[b]
+        frozen, held = exp_avg_sq.view(-1, block_size)[b].float(), fresh.view(-1, block_size)[b]
         packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg_bits, last_bits))
         m = scaled(packed, exp_avg_scale[b] / k[:, Coef.UNIT])
         last = scaled(last_packed, last_scale[b] / k[:, Coef.UNIT])

@@ -25,7 +25,8 @@ from .twins import TAIL
 NUM_WARPS = 4
 FINISH_WARPS, FINISH_LANES = 8, 2048
 ONE_SCALE_WARPS, ONE_SCALE_LANES = 32, 8192  # a single program scans all blocks: give it a whole multiprocessor
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FP32 = 0
+KINDS = {torch.float32: FP32, torch.bfloat16: 1, torch.float16: 2}
 _MIXED = 3
 _POINTER_ALIGNMENT = 16  # bytes, for 128-bit loads
 
@@ -88,7 +89,7 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
     """The table of addresses and dtypes; uploaded only when one has changed."""
     cuda = device.type == "cuda"
     addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
-    kinds = tuple(_KINDS[t.dtype] for t in tensors)
+    kinds = tuple(KINDS[t.dtype] for t in tensors)
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
     key = (addresses, kinds, device, stream)
@@ -212,6 +213,7 @@ def momentum_compress(
         blocks // len(bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
+        VARIANCE=FP32 if exp_avg_sq is None else KINDS[exp_avg_sq.dtype],
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITION=exp_avg_sq is not None,
         TERNARY=bits.dim() == 3,

@@ -57,6 +57,7 @@ def pack(x: Tensor, bits: Tensor) -> None:
 
 
 def _pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
+    # Into a tensor of x's dtype: comparisons to bool don't vectorise.
     ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
     bits.copy_(ones.view(torch.int64).mul_(_SPREAD).bitwise_right_shift_(56))
 
@@ -127,7 +128,7 @@ def momentum_compress(
         exp_avg_scale: |m|, float32 [B].
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
-        exp_avg_sq: None, or float32 [P]: then unit = 1/denom per coordinate, else the layer's.
+        exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
         eps_inside_sqrt: Which denom; see ``apply_momentum``.
         live, live_row: Elements that count; others get c = 0.
         bits: As ``exp_avg_bits``, written.

@@ -65,7 +65,7 @@ def apply_momentum(
     exp_avg_stride,  # bytes between its rows
     plane,  # bytes between its planes where TERNARY
     exp_avg_scale,  # float32 [B]
-    exp_avg_sq,  # float32 [P] unless PRECONDITIONED
+    exp_avg_sq,  # float32 or bfloat16 [P] unless PRECONDITIONED
     coef,  # float32 [tensors, COLUMNS]
     block_tensor,  # int32 [B]
     block_start,  # int64 [B], where the block begins in its tensor
@@ -76,6 +76,7 @@ def apply_momentum(
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VARIANCE: tl.constexpr,  # dtype of exp_avg_sq
     EPS_INSIDE: tl.constexpr,
     PRECONDITIONED: tl.constexpr,
     TERNARY: tl.constexpr,
@@ -84,7 +85,7 @@ def apply_momentum(
 ):
     """x = (1 - lr*wd)*x - step_size * m/denom, m = scale*sign(bits)/unit.
 
-    Grid: B. Bytes per element: x twice, 4 for v, 1/8 for bits (twice where TERNARY).
+    Grid: B. Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY).
     """
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
@@ -98,7 +99,7 @@ def apply_momentum(
         signs, nonzero = load_bits(exp_avg_bits + chunk * exp_avg_stride + offset + byte, plane, TERNARY)
         update = scaled(signs, nonzero, scale, TERNARY)
         if not PRECONDITIONED:
-            v = tl.load(exp_avg_sq + b * BLOCK + i)
+            v = tl.load(exp_avg_sq + b * BLOCK + i).to(tl.float32)
             update = tl.div_rn(update, denom(v, k, EPS_INSIDE))
         move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)
 

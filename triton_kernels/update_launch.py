@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .launch import block_starts, launch, pointer_table
+from .launch import FP32, KINDS, block_starts, launch, pointer_table
 
 
 def apply_momentum(
@@ -47,6 +47,7 @@ def apply_momentum(
         blocks // len(exp_avg_bits),
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
+        VARIANCE=FP32 if exp_avg_sq is None else KINDS[exp_avg_sq.dtype],
         EPS_INSIDE=eps_inside_sqrt,
         PRECONDITIONED=exp_avg_sq is None,
         TERNARY=exp_avg_bits.dim() == 3,

@@ -38,7 +38,7 @@ def apply_momentum(
         block_size: Elements per block.
         exp_avg_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         exp_avg_scale: float32 [B].
-        exp_avg_sq: Frozen variance, float32 [P], or None where the unit already is 1/denom.
+        exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit already is 1/denom.
         eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
@@ -122,6 +122,7 @@ def freeze(
     block_tensor: Tensor,
     dead_value: Tensor | None,
     least: Tensor | None,
+    bfloat16: bool,
 ) -> None:
     """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
 
@@ -140,6 +141,7 @@ def freeze(
         dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
             [tensors]; None leaves them.
         least: What v must at least be, float32 [tensors], or None.
+        bfloat16: Rounds v to what bfloat16 can represent, before it is used.
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         owner = block_tensor[tile.blocks]
@@ -149,6 +151,8 @@ def freeze(
             v.copy_(torch.where(v == 0, dead_value[owner][:, None], v))
         if least is not None:
             v.copy_(torch.maximum(v, least[owner][:, None]))
+        if bfloat16:
+            v.copy_(v.bfloat16())
         c.mul_(column(k, Coef.BETA1))
         if precondition:
             c.div_(denom(v, k, eps_inside_sqrt))

@@ -50,10 +50,11 @@ static int64_t drop_bad(float *restrict c, const float *restrict kept, int64_t n
 void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, float *compensated,
                        const float *worker_scale, const uint8_t *exp_avg_bits, int64_t exp_avg_stride,
                        const float *exp_avg_scale, const float *coef, const int32_t *block_tensor,
-                       const int64_t *block_start, const float *exp_avg_sq, const uint8_t *live,
+                       const int64_t *block_start, const void *exp_avg_sq, const uint8_t *live,
                        const int32_t *live_row, uint8_t *bits, int64_t bits_stride, int64_t plane, double *partials,
                        int64_t partials_stride, const int32_t *hold, int64_t blocks_per_chunk, int64_t DTYPE,
-                       int64_t ALIGNED, int64_t EPS_INSIDE, int64_t PRECONDITION, int64_t TERNARY, int64_t BLOCK)
+                       int64_t ALIGNED, int64_t VARIANCE, int64_t EPS_INSIDE, int64_t PRECONDITION, int64_t TERNARY,
+                       int64_t BLOCK)
 {
     float m[MOST], kept[MOST], g[MOST], d[MOST];
     if (*hold)
@@ -65,7 +66,7 @@ void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int6
                TERNARY, BLOCK);
         load_user(g, at, live, live_row[b], BLOCK);
         if (PRECONDITION)
-            denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
+            denom(d, variance_of(exp_avg_sq, VARIANCE, b, kept, BLOCK), at.k, EPS_INSIDE, BLOCK);
         compensate(c, kept, g, PRECONDITION ? d : NULL, m, at.k, worker_scale[b], TERNARY, BLOCK);
         only_live(c, live, live_row[b], BLOCK);
         int64_t dropped = drop_bad(c, kept, BLOCK);

@@ -36,13 +36,13 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 }
 
 void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
-                    int64_t exp_avg_stride, int64_t plane, const float *exp_avg_scale, const float *exp_avg_sq,
+                    int64_t exp_avg_stride, int64_t plane, const float *exp_avg_scale, const void *exp_avg_sq,
                     const float *coef, const int32_t *block_tensor, const int64_t *block_start, const uint8_t *live,
                     const int32_t *live_row, const int32_t *skip, const float *rounding, int64_t blocks_per_chunk,
-                    int64_t DTYPE, int64_t ALIGNED, int64_t EPS_INSIDE, int64_t PRECONDITIONED, int64_t TERNARY,
-                    int64_t ROUNDING, int64_t BLOCK)
+                    int64_t DTYPE, int64_t ALIGNED, int64_t VARIANCE, int64_t EPS_INSIDE, int64_t PRECONDITIONED,
+                    int64_t TERNARY, int64_t ROUNDING, int64_t BLOCK)
 {
-    float update[MOST], d[MOST];
+    float update[MOST], d[MOST], v[MOST];
     for (int64_t b = begin; b < end; b++) {
         if (*skip || live_row[b] == EMPTY)
             continue;
@@ -50,7 +50,7 @@ void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK);
         scaled(update, packed, plane, exp_avg_scale[b] / at.k[UNIT], TERNARY, BLOCK);
         if (!PRECONDITIONED) {
-            denom(d, exp_avg_sq + b * BLOCK, at.k, EPS_INSIDE, BLOCK);
+            denom(d, variance_of(exp_avg_sq, VARIANCE, b, v, BLOCK), at.k, EPS_INSIDE, BLOCK);
             for (int64_t i = 0; i < BLOCK; i++)
                 update[i] /= d[i];
         }
@@ -164,16 +164,16 @@ static void rebuild(float *v, const float *m, const float *last, const float *ol
 
 void lamb_ratio(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
                 int64_t exp_avg_stride, int64_t plane, const float *exp_avg_scale, uint8_t *last_bits,
-                float *last_scale, const float *exp_avg_sq, float *fresh, const int32_t *started, const float *coef,
+                float *last_scale, const void *exp_avg_sq, float *fresh, const int32_t *started, const float *coef,
                 const int32_t *block_tensor, const int64_t *block_start, const uint8_t *live,
                 const int32_t *live_row, const int32_t *skip, float *largest, double *norms, int64_t norms_stride,
-                int64_t blocks_per_chunk, int64_t DTYPE, int64_t ALIGNED, int64_t EPS_INSIDE,
+                int64_t blocks_per_chunk, int64_t DTYPE, int64_t ALIGNED, int64_t VARIANCE, int64_t EPS_INSIDE,
                 int64_t PRECONDITIONED, int64_t DEEPSPEED, int64_t BLEND, int64_t TERNARY, int64_t BLOCK)
 {
-    float m[MOST], last[MOST], d[MOST], ratio[MOST];
+    float m[MOST], last[MOST], d[MOST], ratio[MOST], wide[MOST];
     for (int64_t b = begin; b < end && !*skip; b++) {
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
-        const float *k = at.k, *frozen = exp_avg_sq + b * BLOCK;
+        const float *k = at.k, *frozen = variance_of(exp_avg_sq, VARIANCE, b, wide, BLOCK);
         float *v = fresh + b * BLOCK;
         const uint8_t *now_at = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK);
         /* Where ternary, the chunks before have a second plane each. */

@@ -1,0 +1,139 @@
+"""``frozen_dtype=torch.bfloat16``: the frozen variance in half the bytes, in every kernel, freeze, thaw and checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from backends import assert_equal_backends, problem
+from optimizers import ADAM_AND_LAMB, ONEBIT, UNGUARDED
+from ranks import run_ranks
+from torch import Tensor
+
+from fusedonebit import dcp
+
+SIZES = (300, 0, 5, 2048, 129)
+HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("op", ["momentum_compress", "apply_momentum", "lamb_ratio", "lamb_ratio, preconditioned"])
+def test_every_backend_reads_a_variance_in_bfloat16_alike(op, inside):
+    def make() -> tuple:
+        p = problem(SIZES, 2, 128, special=op == "momentum_compress")
+        p.exp_avg_sq = p.exp_avg_sq.bfloat16()
+        if op == "momentum_compress":
+            return p.momentum_arguments(p.exp_avg_sq, inside)
+        if op == "apply_momentum":
+            return p.apply_arguments(p.exp_avg_sq, inside)
+        return p.lamb_ratio_arguments(eps_inside_sqrt=inside, preconditioned="," in op, blend=True)
+
+    assert_equal_backends(op.split(",")[0], make)
+
+
+def params(n: int = 3) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(40, 33)) for _ in range(n)]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("precondition", [False, True])
+def test_it_saves_two_bytes_and_moves_denominators_by_no_more_than_bfloat16_rounds(name, precondition):
+    options = UNGUARDED | {"freeze_step": 4, "precondition": precondition}
+    wide, half = (ONEBIT[name](params(), 1e-3, **options, **more) for more in ({}, HALF))
+    for optimizer in (wide, half):
+        train(optimizer, range(5))
+    saved = wide.stats()["state_bytes"] - half.stats()["state_bytes"]
+    print(f"{name}: {saved / half.layout.numel:.3f} bytes per element less")
+    assert saved == 2 * half.layout.numel
+    v, rounded = (o.state_dict()["state"][0]["exp_avg_sq"] for o in (wide, half))
+    assert rounded.dtype is torch.bfloat16
+    assert torch.equal(rounded, v.bfloat16())
+    assert "frozen_dtype: bfloat16" in repr(half)
+    # One compressed update from equal signs: as far apart as the roots of the two variances.
+    for a, b, start in zip(values(wide), values(half), params(), strict=True):
+        torch.testing.assert_close(b - start, a - start, rtol=0.02, atol=2e-6)
+
+
+def steps_on_ranks(rank: int, world_size: int, name: str) -> tuple[list[Tensor], str]:
+    optimizer = ONEBIT[name](params(), 1e-3, freeze_step=3, **UNGUARDED, **HALF)
+    train(optimizer, range(10), rank)
+    return values(optimizer), optimizer.phase
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@ADAM_AND_LAMB
+def test_ranks_stay_bit_identical(name):
+    (first, phase), (second, _) = run_ranks(steps_on_ranks, 2, name)
+    assert phase == "compression"
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@ADAM_AND_LAMB
+def test_resuming_is_exact_through_both_kinds_of_checkpoints(name, tmp_path):
+    def fresh() -> Any:
+        return ONEBIT[name](params(), 1e-3, freeze_step=3, **UNGUARDED, **HALF)
+
+    whole = fresh()
+    train(whole, range(8))
+    saved = copy.deepcopy(whole.state_dict())
+    weights = values(whole)
+    train(whole, range(8, 12))
+    again = fresh()
+    again.load_state_dict(saved)
+    with torch.no_grad():
+        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
+            p.copy_(value)
+    train(again, range(8, 12))
+    assert all(torch.equal(a, b) for a, b in zip(values(whole), values(again), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb"])
+def test_dcp_keeps_it(name, tmp_path):
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(33, 40) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (ONEBIT[name](m.parameters(), 1e-3, freeze_step=3, **UNGUARDED, **HALF) for m in models)
+    train(first, range(8))
+    dcp.save(models[0], first, tmp_path / "saved")
+    dcp.load(models[1], second, tmp_path / "saved")
+    assert second.state_dict()["state"][0]["exp_avg_sq"].dtype is torch.bfloat16
+    for optimizer in (first, second):
+        train(optimizer, range(8, 12))
+    assert all(torch.equal(a, b) for a, b in zip(values(first), values(second), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+def test_a_thaw_goes_on_in_float32():
+    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, rewarm_every=4, rewarm_steps=10, **HALF)
+    train(optimizer, range(9))
+    assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"].dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+def test_a_checkpoint_of_one_dtype_is_refused_by_the_other_and_bad_ones_are_named():
+    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, **HALF)
+    train(optimizer, range(5))
+    other = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3)
+    with pytest.raises(ValueError, match=r"frozen_dtype='torch.bfloat16', but here it is 'torch.float32'"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"frozen_dtype must be torch.float32 or torch.bfloat16, got torch.float16"):
+        ONEBIT["onebit-adam"](params(), freeze_step=3, frozen_dtype=torch.float16)

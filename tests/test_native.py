@@ -1,0 +1,124 @@
+"""The C kernels: their declarations, who builds them and where, threads; that their bits are the twins' is in
+``assert_equal_backends``, which runs every op on all backends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import bits_of, tensors
+from fusedonebit.triton_kernels import backend, kernels, lamb_kernels, marsit_kernels, native, update_kernels, using
+from fusedonebit.triton_kernels.arithmetic import newton_sqrt
+from fusedonebit.triton_kernels.arithmetic import _sqrt as sqrt
+from reference_ops import Problem
+
+from fusedonebit import triton_kernels
+
+CPU = torch.device("cpu")
+ALONE = """
+import torch
+from fusedonebit import OneBitAdam
+from fusedonebit.triton_kernels import using
+torch.manual_seed(0)
+p = torch.nn.Parameter(torch.randn(3000))
+optimizer = OneBitAdam([p], 1e-2, freeze_step=5, guard="off")
+for _ in range(10):
+    p.grad = torch.randn(3000)
+    optimizer.step()
+print(optimizer.stats()["backend"])
+print(p.detach().view(torch.int32).sum().item())
+"""
+
+
+def alone(**environment: str) -> list[str]:
+    """What ALONE prints in a process with this environment besides what there is."""
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return told.stdout.splitlines()
+
+
+def test_a_c_kernel_takes_what_the_triton_kernel_of_its_name_takes_in_the_same_order():
+    assert len(native.declarations()) == 13
+    for name, arguments in native.declarations().items():
+        module = next(m for m in (kernels, update_kernels, lamb_kernels, marsit_kernels) if hasattr(m, name))
+        assert [argument.name for argument in arguments] == list(getattr(module, name).arg_names), name
+
+
+def test_repr_stats_and_backend_name_the_compiler():
+    assert backend(CPU) == f"C, {native.compiler()} (cpu)"
+    with using("plain"):
+        assert backend(CPU) == "plain torch, eager (cpu)"
+
+
+def test_without_a_compiler_twins_run_say_why_and_give_the_same_bits(tmp_path):
+    told, bits = alone()
+    nothing = {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
+    assert told.startswith("C, ")
+    assert alone(**nothing) == [
+        "plain torch, eager (cpu): no C compiler was found ($CC, cc, gcc, clang)",
+        bits,
+    ]
+
+
+def test_a_compiler_that_fails_is_quoted_and_twins_run(tmp_path):
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'no such thing as -O3' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    told, _ = alone(CC=str(broken), XDG_CACHE_HOME=str(tmp_path))
+    assert told == f"plain torch, eager (cpu): {broken} could not build them: no such thing as -O3"
+
+
+def test_libraries_are_kept_by_source_and_compiler_and_never_loaded_from_where_others_may_write(tmp_path):
+    assert alone(XDG_CACHE_HOME=str(tmp_path))[0].startswith("C, ")
+    (kept,) = (tmp_path / "fusedonebit").glob("kernels-*.so")
+    assert alone(XDG_CACHE_HOME=str(tmp_path))[0].startswith("C, ")
+    assert [*(tmp_path / "fusedonebit").glob("kernels-*.so")] == [kept]
+    (tmp_path / "fusedonebit").chmod(0o777)
+    kept.write_text("somebody else's")
+    assert alone(XDG_CACHE_HOME=str(tmp_path))[0].startswith("C, ")  # from another folder
+
+
+def test_several_threads_give_the_bits_of_one():
+    def run(threads: int) -> list[torch.Tensor]:
+        problem = Problem((300_000, 1000, 77), 2)
+        arguments = problem.momentum_arguments(problem.exp_avg_sq)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            triton_kernels.momentum_compress(*arguments)
+        finally:
+            torch.set_num_threads(before)
+        return tensors(arguments)
+
+    for one, many in zip(run(1), run(3), strict=True):
+        assert torch.equal(bits_of(one), bits_of(many))
+
+
+def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkeypatch):
+    with using("native"), pytest.raises(RuntimeError, match="C kernels work on CPU tensors, got cuda"):
+        triton_kernels.backends.chosen("cuda")
+    monkeypatch.setattr(native, "_library", lambda: "no C compiler was found")
+    with pytest.raises(RuntimeError, match="no C kernels here: no C compiler was found; use 'plain'"), using("native"):
+        pass
+
+
+def test_the_twins_root_is_correctly_rounded_with_numpy_and_without():
+    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-44, 38, (1 << 16,))
+    x[:4] = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
+    exact = x.double().sqrt().float()
+    assert torch.equal(sqrt(x), exact)
+    assert torch.equal(newton_sqrt(x), exact)
+
+
+def test_sources_travel_with_the_package():
+    folder = Path(native.__file__).parent
+    assert {path.name for path in folder.glob("*.[ch]")} == {"access.h", *native.SOURCES}
