@@ -1,4 +1,4 @@
-"""``frozen_dtype=torch.bfloat16``: the frozen variance in half the bytes, in every kernel, freeze, thaw and checkpoint."""
+"""``frozen_dtype=torch.bfloat16``: the frozen variance in half the bytes, in kernels, freeze, thaw, checkpoints."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from backends import bits_of, tensors
 from fusedonebit.triton_kernels import backend, kernels, lamb_kernels, marsit_kernels, native, update_kernels, using
-from fusedonebit.triton_kernels.arithmetic import newton_sqrt
 from fusedonebit.triton_kernels.arithmetic import _sqrt as sqrt
+from fusedonebit.triton_kernels.arithmetic import newton_sqrt
 from reference_ops import Problem
 
 from fusedonebit import triton_kernels

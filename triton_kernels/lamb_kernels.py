@@ -196,8 +196,8 @@ def lamb_ratio(
 ):
     """Gradient from two momenta, fresh variance, largest frozen/fresh.
 
-    Grid: B. Bytes per element: 4 or 2 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where TERNARY);
-    x with BLEND.
+    Grid: B. Bytes per element: 4 or 2 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where
+    TERNARY); x with BLEND.
     """
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class Function(NamedTuple):
     arguments: tuple[Argument, ...]
 
 
-class _Failed(Exception):
+class _UnavailableError(Exception):
     """There are no C kernels, and why."""
 
 
@@ -88,7 +89,7 @@ def reason() -> str:
 def _library() -> Mapping[str, Function] | str:
     try:
         loaded = ctypes.CDLL(str(_built()))
-    except (OSError, _Failed) as error:
+    except (OSError, _UnavailableError) as error:
         return str(error)
     functions = {}
     for name, arguments in declarations().items():
@@ -109,9 +110,9 @@ def compiler() -> str:
 def _built() -> Path:
     """The shared library; made under another name and renamed, so that nobody ever loads half of one."""
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
-        raise _Failed(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
+        raise _UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     if not compiler():
-        raise _Failed("no C compiler was found ($CC, cc, gcc, clang)")
+        raise _UnavailableError("no C compiler was found ($CC, cc, gcc, clang)")
     folder = _folder()
     target = folder / f"kernels-{_fingerprint()}.so"
     with _locked(folder / "lock"):
@@ -130,7 +131,7 @@ def _compile(target: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise _Failed(f"{compiler()} could not build them: {told[0] if told else error!r}") from error
+        raise _UnavailableError(f"{compiler()} could not build them: {told[0] if told else error}") from error
 
 
 def _folder() -> Path:
@@ -144,7 +145,7 @@ def _folder() -> Path:
         # What is loaded runs: never from a folder that somebody else may write.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022:
             return folder
-    raise _Failed(f"{cached} cannot be written")
+    raise _UnavailableError(f"{cached} cannot be written")
 
 
 @contextmanager
@@ -196,7 +197,7 @@ def run(function: Function, programs: int, arguments: Iterable[Any], constants: 
         return
     bounds = [programs * i // threads for i in range(threads + 1)]
     # ctypes lets go of the interpreter's lock, so that threads run at once.
-    parts = [_pool(threads - 1).submit(function.call, *pair, *values) for pair in zip(bounds[1:-1], bounds[2:])]
+    parts = [_pool(threads - 1).submit(function.call, *pair, *values) for pair in pairwise(bounds[1:])]
     function.call(0, bounds[1], *values)
     for part in parts:
         part.result()
