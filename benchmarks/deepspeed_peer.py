@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,20 +46,30 @@ def available() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def make(kind: str, params: Sequence[Tensor], alone: int | None = None, **options: Any) -> torch.optim.Optimizer:
-    """One of ``KINDS`` in its compression stage, over the default process group.
+def make(kind: str, params: Sequence[Tensor], alone: int | None = None) -> torch.optim.Optimizer:
+    """One of ``KINDS`` in its compression stage.
 
     Args:
         kind: The class.
         params: With gradients.
-        alone: This process is rank 0 of so many, and messages are copied on the device.
-        options: Of the optimizer; ``freeze_step`` included, it is left in the warm-up.
+        alone: This process is rank 0 of so many, and messages are copied on the device; None: the default group's.
     """
     params = list(params)
-    _start(params[0].device)
+    with _group(params[0].device):
+        optimizer = construct(kind, params, alone, lr=1e-6, freeze_step=2)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
+            for _ in range(3):  # the first is a rehearsal, the second warms up, the third allocates the errors
+                optimizer.step()
+    assert getattr(optimizer, f"{KINDS[kind]}_freeze_key")
+    return optimizer
+
+
+def construct(kind: str, params: Sequence[Tensor], alone: int | None = None, **options: Any) -> Any:
+    """One of ``KINDS`` with the process group that there is, before its first step; see ``make``."""
+    _import(params[0].device)
     module = importlib.import_module(f"deepspeed.runtime.fp16.onebit.{KINDS[kind]}")
     engine = types.SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
-    optimizer = getattr(module, kind)(params, engine, **{"lr": 1e-6, "freeze_step": 2} | options)
+    optimizer = getattr(module, kind)(params, engine, **options)
     handle = optimizer.comm_backend_handle
     if alone is not None:
         _set_collectives(handle, _alone())
@@ -67,22 +77,28 @@ def make(kind: str, params: Sequence[Tensor], alone: int | None = None, **option
         optimizer.divider = 8 * alone // math.gcd(alone, 8)
     elif dist.get_backend() == "gloo":
         _set_collectives(handle, _on_gloo())
-    if "freeze_step" not in options:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
-            for _ in range(3):  # the first is a rehearsal, the second warms up, the third allocates the errors
-                optimizer.step()
-        assert getattr(optimizer, f"{KINDS[kind]}_freeze_key")
     return optimizer
 
 
-def _start(device: torch.device) -> None:
-    """Imports DeepSpeed and hands it the process group; there is one, or this process is alone."""
+@contextlib.contextmanager
+def _group(device: torch.device) -> Iterator[None]:
+    """A default process group: it asks for one even where nothing travels."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _import(device: torch.device) -> None:
+    """Imports what is needed, and hands it the process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    assert available(), MISSING
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not available():
+        raise ImportError(MISSING)
     comm = importlib.import_module("deepspeed.comm")
     stands_in = "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None
     if stands_in:
@@ -90,8 +106,8 @@ def _start(device: torch.device) -> None:
     importlib.import_module("deepspeed.runtime.comm.nccl")
     if stands_in:
         del sys.modules["cupy"]  # others who ask for it shall not find this one
-    torch_backend = importlib.import_module("deepspeed.comm.torch")
-    with mock.patch.object(torch_backend, "build_shm_op", return_value=None), contextlib.redirect_stdout(io.StringIO()):
+    backend = importlib.import_module("deepspeed.comm.torch")
+    with mock.patch.object(backend, "build_shm_op", return_value=None), contextlib.redirect_stdout(io.StringIO()):
         comm.init_distributed(dist.get_backend(), verbose=False)
 
 

@@ -167,8 +167,10 @@ def against_adamw(
     base = adamw(params)
     base()
     for name, make in peers.items():
-        gc.collect()  # the last peer's state
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        before = 0
+        if device.type == "cuda":
+            gc.collect()  # the last peer's state
+            before = torch.cuda.memory_allocated()
         try:
             call = make(params)
             timed = time_by_turns({"base": base, "peer": call}, device, rounds, warmup)

@@ -66,9 +66,9 @@ def times_of_all(peers: Mapping[str, Call], rounds: int, warmup: int = 2) -> dic
 
 
 def _steps(numel: int, rounds: int) -> dict[str, Record]:
-    def params() -> list[torch.Tensor]:
+    def params(tensors: int = TENSORS) -> list[torch.Tensor]:
         torch.manual_seed(0)  # ranks start from the same values
-        made = parameters(numel, TENSORS)
+        made = parameters(numel, tensors)
         for p in made:
             p.grad = p.grad + 0.1 * dist.get_rank() * torch.randn_like(p)  # type: ignore[operator]
         return made
@@ -78,6 +78,8 @@ def _steps(numel: int, rounds: int) -> dict[str, Record]:
         peers |= {f"{name}, {backend}": Step(name, params(), backend) for name in ONEBIT}
     if deepspeed_peer.available():
         peers |= {label: deepspeed_peer.make(kind, params()).step for label, kind in THEIRS.items()}
+        # Four collectives a tensor otherwise; OnebitLamb flattens by itself.
+        peers["DeepSpeed OnebitAdam, one tensor"] = deepspeed_peer.make("OnebitAdam", params(1)).step
     timed = times_of_all(peers, rounds)
     for call in peers.values():
         check(call)
