@@ -68,16 +68,18 @@ class Step:
         name: One of ``OURS``.
         params: With gradients.
         backend: For ``using``; None is the device's own.
+        steps: To take now: the first is the warm-up, the second allocates what the compression stage needs.
         options: Of the optimizer.
     """
 
-    def __init__(self, name: str, params: Sequence[Tensor], backend: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, name: str, params: Sequence[Tensor], backend: str | None = None, steps: int = 2, **options: Any
+    ) -> None:
         self.backend = backend or backends(params[0].device)[0]
         with self._using():
             self.optimizer = OURS[name](params, **options)
-            for _ in range(2):  # warms up, freezes
+            for _ in range(steps):
                 self.optimizer.step()
-        self.check()
 
     def _using(self) -> Any:
         return using(self.backend)  # type: ignore[arg-type]
@@ -130,7 +132,7 @@ Maker = Callable[[Sequence[Tensor]], Call]
 
 def makers(device: torch.device, world_size: int, names: Sequence[str] = tuple(OURS)) -> dict[str, Maker]:
     """A maker of each peer but fused AdamW, which all are compared with; messages are copied on the device."""
-    made: dict[str, Maker] = {FOREACH: partial(adamw, name=FOREACH), "Lamb": lamb}
+    made: dict[str, Maker] = {FOREACH: partial(adamw, name=FOREACH)}
     for name in names:
         for backend in backends(device):
             # A transport for each: it counts.

@@ -90,7 +90,7 @@ def _steps(numel: int, rounds: int) -> dict[str, Record]:
 def ranks(report: Report) -> None:
     """The compression-stage step on 2 gloo ranks, messages and all, against AdamW on each; the slower rank counts."""
     numel = report.numel or NUMEL
-    timed = on_ranks(_steps, numel, report.rounds or 15)
+    timed = on_ranks(_steps, numel, report.rounds or 11)
     columns = AGAINST_ADAMW | {"limit": "<12"}
     table = report.table(f"{numel:,} fp32 parameters in {TENSORS} tensors a rank, one thread each", columns)
     base = timed[FUSED]["ms"]

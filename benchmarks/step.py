@@ -34,7 +34,7 @@ def step(report: Report) -> None:
             AGAINST_ADAMW,
         )
         peers: dict[str, Call] = {FUSED: adamw(parameters(numel, TENSORS))}
-        for name, make in makers(report.device, WORLD_SIZE).items():
+        for name, make in ({"Lamb": lamb} | makers(report.device, WORLD_SIZE)).items():
             peers[name] = make(parameters(numel, TENSORS))
         all_by_turns(table, peers, report.rounds or 11)
     note_deepspeed(report)

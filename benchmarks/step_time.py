@@ -6,10 +6,14 @@ import contextlib
 import math
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, against_adamw, makers, note_deepspeed, of_shapes
 from .registry import Record, Report, case
 from .timing import Call, one_thread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WORLD_SIZE, TENSORS = 2, 64
 ON_CPU = [round(10 ** (half / 2)) for half in range(10, 16)]
@@ -19,10 +23,12 @@ COLOURS = {
     "AdamW(foreach=True)": "#9a9a9a",
     "OneBitAdam": "#2e6f95",
     "OneBitLamb": "#d1495b",
-    "DeepSpeed OnebitAdam": "#7fb2d1",
-    "DeepSpeed OnebitLamb": "#eba0a9",
+    "DeepSpeed OnebitAdam": "#6ba3c4",
+    "DeepSpeed OnebitLamb": "#e08a94",
 }
 DASHES = {"plain": ":", "compiled": "-", "triton": "-"}
+End = tuple[tuple[float, float], str, str]
+"""Of a line: where, its name and its colour."""
 
 
 def draw(record: Record, path: Path) -> None:
@@ -35,13 +41,12 @@ def draw(record: Record, path: Path) -> None:
     rows = [row for row in record["tables"][0]["rows"] if row.get("ms")]
     about = record["about"]
     figure, axis = plt.subplots(figsize=(8.5, 5), layout="constrained")
-    ends = []
+    ends: list[End] = []
     for name in dict.fromkeys(row["optimizer"] for row in rows):
         points = sorted((row["parameters"], row["ms"]) for row in rows if row["optimizer"] == name)
         kind, _, backend = name.partition(", ")
-        if kind not in COLOURS:
-            continue
-        axis.loglog(*zip(*points, strict=True), DASHES.get(backend, "-"), color=COLOURS[kind], marker="o", ms=3.5)
+        style = "--" if kind.startswith("DeepSpeed") else DASHES.get(backend, "-")
+        axis.loglog(*zip(*points, strict=True), style, color=COLOURS[kind], marker="o", ms=3.5)
         ends.append((points[-1], name, COLOURS[kind]))
     _label(axis, ends)
     where = f"{about['device']}, one thread" if about["device"].endswith("CPU") else about["device"]
@@ -58,14 +63,24 @@ def draw(record: Record, path: Path) -> None:
     print(path)
 
 
-def _label(axis: object, ends: list) -> None:
-    """Names at the lines' ends, moved apart where they would overlap: by at least a fifth of an octave of height."""
-    place = -math.inf
-    for (x, y), name, colour in sorted(ends, key=lambda end: end[0][1]):
-        place = max(math.log10(y), place + 0.16)
-        axis.annotate(  # type: ignore[attr-defined]
-            name, (x, 10**place), (7, 0), textcoords="offset points", va="center", fontsize=8, color=colour
-        )
+def _label(axis: Axes, ends: list[End]) -> None:
+    """Names at the lines' ends, moved up, and from the top down again, where they would overlap."""
+    bottom, top = (math.log10(y) for y in axis.get_ylim())
+    gap = 0.045 * (top - bottom)
+    ends = sorted(ends, key=lambda end: end[0][1])
+    places = [math.log10(y) for (_, y), *_ in ends]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    places[-1] = min(places[-1], top - 0.5 * gap)
+    for i in reversed(range(len(places) - 1)):
+        places[i] = min(places[i], places[i + 1] - gap)
+    for ((x, _), name, colour), place in zip(ends, places, strict=True):
+        axis.annotate(name, (x, 10**place), (8, 0), textcoords="offset points", va="center", fontsize=8, color=colour)
+
+
+def _rounds(numel: int) -> int:
+    """More where they cost nothing."""
+    return min(51, max(5, 50_000_000 // numel))
 
 
 @case("step-time", "both", draw)
@@ -85,7 +100,8 @@ def step_time(report: Report) -> None:
                 table.add(parameters=numel, **row)
                 base += [row["adamw_ms"]] if "adamw_ms" in row else []
 
-            against_adamw(params, makers(report.device, WORLD_SIZE, ONEBIT), report.rounds or 7, add)
+            against_adamw(params, makers(report.device, WORLD_SIZE, ONEBIT), report.rounds or _rounds(numel), add)
             # It took turns with every peer.
-            table.add(parameters=numel, optimizer=FUSED, ms=statistics.median(base), **{"x AdamW(fused)": 1.0})
+            median = statistics.median(base) if base else None
+            table.add(parameters=numel, optimizer=FUSED, ms=median, **{"x AdamW(fused)": 1.0})
     note_deepspeed(report)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import deepspeed_peer, page, registry
+from benchmarks import deepspeed_peer, optimizers, page, registry
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.kernels import KERNELS
 from benchmarks.registry import CASES, DRY_RUN, Report, Table
@@ -30,8 +30,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def recorded(folder, monkeypatch) -> Callable[[str], dict]:
-    """Runs a case, once for all tests. Here or not, DeepSpeed is left out: its import takes longer than all of them."""
+    """Runs a case, once for all tests; without DeepSpeed, whose import takes longer than all of them, and compilers."""
     monkeypatch.setattr(deepspeed_peer, "available", lambda: False)
+    monkeypatch.setattr(optimizers, "backends", lambda device: ["triton" if device.type == "cuda" else "plain"])
 
     def run(name: str) -> dict:
         path = folder / f"{'dry-run-' if CASES[name].where == 'cuda' else ''}{name}.json"
@@ -151,11 +152,14 @@ def replay(rank: int, world_size: int) -> float:
     p = torch.nn.Parameter(torch.from_numpy(recording["init"].copy()))
     options = {key: config[key] for key in ("lr", "betas", "eps", "weight_decay", "freeze_step")}
     optimizer = deepspeed_peer.construct("OnebitAdam", [p], **options)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()  # its rehearsal, which its engine calls at the start
     error = 0.0
     for step in range(config["steps"]):
         p.grad = torch.from_numpy(recording["grads"][rank, step].copy())
-        torch.distributed.all_reduce(p.grad) if step < config["freeze_step"] else None  # as its engine does
-        p.grad /= 2 if step < config["freeze_step"] else 1
+        if optimizer.deepspeed.enable_backward_allreduce:  # its engine averages until it is told that it need not
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= world_size
         optimizer.step()
         error = max(error, float(np.abs(p.detach().numpy() - recording["params"][step]).max()))
     return error
