@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def make(kind: str, params: Sequence[Tensor], alone: int | None = None) -> torch
     params = list(params)
     with _group(params[0].device):
         optimizer = construct(kind, params, alone, lr=1e-6, freeze_step=2)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it prints as it goes, and calls what torch has deprecated
             for _ in range(3):  # the first is a rehearsal, the second warms up, the third allocates the errors
                 optimizer.step()
     assert getattr(optimizer, f"{KINDS[kind]}_freeze_key")

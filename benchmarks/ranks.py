@@ -29,7 +29,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = WO
     Raises:
         torch.multiprocessing.ProcessRaisedException: with a rank's traceback, if any fails.
     """
-    print(f"{world_size} processes start ...", flush=True)
+    print(f"{world_size} processes start; they print when all turns are done ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (world_size, folder, function, arguments), nprocs=world_size)
         return json.loads((Path(folder) / "result").read_text())
