@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from . import averaging, bert, gpu_step, graphs, kernels, ranks, step, step_time, wire
-from .registry import CASES, Report
+from .registry import CASES, Case, Report
 
 RESULTS = Path(__file__).with_name("results")
 MODULES = (wire, step, ranks, averaging, step_time, bert, kernels, gpu_step, graphs)
@@ -33,25 +33,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.name:14} {case.where:5} {case.about}")
         return 0
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    failed = False
+    for case in _chosen(parser, given, device):
+        report = Report(device, given.numel, given.rounds, dry_run=not case.is_at_home(device))
+        case.fill(report)
+        failed |= not report.complete
+        if given.out:
+            _write(report, case.name, given.out)
+    return int(failed)
+
+
+def _chosen(parser: argparse.ArgumentParser, given: argparse.Namespace, device: torch.device) -> list[Case]:
+    """The cases to run; ends the program where they can't be."""
+    dry = "--device cpu --numel 100000 is a dry run of the code"
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --device cpu --numel 100000 is a dry run of the code")
+        parser.error(f"no CUDA device here; {dry}")
     unknown = [name for name in given.cases if name not in CASES]
     if unknown:
         parser.error(f"unknown case {unknown[0]!r}; there are {', '.join(CASES)}")
     chosen = [CASES[name] for name in given.cases] or [c for c in CASES.values() if c.is_at_home(device)]
     strangers = [case for case in chosen if not case.is_at_home(device)]
+    if strangers and device.type == "cuda":
+        parser.error(f"case {strangers[0].name!r} belongs on a CPU: --device cpu")
     if strangers and not (given.device and given.numel):
-        parser.error(
-            f"case {strangers[0].name!r} belongs on {strangers[0].where}; "
-            f"--device {device.type} --numel 100000 is a dry run of the code"
-        )
+        parser.error(f"case {strangers[0].name!r} belongs on cuda; {dry}")
     if strangers and given.out and given.out.resolve().is_relative_to(RESULTS):
         parser.error("a dry run is no result: give another --out, or none")
-    for case in chosen:
-        report = case.report(device, given.numel, given.rounds)
-        if given.out:
-            _write(report, case.name, given.out)
-    return 0
+    return chosen
 
 
 def _write(report: Report, name: str, folder: Path) -> None:
@@ -61,7 +69,7 @@ def _write(report: Report, name: str, folder: Path) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(path)
     draw = CASES[name].draw
-    if draw is None:
+    if draw is None or not record["complete"]:
         return
     try:
         draw(record, path.with_suffix(".png"))

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ class Report:
         device: Where to measure.
         numel: Parameters, instead of the case's own number.
         rounds: Turns of each peer, instead of the case's own number.
-        dry_run: Whether the numbers mean nothing: kernels' cases on a CPU.
+        dry_run: Whether the numbers mean nothing: a GPU's cases on a CPU.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class Report:
     dry_run: bool = False
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    complete: bool = False
 
     def table(self, title: str, columns: Mapping[str, str]) -> Table:
         """Starts a table."""
@@ -104,7 +106,8 @@ class Report:
     def record(self, name: str) -> Record:
         """What is written as JSON."""
         tables = [{"title": t.title, "columns": list(t.columns), "rows": t.rows} for t in self.tables]
-        return {"case": name, "about": facts(self.device, self.dry_run), "notes": self.notes, "tables": tables}
+        about = facts(self.device, self.dry_run)
+        return {"case": name, "complete": self.complete, "about": about, "notes": self.notes, "tables": tables}
 
 
 TIMES: dict[str, str] = {"ms": ">9.2f", "10-90 %": ">17"}
@@ -135,14 +138,18 @@ class Case:
         """Whether its numbers mean something there."""
         return self.where in (device.type, "both")
 
-    def report(self, device: torch.device, numel: int | None = None, rounds: int | None = None) -> Report:
-        """Runs it."""
-        report = Report(device, numel, rounds, dry_run=not self.is_at_home(device))
+    def fill(self, report: Report) -> None:
+        """Runs it. Where it fails, ``report.complete`` stays False, and the cases behind it run all the same."""
         print(f"\n== {self.name}: {self.about}", flush=True)
         began = time.perf_counter()
-        self.run(report)
+        try:
+            self.run(report)
+        except Exception as error:
+            traceback.print_exc()
+            report.note(f"FAILED: {type(error).__name__}; what is above was measured before")
+        else:
+            report.complete = True
         print(f"({time.perf_counter() - began:.0f} s)", flush=True)
-        return report
 
 
 CASES: dict[str, Case] = {}

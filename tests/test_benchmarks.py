@@ -15,7 +15,7 @@ from ranks import run_ranks
 from benchmarks import deepspeed_peer, optimizers, page, registry
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.kernels import KERNELS
-from benchmarks.registry import CASES, DRY_RUN, Report, Table
+from benchmarks.registry import CASES, DRY_RUN, Case, Report, Table
 from benchmarks.timing import alternate, summary
 
 TINY = ["--device", "cpu", "--numel", "20000", "--rounds", "2"]
@@ -46,7 +46,7 @@ def recorded(folder, monkeypatch) -> Callable[[str], dict]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in SLOW else n for n in sorted(CASES)])
 def test_every_case_runs_and_records_rows_and_facts(name, recorded):
     record = recorded(name)
-    assert record["case"] == name
+    assert (record["case"], record["complete"]) == (name, True)
     assert all(table["rows"] for table in record["tables"])
     facts = record["about"]
     assert facts["torch"] == torch.__version__
@@ -76,6 +76,20 @@ def test_a_case_that_there_is_not_is_an_error_that_names_those_that_there_are(ca
     told = capsys.readouterr().err
     assert "unknown case 'speed'" in told
     assert all(name in told for name in CASES)
+
+
+def test_a_case_that_fails_says_so_and_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
+    def breaks(report: Report) -> None:
+        report.table("half of it", {"n": ">4"}).add(n=1)
+        raise OSError("on purpose")
+
+    monkeypatch.setitem(CASES, "wire", Case("wire", "both", breaks))
+    assert main([*TINY, "wire", "kernels", "--out", str(tmp_path)]) == 1
+    record = json.loads((tmp_path / "wire.json").read_text())
+    assert (record["complete"], record["tables"][0]["rows"]) == (False, [{"n": 1}])
+    assert "FAILED: OSError" in record["notes"][0]
+    assert "on purpose" in capsys.readouterr().err
+    assert (tmp_path / "dry-run-kernels.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
