@@ -49,10 +49,15 @@ def draw(record: Record, path: Path) -> None:
         axis.loglog(*zip(*points, strict=True), style, color=COLOURS[kind], marker="o", ms=3.5)
         ends.append((points[-1], name, COLOURS[kind]))
     _label(axis, ends)
-    where = f"{about['device']}, one thread" if about["device"].endswith("CPU") else about["device"]
+    cpu = about["device"].endswith("CPU")
+    where = f"{about['device']}, one thread, load {about['load']:.0f} on {about['cpu_cores']} cores"
     axis.set_xlabel("parameters (float32)")
     axis.set_ylabel("ms per step")
-    axis.set_title(f"Compression-stage step of one rank of {WORLD_SIZE}, {where}", fontsize=10, loc="left")
+    axis.set_title(
+        f"Compression-stage step of one rank of {WORLD_SIZE}, {where if cpu else about['device']}",
+        fontsize=10,
+        loc="left",
+    )
     axis.grid(which="major", color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
