@@ -56,7 +56,7 @@ def backends(device: torch.device) -> list[str]:
         try:
             with using(name):  # type: ignore[arg-type]
                 found.append(name)
-        except ValueError:  # this version has none of that name
+        except (ValueError, RuntimeError):  # this version has none of that name, or this machine no compiler
             continue
     return found
 
