@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab test test-full test-ecosystem lint format bench gpu clean
+.PHONY: help setup demo lab test test-full test-ecosystem lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -15,8 +15,9 @@ help:
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      benchmarks on this machine's CPU"
-	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton"
+	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
+	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
+	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton; OUT=folder"
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
@@ -63,17 +64,25 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --device cpu --out $(or $(OUT),runs/bench)
+
+# Its ops are not built. --no-deps: its own requirements would bring another torch; its import asks for these.
+PEERS := benchmarks/peers
+peers: $(READY)
+	rm -rf $(PEERS)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps --no-build-isolation deepspeed==0.19.6
+	$(BIN)/python -m pip install --quiet --target $(PEERS) einops hjson msgpack psutil py-cpuinfo pydantic tqdm
 
 # No venv and no network: $(PYTHON) has torch, triton, pytest, pytest-benchmark and setuptools.
+GPU_OUT := $(or $(OUT),benchmarks/results/gpu)
 gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu needs a CUDA GPU"; exit 1; }
 	@$(PYTHON) -c "import fusedonebit.comm" || $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
-	@mkdir -p benchmarks/results
+	@mkdir -p $(GPU_OUT)
 	@failed=0; \
 	$(PYTHON) -m pytest tests/gpu -q || failed=1; \
-	$(PYTHON) -m benchmarks.gpu || failed=1; \
-	$(PYTHON) -m pytest benchmarks/micro -q --benchmark-json=benchmarks/results/micro.json || failed=1; \
+	$(PYTHON) -m benchmarks --device cuda --out $(GPU_OUT) || failed=1; \
+	$(PYTHON) -m pytest benchmarks/micro -q --benchmark-json=$(GPU_OUT)/micro.json || failed=1; \
 	exit $$failed
 
 clean:

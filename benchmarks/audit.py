@@ -40,6 +40,7 @@ from benchmarks.audit_cases import (
     STEPS,
     VARIANTS,
     Case,
+    step_bytes,
 )
 
 LIMITS = Path(__file__).with_name("limits.json")
@@ -203,12 +204,6 @@ def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
     return Audit(directive("vgpr_count"), spills, text.count("s_barrier"), *widths, counted, narrow, scalar)
 
 
-def step_bytes(audits: dict[str, Audit], kernels_of_step: tuple[str, ...], world_size: int) -> float:
-    """Bytes per parameter of a whole compression-stage step of one rank."""
-    served = audits[f"server_reduce, W={world_size}"].bytes_per_element + audits["finish"].bytes_per_element
-    return sum(audits[name].bytes_per_element for name in kernels_of_step) + served / world_size
-
-
 def hop_bytes(audits: dict[str, Audit]) -> float:
     """What Marsit's operator moves per element and hop, besides the read of the local value."""
     return audits["merge_signs"].bytes_per_element - 1 / 8
@@ -269,9 +264,10 @@ def run() -> dict[str, dict[str, Audit]]:
 
 def whole_steps(results: dict[str, dict[str, Audit]]) -> Iterator[tuple[str, int, float, float]]:
     """Optimizer, world size, bytes per parameter of a compression-stage step on sm_90, and their limit."""
+    bytes_of = {name: a.bytes_per_element for name, a in results["sm_90"].items()}
     for name, (kernels_of_step, limit) in STEPS.items():
         for world_size in (2, 8, 64):
-            counted = step_bytes(results["sm_90"], kernels_of_step, world_size)
+            counted = step_bytes(bytes_of, kernels_of_step, world_size)
             yield name, world_size, counted, limit + 8.2 / world_size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,14 @@ STEPS = {
 
 "preconditioned": ``precondition=True``; "plain": without.
 """
+
+
+def step_bytes(bytes_of: Mapping[str, float], kernels_of_step: Sequence[str], world_size: int) -> float:
+    """Bytes per parameter of a whole compression-stage step of one rank, from those per element of each kernel."""
+    served = bytes_of[f"server_reduce, W={world_size}"] + bytes_of["finish"]
+    return sum(bytes_of[name] for name in kernels_of_step) + served / world_size
+
+
 MERGE_LIMIT = 0.4
 """Of Marsit's operator, per element and hop, besides the read of the local value: its own packed bit."""
 ROUNDS = {"MarsitSGD": "local_update", "MarsitAdam": "local_update, Adam, decays"}

@@ -1,35 +1,32 @@
-"""BERT-Large's 302 tensors, one rank of 8: what a step launches, sends and keeps, exactly, and how long it takes.
+"""BERT-Large's 302 tensors, one rank of 8: what a step launches, sends and keeps, exactly.
 
-Every optimizer takes turns with torch's fused AdamW on the same parameters; what would travel is
-copied on the device. Kernels are counted as ops: each is one launch, as the tests of the kernels check.
+What would travel is copied on the device. Kernels are counted as ops: each is one launch, as the tests
+of the kernels check.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from fusedonebit.triton_kernels.ops import KERNELS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedonebit import Lamb, OneBitAdam, OneBitLamb
+from fusedonebit import Lamb
 
-from .device_timing import time_by_turns
 from .loopback import Loopback
+from .optimizers import AGAINST_ADAMW, LR, ONEBIT, Maker, Step, against_adamw, check, numel_of, of_shapes
+from .registry import Record, Report, case
 from .shapes import bert_large
+from .timing import Call, one_thread
 
 WORLD_SIZE = 8
-LAMB = {"freeze_step": 1, "beta3": 0.0}  # one step of warm-up is no average of anything
-KINDS: dict[str, Callable[..., Any]] = {
-    "OneBitAdam": lambda p, **given: OneBitAdam(p, lr=1e-6, freeze_step=1, **given),
-    "Lamb": lambda p, **given: Lamb(p, lr=1e-6, **given),
-    "OneBitLamb": lambda p, **given: OneBitLamb(p, lr=1e-6, **LAMB, **given),
-    "OneBitLamb, frozen": lambda p, **given: OneBitLamb(p, lr=1e-6, **LAMB, layerwise="frozen", **given),
-}
+COLUMNS = {"optimizer": "<20", "kernels": ">7", "collectives": ">11", "bytes sent": ">12,", "of fp32": ">8.5f"}
+COLUMNS |= {"state B/param": ">13.3f"} | {k: v for k, v in AGAINST_ADAMW.items() if k != "optimizer"}
 
 
 class _Count(TorchDispatchMode):
@@ -45,38 +42,60 @@ class _Count(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run(shapes: list[tuple[int, ...]] | None = None, rounds: int = 3) -> None:
-    shapes = shapes or bert_large()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    n = sum(math.prod(shape) for shape in shapes)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    print(f"BERT-Large: {n:,} fp32 parameters in {len(shapes)} tensors, one rank of {WORLD_SIZE}, compression stage")
-    print(
-        f"{'optimizer':20} {'kernels':>7} {'collectives':>11} {'bytes sent':>13} {'of fp32':>8} {'state':>9}", end=" "
-    )
-    print(f"{'ms':>9} {'x AdamW(fused)':>14}")
-    for name, make in KINDS.items():
-        print(f"{name:20}", end=" ", flush=True)
-        row = _measure(make, params, device, rounds)
-        sent = f"{row['bytes_step']:13,} {row['bytes_step'] / (8 * n * (WORLD_SIZE - 1) / WORLD_SIZE):8.5f}"
-        print(f"{row['kernels']:7} {row['collectives_step']:11} {sent}", end=" ")
-        print(f"{row['state_bytes'] / n:7.3f} B {row['ms']:9.2f} {row['ratio']:14.2f}", flush=True)
-    torch.set_num_threads(threads)
-    print("bytes of fp32: against a ring all-reduce; state: bytes per parameter, after the freeze")
+class _Lamb:
+    """The uncompressed baseline; a call is a step."""
+
+    def __init__(self, params: Any) -> None:
+        self.optimizer = Lamb(params, lr=LR, process_group=Loopback(WORLD_SIZE))
+
+    def __call__(self) -> None:
+        self.optimizer.step()
 
 
-def _measure(make: Callable[..., Any], params: list[Tensor], device: torch.device, rounds: int) -> dict[str, Any]:
-    optimizer = make(params, process_group=Loopback(WORLD_SIZE))
-    optimizer.step()
+def shapes_of(numel: int | None) -> tuple[list[tuple[int, ...]], str]:
+    """BERT-Large's, or for a try those of as many parameters, in fewer tensors."""
+    if numel is None:
+        return list(bert_large()), "BERT-Large"
+    return [(numel // 2,), (numel // 4,), (7,)], "a toy"
+
+
+def _step(name: str, params: Sequence[Tensor], **options: Any) -> Step:
+    # The next step is the first compressed one, and counts as any other.
+    return Step(name, params, steps=1, process_group=Loopback(WORLD_SIZE), **options)
+
+
+@case("bert", "both")
+def bert(report: Report) -> None:
+    """BERT-Large, one rank of 8: kernels, collectives, bytes sent and state of a step, exactly; on a GPU its time."""
+    shapes, model = shapes_of(report.numel)
+    params, n = of_shapes(shapes, report.device), numel_of(shapes)
+    peers: dict[str, Maker] = {name: partial(_step, name) for name in ONEBIT}
+    title = f"{model}: {n:,} fp32 parameters in {len(shapes)} tensors, one rank of {WORLD_SIZE}, compression stage"
+    table = report.table(title, COLUMNS)
+
+    def add(row: Record, call: Call) -> None:
+        table.add(**row, **_counted(call, n))
+
+    if report.device.type == "cuda":
+        peers |= {"Lamb": _Lamb, "OneBitLamb, frozen": partial(_step, "OneBitLamb", layerwise="frozen")}
+        against_adamw(params, peers, report.rounds or 30, add)
+    else:  # where each takes half a minute as it is, and `step` has times
+        with one_thread():
+            for name, make in peers.items():
+                add({"optimizer": name}, make(params))
+    report.note("bytes of fp32: against a ring all-reduce; state: what the optimizer keeps after the freeze")
+
+
+def _counted(call: Call, numel: int) -> Record:
     with _Count() as count:
-        optimizer.step()
-    adamw = torch.optim.AdamW(params, lr=1e-6, fused=True)
-    timed = time_by_turns({"adamw": adamw.step, "ours": optimizer.step}, device, rounds, warmup=1)
-    stats = optimizer.stats()
-    assert stats["skipped_steps"] == 0
-    ratio = timed["ours"].median / timed["adamw"].median
-    return stats | {"kernels": count.calls.total(), "ms": timed["ours"].median, "ratio": ratio}
+        call()
+    check(call)
+    stats = call.optimizer.stats()  # type: ignore[attr-defined]
+    assert math.isclose(stats["parameters"], numel)
+    return {
+        "kernels": count.calls.total(),
+        "collectives": stats["collectives_step"],
+        "bytes sent": stats["bytes_step"],
+        "of fp32": stats["bytes_step"] / (8 * numel * (WORLD_SIZE - 1) / WORLD_SIZE),
+        "state B/param": stats["state_bytes"] / numel,
+    }

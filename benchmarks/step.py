@@ -1,45 +1,72 @@
-"""The compression-stage step of one rank against torch's fused AdamW, by turns in one process."""
+"""The compression-stage step of one rank on a CPU, against torch's optimizers and DeepSpeed's own."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from fusedonebit import Lamb, OneBitAdam, OneBitLamb
+from .optimizers import (
+    AGAINST_ADAMW,
+    FOREACH,
+    FUSED,
+    OURS,
+    Step,
+    adamw,
+    all_by_turns,
+    backends,
+    lamb,
+    makers,
+    note_deepspeed,
+    parameters,
+)
+from .registry import Report, case
+from .timing import Call, one_thread, time_by_turns
 
-from .timing import alternate
+NUMEL, TENSORS, WORLD_SIZE = 1 << 23, 64, 2
 
 
-def parameters(numel: int, tensors: int) -> list[Tensor]:
-    """``tensors`` parameters of ``numel`` elements together, with gradients."""
-    params = [torch.nn.Parameter(torch.randn(numel // tensors)) for _ in range(tensors)]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
+@case("step", "cpu")
+def step(report: Report) -> None:
+    """The compression-stage step of one rank of 2 against torch's AdamW and DeepSpeed's own, one thread."""
+    numel = report.numel or NUMEL
+    with one_thread():
+        table = report.table(
+            f"{numel:,} fp32 parameters in {TENSORS} tensors, one rank of {WORLD_SIZE}, messages copied in memory",
+            AGAINST_ADAMW,
+        )
+        peers: dict[str, Call] = {FUSED: adamw(parameters(numel, TENSORS))}
+        for name, make in ({"Lamb": lamb} | makers(report.device, WORLD_SIZE)).items():
+            peers[name] = make(parameters(numel, TENSORS))
+        all_by_turns(table, peers, report.rounds or 11)
+    note_deepspeed(report)
 
 
-def run(numel: int = 1 << 23, tensors: int = 64) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    adamw = torch.optim.AdamW(parameters(numel, tensors), fused=True)
-    lamb = Lamb(parameters(numel, tensors))
-    adam_bits = OneBitAdam(parameters(numel, tensors), freeze_step=1)
-    lamb_bits = OneBitLamb(parameters(numel, tensors), freeze_step=1, beta3=0.0)
-    for optimizer in (adam_bits, lamb_bits):
-        optimizer.step()
-    medians = alternate(
-        {
-            "AdamW(fused=True)": adamw.step,
-            "OneBitAdam, compression": adam_bits.step,
-            "Lamb": lamb.step,
-            "OneBitLamb, compression": lamb_bits.step,
-        }
-    )
-    torch.set_num_threads(threads)
-    print(f"Optimizer step, {numel:,} fp32 parameters in {tensors} tensors, world size 1, one thread")
-    base = medians["AdamW(fused=True)"]
-    for name, seconds in medians.items():
-        print(f"{name:26} {seconds * 1e3:8.2f} ms  {seconds / base:6.2f} x")
-    for stats in (adam_bits.stats(), lamb_bits.stats()):
-        assert (stats["phase"], stats["skipped_steps"]) == ("compression", 0)
-    print(f"backend: {stats['backend']}")
+@case("compiled", "cpu")
+def compiled(report: Report) -> None:
+    """``torch.compile(optimizer.step)`` against the same step without, world size 1, one thread."""
+    numel = report.numel or NUMEL
+    columns = {"optimizer": "<24", "eager ms": ">9.2f", "compiled ms": ">11.2f", "ratio": ">7.3f"}
+    with one_thread():
+        table = report.table(f"{numel:,} fp32 parameters in {TENSORS} tensors", columns)
+        for name in (FUSED, FOREACH):
+            call = adamw(parameters(numel, TENSORS), name)
+            _compare(table.add, name, call, torch.compile(call), report.rounds)
+        call = lamb(parameters(numel, TENSORS))
+        _compare(table.add, "Lamb", call, torch.compile(call, fullgraph=True), report.rounds)
+        for name in OURS:
+            for backend in backends(report.device):
+                # One optimizer for both: two would lie in other memory, which makes more of a difference.
+                ours = Step(name, parameters(numel, TENSORS), backend)
+                _compare(table.add, f"{name}, {backend}", ours, ours.compiled(), report.rounds)
+                ours.check()
+    report.note("our ops are opaque to the compiler: a ratio of 1, but for noise; fails: in torch's own optimizer")
+
+
+def _compare(add, name: str, eager: Call, fast: Call, rounds: int | None) -> None:
+    try:
+        fast()  # compiles
+    except torch._dynamo.exc.TorchRuntimeError:
+        add(optimizer=name, **{"compiled ms": "fails"})
+        return
+    timed = time_by_turns({"eager": eager, "compiled": fast}, rounds=rounds or 11, warmup=2)
+    medians = [timing.median for timing in timed.values()]
+    add(optimizer=name, **{"eager ms": medians[0], "compiled ms": medians[1], "ratio": medians[1] / medians[0]})

@@ -19,7 +19,7 @@ import torch
 from fusedonebit.triton_kernels import tiles, using
 from fusedonebit.triton_kernels.ops import twin
 
-from benchmarks.device_timing import Call, copy_of, time_by_turns
+from benchmarks.timing import Call, copy_of, time_by_turns
 from benchmarks.workload import CALLS, OF_TWO_WORKERS, PRECONDITIONED, Workload
 
 CUDA = torch.cuda.is_available()

@@ -1,0 +1,133 @@
+"""Every kernel against a device copy, measured by turns with it, of the bytes that the audit counts for the kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .registry import DRY_RUN, TIMES, Record, Report, case, times
+from .timing import copy_of, time_by_turns
+from .workload import Workload
+
+LIMITS = Path(__file__).with_name("limits.json")
+FULL = 340_000_000
+BF16 = torch.bfloat16
+
+
+class Kernel(NamedTuple):
+    """A kernel to measure; ``name`` is the audit's."""
+
+    name: str
+    world_size: int = 1
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def op(self) -> str:
+        """Of ``torch.ops.fusedonebit``."""
+        return self.name.partition(", ")[0]
+
+
+KERNELS = (
+    Kernel("pack"),
+    Kernel("unpack"),
+    Kernel("flatten"),
+    Kernel("momentum_compress"),
+    Kernel("momentum_compress, preconditioned"),
+    Kernel("momentum_compress, bf16", dtype=BF16),
+    Kernel("finish"),
+    *(Kernel(f"server_reduce, W={w}", world_size=w) for w in (2, 8, 64)),
+    Kernel("apply_momentum"),
+    Kernel("apply_momentum, preconditioned"),
+    Kernel("apply_momentum, bf16", dtype=BF16),
+    Kernel("adam_update"),
+    Kernel("lamb_update"),
+    Kernel("lamb_coefficient"),
+    Kernel("lamb_move"),
+    Kernel("lamb_ratio"),
+    Kernel("lamb_ratio, preconditioned"),
+    Kernel("lamb_rescale"),
+)
+COLUMNS = {"kernel": "<34", "elements": ">13,", "B/element": ">9.3f"} | TIMES | {"GB/s": ">8.1f", "of a copy": ">9.3f"}
+
+
+def audited() -> dict[str, float]:
+    """Bytes that each kernel moves per element, counted from the code compiled for sm_90."""
+    return {name: found["bytes_per_element"] for name, found in json.loads(LIMITS.read_text())["sm_90"].items()}
+
+
+def rows(numel: int, device: torch.device, rounds: int) -> Iterator[Record]:
+    """A row for each kernel."""
+    bytes_of = audited()
+    for kernel in KERNELS:
+        work = Workload((numel,), device, kernel.world_size, kernel.dtype, "preconditioned" in kernel.name)
+        call = work.call(kernel.op)
+        elements = work.layout.chunk_numel if kernel.op == "server_reduce" else work.layout.numel
+        moved = bytes_of[kernel.name] * elements
+        # `finish` moves so little that its copy would be a launch and nothing else; it is timed all the same.
+        timed = time_by_turns({"kernel": call, "copy": copy_of(moved, device)}, device, rounds)
+        ours, copy = timed["kernel"], timed["copy"]
+        row = {"kernel": kernel.name, "elements": elements, "B/element": bytes_of[kernel.name], **times(ours)}
+        yield row | {"GB/s": moved / ours.median / 1e6, "copy_ms": copy.median, "of a copy": copy.median / ours.median}
+        del work, call
+
+
+@case("kernels", "cuda")
+def kernels(report: Report) -> None:
+    """Every kernel of a step, server_reduce at W = 2, 8 and 64 and bf16 among them, against a copy of its bytes."""
+    numel = report.numel or FULL
+    table = report.table(f"each at {numel:,} elements in all; medians, by turns with the copy", COLUMNS)
+    for row in rows(numel, report.device, report.rounds or 30):
+        table.add(**row)
+
+
+def draw(record: Record, path: Path) -> None:
+    """Bandwidth by size under the copy's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = record["tables"][0]["rows"]
+    figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    names = list(dict.fromkeys(row["kernel"] for row in found))
+    colours = plt.get_cmap("tab20")
+    for i, name in enumerate(names):
+        points = [(row["elements"], row["GB/s"]) for row in found if row["kernel"] == name]
+        axis.loglog(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, color=colours(i % 20), label=name)
+    axis.axhline(record["tables"][1]["rows"][0]["GB/s"], color="black", linestyle="--", label="device copy")
+    axis.set_xlabel("elements")
+    axis.set_ylabel("GB/s, read and written")
+    told = record["about"]["device"] if not record["about"]["dry_run"] else DRY_RUN
+    axis.set_title(f"Every kernel's bandwidth: {told}", fontsize=10, loc="left")
+    axis.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis.grid(which="major", color="#e6e6e6", linewidth=0.8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    print(path)
+
+
+@case("roofline", "cuda", draw)
+def roofline(report: Report) -> None:
+    """Bandwidth of every kernel from 10^4 elements on, under a device copy's (on a GPU up to 10^9)."""
+    full = report.numel or FULL
+    # A full run goes on to 10^9, where buffers of the largest kernel take 28 GB.
+    points = [n for n in (10**4, 10**5, 10**6, 10**7, 10**8) if n < full] + [full] + [10**9] * (full >= FULL)
+    rounds = report.rounds or 10
+    table = report.table("each kernel by size", COLUMNS)
+    for numel in points:
+        for row in rows(numel, report.device, rounds):
+            table.add(**row)
+    speed = copy_speed(full, report.device, rounds)
+    report.table("a device copy, read and written", {"elements": ">13,", "GB/s": ">8.1f"}).add(
+        elements=full, **{"GB/s": speed}
+    )
+
+
+def copy_speed(numel: int, device: torch.device, rounds: int) -> float:
+    """GB/s that a copy of so many float32 reads and writes."""
+    return 8 * numel / time_by_turns({"copy": copy_of(8 * numel, device)}, device, rounds)["copy"].median / 1e6

@@ -1,0 +1,61 @@
+"""``python -m benchmarks.page``: docs/benchmarks.md's tables and docs/step-time.png, from what was recorded last.
+
+Nothing is measured here: ``make bench OUT=benchmarks/results/cpu`` records.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from . import step_time
+from .registry import Record
+
+RESULTS = Path(__file__).with_name("results") / "cpu"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PICTURE = PAGE.with_name("step-time.png")
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+SHOWN = {
+    "ranks": ("optimizer", "ms", "10-90 %", "x AdamW(fused)", "limit"),
+    "step": ("optimizer", "ms", "10-90 %", "x AdamW(fused)"),
+    "averaging": ("averaging", "ms", "of it averaging", "bytes sent", "x fewer"),
+    "compiled": ("optimizer", "eager ms", "compiled ms", "ratio"),
+}
+"""Columns of each case's table."""
+
+
+def records() -> dict[str, Record]:
+    """What was recorded last, by case."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def tables() -> str:
+    """As Markdown."""
+    found, lines = records(), []
+    for name, columns in SHOWN.items():
+        about, table = found[name]["about"], found[name]["tables"][0]
+        where = f"{about['device']}, {about['cpu_cores']} cores, load {about['load']:.1f} at its end"
+        lines += [f"**{name}**: {table['title']}.", ""]
+        lines += [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1)]
+        lines += [f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in table["rows"]]
+        lines += ["", f"*{where}; torch {about['torch']}, commit {about['commit']}, {about['date']}.*", ""]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + tables() + page[page.index(END) :])
+    print(PAGE)
+    step_time.draw(records()["step-time"], PICTURE)
+
+
+if __name__ == "__main__":
+    main()

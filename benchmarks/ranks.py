@@ -1,0 +1,101 @@
+"""Real gloo ranks in processes of one thread each; the step of all of them against AdamW's."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import deepspeed_peer
+from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, THEIRS, Step, adamw, backends, check, note_deepspeed, parameters
+from .registry import Record, Report, case, times
+from .step import NUMEL, TENSORS
+from .timing import Call, on_host, samples_by_turns, summary
+
+WORLD_SIZE = 2
+LIMITS = {"plain": 8.0, "compiled": 4.0}
+"""Times AdamW(fused=True), by backend."""
+
+
+def on_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = WORLD_SIZE) -> Any:
+    """Calls ``function(*arguments)`` on every rank of a gloo group; returns what rank 0 returned, as JSON has it.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: with a rank's traceback, if any fails.
+    """
+    print(f"{world_size} processes start; they print when all turns are done ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (world_size, folder, function, arguments), nprocs=world_size)
+        return json.loads((Path(folder) / "result").read_text())
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    # They meet in a file, on the loopback interface: no port is open to others.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        result = function(*arguments)
+        if rank == 0:
+            (Path(folder) / "result").write_text(json.dumps(result))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def times_of_all(peers: Mapping[str, Call], rounds: int, warmup: int = 2) -> dict[str, Record]:
+    """Calls the peers by turns on all ranks, which begin each call together; the slowest rank's time counts."""
+
+    def together(call: Call) -> float:
+        dist.barrier()
+        return on_host(call)
+
+    timed: dict[str, Record] = {}
+    for name, samples in samples_by_turns(peers, together, rounds, warmup).items():
+        slowest = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        timed[name] = times(summary(slowest.tolist()))
+    return timed
+
+
+def _steps(numel: int, rounds: int) -> dict[str, Record]:
+    def params(tensors: int = TENSORS) -> list[torch.Tensor]:
+        torch.manual_seed(0)  # ranks start from the same values
+        made = parameters(numel, tensors)
+        for p in made:
+            p.grad = p.grad + 0.1 * dist.get_rank() * torch.randn_like(p)  # type: ignore[operator]
+        return made
+
+    peers: dict[str, Call] = {FUSED: adamw(params())}
+    for backend in backends(torch.device("cpu")):
+        peers |= {f"{name}, {backend}": Step(name, params(), backend) for name in ONEBIT}
+    if deepspeed_peer.available():
+        peers |= {label: deepspeed_peer.make(kind, params()).step for label, kind in THEIRS.items()}
+        # Four collectives a tensor otherwise; OnebitLamb flattens by itself.
+        peers["DeepSpeed OnebitAdam, one tensor"] = deepspeed_peer.make("OnebitAdam", params(1)).step
+    timed = times_of_all(peers, rounds)
+    for call in peers.values():
+        check(call)
+    return timed
+
+
+@case("ranks", "cpu")
+def ranks(report: Report) -> None:
+    """The compression-stage step on 2 gloo ranks, messages and all, against AdamW on each; the slower rank counts."""
+    numel = report.numel or NUMEL
+    timed = on_ranks(_steps, numel, report.rounds or 11)
+    columns = AGAINST_ADAMW | {"limit": "<12"}
+    table = report.table(f"{numel:,} fp32 parameters in {TENSORS} tensors a rank, one thread each", columns)
+    base = timed[FUSED]["ms"]
+    for name, row in timed.items():
+        ratio = row["ms"] / base
+        limit = report.limit(ratio, LIMITS.get(name.partition(", ")[2]))
+        table.add(optimizer=name, **row, **{"x AdamW(fused)": ratio}, limit=limit)
+    note_deepspeed(report)
