@@ -19,7 +19,7 @@ from .step import NUMEL, TENSORS
 from .timing import Call, on_host, samples_by_turns, summary
 
 WORLD_SIZE = 2
-LIMITS = {"plain": 8.0, "compiled": 4.0}
+LIMITS = {"plain": 8.0, "native": 4.0}
 """Times AdamW(fused=True), by backend."""
 
 

@@ -26,7 +26,7 @@ COLOURS = {
     "DeepSpeed OnebitAdam": "#6ba3c4",
     "DeepSpeed OnebitLamb": "#e08a94",
 }
-DASHES = {"plain": ":", "compiled": "-", "triton": "-"}
+DASHES = {"plain": ":", "native": "-", "triton": "-"}
 End = tuple[tuple[float, float], str, str]
 """Of a line: where, its name and its colour."""
 

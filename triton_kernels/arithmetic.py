@@ -60,8 +60,9 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
 
 def residual(c: Tensor, scale: Tensor, ternary: bool) -> Tensor:
     """c - s*sign(c) for c float32 [blocks, block_size]; sign(0) is 0 where ternary, else 1."""
-    signed = torch.ge(c, 0, out=torch.empty_like(c)).mul_(2).sub_(1).mul_(scale[:, None])
-    return torch.sub(c, torch.where(c == 0, 0.0, signed) if ternary else signed, out=signed)
+    sign = torch.ge(c, 0, out=torch.empty_like(c)).mul_(2).sub_(1)
+    # What it multiplies is 1, -1 or 0: one rounding, that of the difference.
+    return torch.addcmul(c, torch.where(c == 0, 0.0, sign) if ternary else sign, scale[:, None], value=-1)
 
 
 def column(k: Tensor, which: Coef) -> Tensor:

@@ -28,6 +28,7 @@ from .arithmetic import (
     SQUARE,
     column,
     denom,
+    numpy,
     only_live,
     residual,
     scaled,
@@ -57,6 +58,10 @@ def pack(x: Tensor, bits: Tensor) -> None:
 
 
 def _pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
+    if numpy is not None and x.device.type == "cpu" and x.dtype is torch.float32:
+        ones = {torch.ge: numpy.greater_equal, torch.ne: numpy.not_equal}[compare](x.numpy(), 0)
+        bits.copy_(torch.from_numpy(numpy.packbits(ones, bitorder="little")))
+        return
     # Into a tensor of x's dtype: comparisons to bool don't vectorise.
     ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
     bits.copy_(ones.view(torch.int64).mul_(_SPREAD).bitwise_right_shift_(56))
@@ -145,8 +150,8 @@ def momentum_compress(
         k = coef[block_tensor[b]]
         c = flat[b]
         error = residual(c, worker_scale[b], ternary)
-        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b])
-        kept = m.mul_(column(k, Coef.BETA1)).add_(error)
+        # beta1*m: of +-scale the product is that of scale, with its sign.
+        kept = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b] * k[:, Coef.BETA1]).add_(error)
         g = gather(grads, tile, block_size).mul_(column(k, Coef.ONE_MINUS_BETA1))
         if exp_avg_sq is None:
             g.mul_(column(k, Coef.UNIT))
