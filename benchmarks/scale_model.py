@@ -41,13 +41,6 @@ def _of_width(h: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------- the line
 
 
-def segment_of(layout: FlatLayout, tensor: int, within: int) -> int:
-    """The scale of a tensor's ``within``-th block where ``scale_scope="block"``."""
-    each = SCALE_BLOCK // layout.block_size
-    before = (layout.first_block[t + 1] - layout.first_block[t] for t in range(tensor))
-    return sum(-(-blocks // each) for blocks in before) + within // each
-
-
 def segments(layout: FlatLayout) -> tuple[int, int, int]:
     """Scales of the whole line, of rank 0's chunk, and of the chunk that has most; no table per block is built."""
     each = SCALE_BLOCK // layout.block_size
@@ -119,8 +112,7 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
         count = len(layout.sizes)
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
         tables += 4 * blocks  # the last scales
-        tensors += 4 + 4 * count * 4 + 2 * 8 * (count + 1)
-        tensors += 0
+        tensors += 4 + 4 * 4 * count + 2 * 8 * (count + 1)
         scratch += 4 * blocks
     return Memory(elements, tables, across, tensors, scratch)
 
@@ -170,22 +162,33 @@ def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
     return found | {"apply_momentum": count[f"apply_momentum{suffix}"]}
 
 
+RESIDENT = 132 * 16
+"""Programs of 4 warps that a Hopper GPU runs at a time."""
+RANKS_IN_FLIGHT = 8
+"""Ranks whose bytes ``server_reduce`` waits for together."""
+
+
 def kernel_seconds(layout: FlatLayout, optimizer: str, machine: Machine = H200) -> dict[str, float]:
-    """Memory time of one step's kernels, what it takes to launch everything, and the server's walk over ranks."""
+    """Memory time of a step's kernels; what the server waits besides, as it walks over the ranks; and all launches."""
     moved = kernel_bytes(optimizer, layout.world_size)
-    seconds = {name: nbytes * layout.numel / machine.bandwidth for name, nbytes in moved.items()}
+    memory = {name: nbytes * layout.numel / machine.bandwidth for name, nbytes in moved.items()}
+    waves = -(-layout.blocks_per_chunk // RESIDENT)
+    walk = waves * -(-layout.world_size // RANKS_IN_FLIGHT) * machine.latency
     return {
-        "memory": sum(seconds.values()),
+        "memory": sum(memory.values()),
+        "walk": max(0.0, walk - memory["server_reduce"]),
         "launches": (LAUNCHES[optimizer] + SMALL_OPERATIONS) * machine.launch,
     }
 
 
 def wire_seconds(parameters: float, world_size: int, network: Network) -> dict[str, float]:
     """What the planner says of one step's messages, in each way there is."""
-    names = ("flat", "hierarchical", "marsit-owner", "bf16")
-    return {name: METHODS[name].seconds(parameters, world_size, network) for name in names}
+    return {name: METHODS[name].seconds(parameters, world_size, network) for name in WAYS}
 
 
-def slope(xs: list[float], ys: list[float]) -> float:
-    """Exponent of the power law through the last two points: 1 is linear."""
+WAYS = ("flat", "hierarchical-bf16", "marsit-owner", "bf16")
+
+
+def exponent(xs: list[float], ys: list[float]) -> float:
+    """Of the power law through the last two points: 1 is linear."""
     return math.log(ys[-1] / ys[-2]) / math.log(xs[-1] / xs[-2])
