@@ -13,6 +13,7 @@ Widths, registers and spills come from PTX and from the assembler.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import kernels, lamb_kernels, marsit_kernels, update_kernels
+from fusedonebit.triton_kernels import finish_kernels, kernels, lamb_kernels, marsit_kernels, update_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -40,6 +41,7 @@ from benchmarks.audit_cases import (
     STEPS,
     VARIANTS,
     Case,
+    Loops,
 )
 
 LIMITS = Path(__file__).with_name("limits.json")
@@ -49,7 +51,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MODULES = (kernels, update_kernels, lamb_kernels, marsit_kernels)
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
 
 
 @dataclass
@@ -104,10 +106,11 @@ def audit(case: Case, target: GPUTarget) -> Audit:
 _ASSUMED = {"row": 0, "skip": 0, "hold": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
 
 
-def _bytes_per_block(ttir: str, loops: int) -> float:
+def _bytes_per_block(ttir: str, loops: Loops) -> float:
     """Follows the branches that a full block takes, and adds up what is loaded and stored there."""
     total, values = 0.0, dict(_ASSUMED)
     regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
+    each = _each_loop(loops)
     for line in ttir.splitlines():
         times = min(regions, default=1) and max([*regions, 1])
         if match := re.search(r"%(\w+) = arith\.constant (-?\d+) : i\d", line):
@@ -127,7 +130,7 @@ def _bytes_per_block(ttir: str, loops: int) -> float:
         elif match := re.search(r"scf\.if %(\w+)", line):
             regions.append(values[match.group(1)])
         elif "scf.for" in line:
-            regions.append(loops)
+            regions.append(next(each))
         elif re.search(r"\{( loc.*)?$", line):
             regions.append(1)
     return total
@@ -142,10 +145,22 @@ def _compare(predicate: str, left: int, right: int) -> int:
     return int({"eq": left == right, "ne": left != right}.get(predicate, True))
 
 
-def _bytes_per_scanned_block(ttir: str, loops: int) -> float:
-    """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane."""
-    moved = re.findall(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", ttir)
-    return sum(int(bits) / 8 for bits in moved)
+def _each_loop(loops: Loops) -> Iterator[int]:
+    """How often each loop runs, in the order of the code."""
+    return iter(loops) if isinstance(loops, tuple) else itertools.repeat(loops)
+
+
+def _bytes_per_scanned_block(ttir: str, loops: Loops) -> float:
+    """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane.
+
+    Loops over anything else, which run 0 times for a block, are not counted.
+    """
+    each, counted, total = _each_loop(loops), 1, 0.0
+    for line in ttir.splitlines():
+        counted = next(each) if "scf.for" in line else counted
+        if match := re.search(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", line):
+            total += counted * int(match.group(1)) / 8
+    return total
 
 
 def _narrow_indices(ttir: str) -> int:

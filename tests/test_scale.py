@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_step_takes_as_many_operations_on_any_number_of_ranks_and_none_has_a_s
 
 def test_memory_and_bytes_grow_no_faster_than_parameters_and_ranks():
     by_size = [predict(model.transformer(10**n), 64, "lamb") for n in range(7, 12)]
-    for before, after in zip(by_size, by_size[1:], strict=False):
+    for before, after in itertools.pairwise(by_size):
         growth = after["parameters"] / before["parameters"]
         for name in ("state", "tables", "scratch"):
             assert after[name] <= 1.05 * growth * before[name], name
@@ -74,7 +75,7 @@ def test_memory_and_bytes_grow_no_faster_than_parameters_and_ranks():
         assert after["tensors"] <= growth * before["tensors"]
     for parameters in (1e6, 1e9):
         by_ranks = [predict(model.transformer(parameters), ranks, "adam") for ranks in (64, 1024, 16384)]
-        for before, after in zip(by_ranks, by_ranks[1:], strict=False):
+        for before, after in itertools.pairwise(by_ranks):
             # 16 times the ranks: the part that is theirs grows so, all others not at all, but for padding.
             assert after["of_ranks"] <= 16 * before["of_ranks"]
             assert after["state"] - after["of_ranks"] <= 1.01 * (1 + after["padding"]) * before["state"]

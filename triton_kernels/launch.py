@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import finish_kernels, kernels
 from .arithmetic import NONZERO
 from .layout import FlatLayout, flat_layout
 from .live import live_table
@@ -24,6 +24,8 @@ from .twins import TAIL
 NUM_WARPS = 4
 FINISH_WARPS, FINISH_LANES = 8, 2048
 ONE_SCALE_WARPS, ONE_SCALE_LANES = 32, 8192  # a single program scans all blocks: give it a whole multiprocessor
+SHORT_WARPS, SHORT_LANES = 4, 128
+SHORT_SEGMENT = 32  # blocks, the most that 4096 elements are
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MIXED = 3
 _POINTER_ALIGNMENT = 16  # bytes, for 128-bit loads
@@ -218,12 +220,16 @@ def finish(
     message_scales: Tensor,
     message_flags: Tensor,
 ) -> None:
-    """See ``kernels.finish``."""
+    """See ``finish_kernels.finish``."""
     blocks, segments, messages = len(segment), len(count), len(message_flags)
     warps, lanes = (ONE_SCALE_WARPS, ONE_SCALE_LANES) if segments == 1 else (FINISH_WARPS, FINISH_LANES)
+    short = segments > 1 and blocks <= SHORT_SEGMENT * segments
+    if short:
+        warps, lanes = SHORT_WARPS, SHORT_LANES
+        message_flags.zero_()
     launch(
-        kernels.finish,
-        segments + 1,
+        finish_kernels.finish,
+        -(-segments // lanes) if short else segments + 1,
         partials,
         partials.stride(0),
         blocks,
@@ -242,6 +248,7 @@ def finish(
         NORM=norm,
         TERNARY=len(partials) > NONZERO,
         LANES=lanes,
+        SHORT=SHORT_SEGMENT if short else 0,
     )
 
 
