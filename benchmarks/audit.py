@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,12 @@ class Audit:
     scalar_accesses: int
 
 
-def compile_case(case: Case, target: GPUTarget) -> Any:
-    """Compiles a kernel as the launcher would specialise it for aligned operands."""
+def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
+    """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
     function = next(getattr(m, case.kernel) for m in MODULES if hasattr(m, case.kernel))
     names = function.arg_names
     types = {n: case.type_of(n) for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}
     constants = {(names.index(n),): value for n, value in case.constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
@@ -84,11 +84,11 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     """Compiles and counts."""
     compiled = compile_case(case, target)
     ttir = compiled.asm["ttir"]
-    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else _bytes_per_block
+    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else bytes_per_block
     counted = count(ttir, case.loops) / case.elements
     if target.backend == "hip":
         return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Audit(
         registers,
@@ -106,7 +106,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
 _ASSUMED = {"row": 0, "skip": 0, "hold": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
 
 
-def _bytes_per_block(ttir: str, loops: Loops) -> float:
+def bytes_per_block(ttir: str, loops: Loops) -> float:
     """Follows the branches that a full block takes, and adds up what is loaded and stored there."""
     total, values = 0.0, dict(_ASSUMED)
     regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
@@ -191,7 +191,7 @@ def _narrowest(ptx: str, operation: str, predicated: bool) -> int:
     return min(widths, default=0)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
