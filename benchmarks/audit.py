@@ -32,6 +32,7 @@ from fusedonebit.triton_kernels import finish_kernels, kernels, lamb_kernels, ma
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import tuning_kernels
 from benchmarks.audit_cases import (
     CASES,
     MERGE_LIMIT,
@@ -70,7 +71,8 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
-    function = next(getattr(m, case.kernel) for m in MODULES if hasattr(m, case.kernel))
+    modules = (*MODULES, tuning_kernels)
+    function = next(getattr(m, case.kernel) for m in modules if hasattr(m, case.kernel))
     names = function.arg_names
     types = {n: case.type_of(n) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}

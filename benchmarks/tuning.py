@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from . import audit, sass
+from . import audit, sass, tuning_kernels
 from .audit_cases import CASES, Case
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
@@ -210,6 +210,38 @@ def sweep(kernels: tuple[str, ...] = KERNELS) -> Iterator[Variant]:
                     yield variant(name, block, num_warps)
 
 
+# ---------------------------------------------------------------- the server's walk over the ranks
+
+
+def walks(num_warps: int = 4, ranks: int = 64) -> Iterator[dict[str, Any]]:
+    """What was tried: per element and rank, instructions; per rank, barriers; loads before the first barrier waits."""
+    target = audit.TARGETS["sm_90"]
+    for number, name in enumerate(tuning_kernels.WALKS):
+        case = Case("walk", {"WALK": number, "BLOCK": 1024}, num_warps=num_warps)
+        compiled = audit.compile_case(case, target, STRIDES)
+        registers, spills = audit.resources(compiled.asm["cubin"])
+        many, few = (sass.executed(compiled.asm["cubin"], n) for n in (2 * ranks, ranks))
+        yield {
+            "walk": name,
+            "num_warps": num_warps,
+            "registers": registers,
+            "spills": spills,
+            "instructions": (many.total - few.total) / ranks * num_warps * 32 / 1024,
+            "barriers": (many.by_name["BAR"] - few.by_name["BAR"]) / ranks,
+            "ranks_under_way": sass.ranks_under_way(compiled.asm["cubin"]),
+        }
+
+
+def walk_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| walk | warps | registers | spills | instructions/element/rank | barriers/rank | ranks under way |"]
+    lines.append("|---|" + "--:|" * 6)
+    for r in rows:
+        cells = (r["walk"], r["num_warps"], r["registers"], r["spills"], f"{r['instructions']:.2f}")
+        lines.append("| " + " | ".join(map(str, (*cells, f"{r['barriers']:.2f}", r["ranks_under_way"]))) + " |")
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------- measured, where there is a GPU
 
 
@@ -261,8 +293,10 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.device is None:
         variants = list(sweep(tuple(given.kernels)))
-        print(table(variants))
+        tried = [each for num_warps in (2, 4) for each in walks(num_warps)]
+        print(table(variants), walk_table(tried), sep="\n\n")
         report: dict[str, Any] = {"triton": audit.triton.__version__, "variants": [asdict(v) for v in variants]}
+        report["walks"] = tried
         name = "sm_90"
     else:
         device = torch.device(given.device)

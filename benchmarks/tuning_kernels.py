@@ -1,225 +1,107 @@
-"""Ways to write ``server_reduce`` that were tried; the kernel itself is ``kernels.server_reduce``.
+"""Ways to walk over the ranks that were tried for ``server_reduce``; ``kernels.server_reduce`` has the last of them.
 
-Only the walk over the ranks differs, so each has the arguments and the meaning of the kernel's, and must have its
-bits. Each adds up in rank order.
+Each adds up in rank order, and so has the same bits. W must be a multiple of 8.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from fusedonebit.triton_kernels.access import (
-    bits_of,
-    elements,
-    live_elements,
-    residual,
-    store_bits,
-    store_norm,
-    store_partials,
-)
+from fusedonebit.triton_kernels.access import bits_of, elements
+from fusedonebit.triton_kernels.kernels import add_four, load_four, load_four_scales, moved
+
+WALKS = ("one by one", "unrolled by 8", "four in a word", "next four first", "eight under way")
 
 
 @triton.jit
-def _finish(
-    c, total, most, row, live, compensated, bits, partials, partials_stride, agreement, agreement_stride, b, BLOCK
-):
-    """What follows the walk, as in the kernel."""
-    c = c + total
-    i = elements(BLOCK)
-    byte = tl.arange(0, BLOCK // 8)
-    if row != 0:
-        counted = live_elements(live, row, BLOCK)
-        c = tl.where(counted, c, 0.0)
-        total = tl.where(counted, total, 0.0)
-    tl.store(compensated + b * BLOCK + i, c)
-    store_bits(bits + b * (BLOCK // 8) + byte, 0, c, False)
-    store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), False)
-    store_norm(agreement, b, total)
-    widest = tl.cast(most, tl.float64)
-    tl.store(agreement + agreement_stride + b, widest * widest)
-
-
-@triton.jit
-def one_by_one(
-    arrived_bits,
-    arrived_stride,
-    arrived_scales,
-    scales_stride,
-    slot,
-    compensated,
-    server_scale,
-    live,
-    live_row,
-    bits,
-    partials,
-    partials_stride,
-    agreement,
-    agreement_stride,
-    world_size,
-    per_worker,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A byte of one rank at a time: one load in flight, and one exchange through shared memory for each rank."""
-    b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK)
-    byte = tl.arange(0, BLOCK // 8)
-    row = tl.load(live_row + b)
-    c = residual(tl.load(compensated + b * BLOCK + i), tl.load(server_scale + b), False)
-    total = tl.zeros(i.shape, tl.float32)
+def one_by_one(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total, UNROLL: tl.constexpr):
+    """A byte of one rank at a time: one load under way, one exchange through shared memory for each rank."""
     most = 0.0
-    arrived = arrived_bits + b * (BLOCK // 8) + byte
-    scales = arrived_scales + tl.load(slot + b)
-    for _ in range(world_size):
-        scale = tl.load(scales) * per_worker
-        total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
-        most += scale
-        arrived += arrived_stride
-        scales += scales_stride
-    _finish(
-        c, total, most, row, live, compensated, bits, partials, partials_stride, agreement, agreement_stride, b, BLOCK
-    )
-
-
-@triton.jit
-def unrolled(
-    arrived_bits,
-    arrived_stride,
-    arrived_scales,
-    scales_stride,
-    slot,
-    compensated,
-    server_scale,
-    live,
-    live_row,
-    bits,
-    partials,
-    partials_stride,
-    agreement,
-    agreement_stride,
-    world_size,
-    per_worker,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """As ``one_by_one``, GROUP ranks in each turn of the loop. W must be a multiple of GROUP."""
-    b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK)
-    byte = tl.arange(0, BLOCK // 8)
-    row = tl.load(live_row + b)
-    c = residual(tl.load(compensated + b * BLOCK + i), tl.load(server_scale + b), False)
-    total = tl.zeros(i.shape, tl.float32)
-    most = 0.0
-    arrived = arrived_bits + b * (BLOCK // 8) + byte
-    scales = arrived_scales + tl.load(slot + b)
-    for _ in range(world_size // GROUP):
-        for _ in tl.static_range(GROUP):
+    for _ in range(world_size // UNROLL):
+        for _ in tl.static_range(UNROLL):
             scale = tl.load(scales) * per_worker
             total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
             most += scale
             arrived += arrived_stride
             scales += scales_stride
-    _finish(
-        c, total, most, row, live, compensated, bits, partials, partials_stride, agreement, agreement_stride, b, BLOCK
-    )
+    return total, most
 
 
 @triton.jit
-def four_in_a_word(
-    arrived_bits,
-    arrived_stride,
-    arrived_scales,
-    scales_stride,
-    slot,
-    compensated,
-    server_scale,
-    live,
-    live_row,
-    bits,
-    partials,
-    partials_stride,
-    agreement,
-    agreement_stride,
-    world_size,
-    per_worker,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Bytes of four ranks in one word: four loads in flight, and one exchange for four. GROUP / 4 words a turn."""
-    b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK)
-    byte = tl.arange(0, BLOCK // 8)
-    lane = tl.arange(0, 8)[None, :]
-    row = tl.load(live_row + b)
-    c = residual(tl.load(compensated + b * BLOCK + i), tl.load(server_scale + b), False)
-    total = tl.zeros(i.shape, tl.float32)
+def four_in_a_word(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """Bytes of four ranks make one word: four loads under way, and one exchange for four ranks."""
     most = 0.0
-    arrived = arrived_bits + b * (BLOCK // 8) + byte
-    scales = arrived_scales + tl.load(slot + b)
-    for _ in range(world_size // GROUP):
-        for _ in tl.static_range(GROUP // 4):
-            word = tl.zeros([BLOCK // 8], tl.int32)
-            for place in tl.static_range(4):
-                word |= tl.load(arrived).to(tl.int32) << (8 * place)
-                arrived += arrived_stride
-            for place in tl.static_range(4):
-                scale = tl.load(scales) * per_worker
-                total += tl.where(((word[:, None] >> (lane + 8 * place)) & 1) != 0, scale, -scale)
-                most += scale
-                scales += scales_stride
-    _finish(
-        c, total, most, row, live, compensated, bits, partials, partials_stride, agreement, agreement_stride, b, BLOCK
-    )
+    for _ in range(world_size // 4):
+        four = load_four(arrived, arrived_stride, 0, False)
+        of_four = load_four_scales(scales, scales_stride, per_worker)
+        total, most = add_four(total, most, four, of_four, False)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+    return total, most
 
 
 @triton.jit
-def loads_first(
-    arrived_bits,
-    arrived_stride,
-    arrived_scales,
-    scales_stride,
-    slot,
-    compensated,
-    server_scale,
-    live,
-    live_row,
-    bits,
-    partials,
-    partials_stride,
-    agreement,
-    agreement_stride,
-    world_size,
-    per_worker,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """As ``four_in_a_word``, but the words of the next turn are loaded before those of this one are added up."""
-    b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK)
-    byte = tl.arange(0, BLOCK // 8)
-    lane = tl.arange(0, 8)[None, :]
-    row = tl.load(live_row + b)
-    c = residual(tl.load(compensated + b * BLOCK + i), tl.load(server_scale + b), False)
-    total = tl.zeros(i.shape, tl.float32)
+def next_four_first(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """As ``four_in_a_word``, but the next four are loaded before these are added up."""
     most = 0.0
-    arrived = arrived_bits + b * (BLOCK // 8) + byte
-    scales = arrived_scales + tl.load(slot + b)
-    coming = tl.zeros([BLOCK // 8], tl.int32)
-    for place in tl.static_range(4):
-        coming |= tl.load(arrived).to(tl.int32) << (8 * place)
-        arrived += arrived_stride
+    coming, _ = load_four(arrived, arrived_stride, 0, False)
     for at in range(0, world_size, 4):
-        word = coming
-        coming = tl.zeros([BLOCK // 8], tl.int32)
-        more = at + 4 < world_size
-        for place in tl.static_range(4):
-            coming |= tl.load(arrived, mask=tl.zeros([BLOCK // 8], tl.int1) | more, other=0).to(tl.int32) << (8 * place)
-            arrived += arrived_stride
-        for place in tl.static_range(4):
-            scale = tl.load(scales) * per_worker
-            total += tl.where(((word[:, None] >> (lane + 8 * place)) & 1) != 0, scale, -scale)
-            most += scale
-            scales += scales_stride
-    _finish(
-        c, total, most, row, live, compensated, bits, partials, partials_stride, agreement, agreement_stride, b, BLOCK
-    )
+        four = coming
+        # Behind the last four come the last four again: no mask, no branch.
+        arrived = tl.where(at + 4 < world_size, moved(arrived, arrived_stride, 4), arrived)
+        coming, _ = load_four(arrived, arrived_stride, 0, False)
+        of_four = load_four_scales(scales, scales_stride, per_worker)
+        total, most = add_four(total, most, (four, four), of_four, False)
+        scales = moved(scales, scales_stride, 4)
+    return total, most
+
+
+@triton.jit
+def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """Bytes and scales of eight ranks are loaded before any is added: the kernel's."""
+    most = 0.0
+    for _ in range(world_size // 8):
+        first = load_four(arrived, arrived_stride, 0, False)
+        of_first = load_four_scales(scales, scales_stride, per_worker)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+        second = load_four(arrived, arrived_stride, 0, False)
+        of_second = load_four_scales(scales, scales_stride, per_worker)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+        total, most = add_four(total, most, first, of_first, False)
+        total, most = add_four(total, most, second, of_second, False)
+    return total, most
+
+
+@triton.jit
+def walk(
+    arrived_bits,  # uint8 [W, stride]
+    arrived_stride,  # bytes between its rows
+    arrived_scales,  # float32 [W]
+    scales_stride,  # elements between them
+    compensated,  # float32 [n], the sum of s_w/W*sign_w is added
+    largest,  # float32 [blocks], written: the sum of the scales
+    world_size,  # W
+    per_worker,  # 1 / W
+    WALK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The walk alone, one of ``WALKS``. Grid: blocks."""
+    b = tl.program_id(0).to(tl.int64)
+    at = compensated + b * BLOCK + elements(BLOCK)
+    arrived = arrived_bits + b * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    total = tl.zeros([BLOCK // 8, 8], tl.float32)
+    given = (arrived, arrived_stride, arrived_scales, scales_stride, world_size, per_worker, total)
+    if WALK == 0:
+        total, most = one_by_one(*given, 1)
+    elif WALK == 1:
+        total, most = one_by_one(*given, 8)
+    elif WALK == 2:
+        total, most = four_in_a_word(*given)
+    elif WALK == 3:
+        total, most = next_four_first(*given)
+    else:
+        total, most = eight_under_way(*given)
+    tl.store(at, tl.load(at) + total)
+    tl.store(largest + b, most)
