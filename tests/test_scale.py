@@ -10,6 +10,7 @@ import torch
 from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
 from fusedonebit.triton_kernels import FlatLayout, live_table
 from fusedonebit.triton_kernels.launch import block_starts
+from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
 
 from benchmarks import scale_model as model
 from benchmarks.scale import NETWORK, Operations, layout_of, made, predict
@@ -131,7 +132,10 @@ def test_a_mask_has_rows_for_blocks_that_it_cuts_only():
     mask[1024:4096] = False
     mask[5000] = False
     live = live_table(FlatLayout((len(mask), 700), 2, 1024), {0: mask})
-    assert len(live.bits) == 2 + 2 + 1  # all, none; the block of 5000 and the last one; the other tensor's tail
+    # All, none; three masked blocks' together, that of 5000 and the last one; the other tensor's tail.
+    assert len(live.bits) == 2 + 3 + 1
+    assert live.row[0] == FULL_ROW
+    assert EMPTY_ROW not in live.row[: -(-len(mask) // 1024)]
     assert int(live.numel.sum()) == int(mask.sum()) + 700
     assert live.numel[:6].tolist() == [1024, 0, 0, 0, 1023, 1024]
 

@@ -89,10 +89,12 @@ def _rows_of_mask(mask: Tensor, blocks: int, block: int, rows: int) -> tuple[Ten
     padded = torch.zeros(blocks * block, dtype=torch.bool)
     padded[: mask.numel()] = mask.reshape(-1).cpu()
     pattern = padded.view(blocks, block)
-    full, empty = pattern.all(1), ~pattern.any(1)
-    own = ~(full | empty)
-    row = torch.where(empty, EMPTY_ROW, FULL_ROW).to(torch.int32)
+    empty = (~pattern.any(1)).nonzero().flatten()
+    own = ~pattern.all(1)
+    own[empty[1:]] = False  # they share the first one's; not EMPTY_ROW, where kernels leave everything as it was
+    row = torch.full((blocks,), FULL_ROW, dtype=torch.int32)
     row[own] = torch.arange(rows, rows + int(own.sum()), dtype=torch.int32)
+    row[empty] = row[empty[:1]]
     return row, pattern[own]
 
 
