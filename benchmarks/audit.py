@@ -13,13 +13,14 @@ Widths, registers and spills come from PTX and from the assembler.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import kernels, lamb_kernels, marsit_kernels, update_kernels
+from fusedonebit.triton_kernels import finish_kernels, kernels, lamb_kernels, marsit_kernels, update_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import tuning_kernels
 from benchmarks.audit_cases import (
     CASES,
     MERGE_LIMIT,
@@ -40,6 +42,7 @@ from benchmarks.audit_cases import (
     STEPS,
     VARIANTS,
     Case,
+    Loops,
     step_bytes,
 )
 
@@ -50,7 +53,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MODULES = (kernels, update_kernels, lamb_kernels, marsit_kernels)
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
 
 
 @dataclass
@@ -67,12 +70,13 @@ class Audit:
     scalar_accesses: int
 
 
-def compile_case(case: Case, target: GPUTarget) -> Any:
-    """Compiles a kernel as the launcher would specialise it for aligned operands."""
-    function = next(getattr(m, case.kernel) for m in MODULES if hasattr(m, case.kernel))
+def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
+    """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
+    modules = (*MODULES, tuning_kernels)
+    function = next(getattr(m, case.kernel) for m in modules if hasattr(m, case.kernel))
     names = function.arg_names
     types = {n: case.type_of(n) for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}
     constants = {(names.index(n),): value for n, value in case.constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
@@ -83,11 +87,11 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     """Compiles and counts."""
     compiled = compile_case(case, target)
     ttir = compiled.asm["ttir"]
-    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else _bytes_per_block
+    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else bytes_per_block
     counted = count(ttir, case.loops) / case.elements
     if target.backend == "hip":
         return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Audit(
         registers,
@@ -105,10 +109,11 @@ def audit(case: Case, target: GPUTarget) -> Audit:
 _ASSUMED = {"row": 0, "skip": 0, "hold": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
 
 
-def _bytes_per_block(ttir: str, loops: int) -> float:
+def bytes_per_block(ttir: str, loops: Loops) -> float:
     """Follows the branches that a full block takes, and adds up what is loaded and stored there."""
     total, values = 0.0, dict(_ASSUMED)
     regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
+    each = _each_loop(loops)
     for line in ttir.splitlines():
         times = min(regions, default=1) and max([*regions, 1])
         if match := re.search(r"%(\w+) = arith\.constant (-?\d+) : i\d", line):
@@ -128,7 +133,7 @@ def _bytes_per_block(ttir: str, loops: int) -> float:
         elif match := re.search(r"scf\.if %(\w+)", line):
             regions.append(values[match.group(1)])
         elif "scf.for" in line:
-            regions.append(loops)
+            regions.append(next(each))
         elif re.search(r"\{( loc.*)?$", line):
             regions.append(1)
     return total
@@ -143,10 +148,22 @@ def _compare(predicate: str, left: int, right: int) -> int:
     return int({"eq": left == right, "ne": left != right}.get(predicate, True))
 
 
-def _bytes_per_scanned_block(ttir: str, loops: int) -> float:
-    """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane."""
-    moved = re.findall(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", ttir)
-    return sum(int(bits) / 8 for bits in moved)
+def _each_loop(loops: Loops) -> Iterator[int]:
+    """How often each loop runs, in the order of the code."""
+    return iter(loops) if isinstance(loops, tuple) else itertools.repeat(loops)
+
+
+def _bytes_per_scanned_block(ttir: str, loops: Loops) -> float:
+    """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane.
+
+    Loops over anything else, which run 0 times for a block, are not counted.
+    """
+    each, counted, total = _each_loop(loops), 1, 0.0
+    for line in ttir.splitlines():
+        counted = next(each) if "scf.for" in line else counted
+        if match := re.search(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", line):
+            total += counted * int(match.group(1)) / 8
+    return total
 
 
 def _narrow_indices(ttir: str) -> int:
@@ -177,7 +194,7 @@ def _narrowest(ptx: str, operation: str, predicated: bool) -> int:
     return min(widths, default=0)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

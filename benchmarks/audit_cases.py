@@ -30,6 +30,8 @@ TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"p
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
 COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
+FINISH = {"NORM": 2, "TERNARY": False, "LANES": 2048, "SHORT": 0}
+SHORT = {"LANES": 128, "SHORT": 32}
 REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
 NEAREST = {"ROUNDING": False}
 APPLY = ADAM | NEAREST | {"PRECONDITIONED": False, "TERNARY": False}
@@ -41,18 +43,21 @@ MIXED = {"DTYPE": 3, "GRAD_DTYPE": 3}
 UNALIGNED = {"ALIGNED": False, "GRAD_ALIGNED": False}
 
 
+Loops = int | tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """One kernel with its constants.
 
     Attributes:
-        loops: How often a loop in it runs per block.
+        loops: How often a loop in it runs per block; of each loop, in their order, where they differ.
         share: Elements of the line that belong to an element of a block: W where a kernel works on all chunks at once.
     """
 
     kernel: str
     constants: dict[str, Any]
-    loops: int = 1
+    loops: Loops = 1
     num_warps: int = 4
     share: int = 1
 
@@ -81,16 +86,16 @@ CASES = {
     "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
     "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
     "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
-    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=2),
-    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=8),
-    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=64),
-    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=2),
+    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=(0, 2)),
+    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=(1, 0)),
+    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=(8, 0)),
+    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(0, 2)),
     "apply_momentum": Case("apply_momentum", APPLY),
     "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
     "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
     "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
     "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
-    "finish": Case("finish", {"NORM": 1, "TERNARY": False, "LANES": 8192}, num_warps=32),
+    "finish": Case("finish", FINISH | {"NORM": 1, "LANES": 8192}, loops=(1, 0, 1, 1, 0), num_warps=32),
     "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
     "lamb_coefficient": Case("lamb_coefficient", LAYERS),
     "lamb_move": Case("lamb_move", ADAM | NEAREST),
@@ -112,8 +117,11 @@ CASES = {
     "add_values": Case("add_values", FP32 | NEAREST | {"REPLACES": False}),
 }
 VARIANTS = {
-    "finish, layers": Case("finish", {"NORM": 2, "TERNARY": False, "LANES": 2048}, num_warps=8),
-    "finish, layers, ternary": Case("finish", {"NORM": 2, "TERNARY": True, "LANES": 2048}, num_warps=8),
+    "finish, layers": Case("finish", FINISH, num_warps=8),
+    "finish, layers, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=8),
+    "finish, blocks": Case("finish", FINISH | SHORT),
+    "finish, blocks, ternary": Case("finish", FINISH | SHORT | {"TERNARY": True}),
+    "server_reduce, W=64, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(8, 0)),
     "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
     "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
     "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),

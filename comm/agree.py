@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ def agree(
 ) -> None:
     """Returns on all ranks if all state the same facts and none has an error; else raises on all.
 
-    One collective of 32 bytes a rank; only where digests differ are the facts themselves exchanged.
+    One collective of 32 bytes a rank. Only where digests differ does each rank get rank 0's facts, and tells the
+    others what its own differ in first: all ranks' facts together might not fit into the memory of one.
 
     Args:
         transport: All its ranks must call this.
@@ -45,18 +48,20 @@ def agree(
         Exception: ``error`` itself on the rank that had it.
     """
     payload = json.dumps({"facts": list(facts), "error": _describe(error)}).encode()
-    digests = _gather_rows(transport, hashlib.sha256(payload).digest(), 32, device)
-    if error is None and all(row == digests[0] for row in digests):
+    told = json.dumps(list(facts)).encode()
+    # The length of what may have to be sent takes the digest's last quarter.
+    own = hashlib.sha256(payload).digest()[:24] + len(told).to_bytes(8, "little")
+    digests = _gather_rows(transport, own, 32, device)
+    if error is None and bool((digests == digests[0]).all()):
         return
-    length = torch.tensor([[len(payload)]], dtype=torch.int64, device=device)
-    lengths = torch.empty(transport.world_size, 1, dtype=torch.int64, device=device)
-    transport.all_gather(lengths, length)
-    longest = int(lengths.max())
-    rows = _gather_rows(transport, payload, longest, device)
-    stated = [json.loads(row[: int(n)]) for row, n in zip(rows, lengths, strict=True)]
+    length = int.from_bytes(bytes(digests[0, 24:].tolist()), "little")
+    wanted = _bytes(told.ljust(length, b"\0")[:length], device)
+    transport.broadcast(wanted)
+    difference = _difference(json.loads(bytes(wanted.tolist())), facts)
+    stated = _gather_objects(transport, {"error": _describe(error), "difference": difference}, device)
     if error is not None:
         raise error
-    message = _failures(stated, member) or _first_difference([s["facts"] for s in stated], member)
+    message = _failures(stated, member) or _first_difference(stated, member)
     # What another has failed with may end so already.
     raise DisagreementError(message + (f"; {hint}" if hint and hint not in message else ""))
 
@@ -66,30 +71,51 @@ def _describe(error: Exception | None) -> str | None:
     return None if error is None else str(error) or type(error).__name__
 
 
-def _gather_rows(transport: Transport, payload: bytes, width: int, device: torch.device) -> list[bytes]:
-    row = torch.tensor([list(payload.ljust(width, b"\0"))], dtype=torch.uint8).to(device)
+def _bytes(payload: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+
+
+def _gather_rows(transport: Transport, payload: bytes, width: int, device: torch.device) -> Tensor:
+    """Every rank's payload, padded: uint8 [W, width]."""
+    row = _bytes(payload.ljust(width, b"\0"), device).view(1, -1)
     rows = torch.empty(transport.world_size, width, dtype=torch.uint8, device=device)
     transport.all_gather(rows, row)
-    return [bytes(r.tolist()) for r in rows.cpu()]
+    return rows.cpu()
 
 
-def _failures(stated: Sequence[dict], member: str) -> str:
+def _gather_objects(transport: Transport, own: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    payload = json.dumps(own).encode()
+    lengths = torch.empty(transport.world_size, 1, dtype=torch.int64, device=device)
+    transport.all_gather(lengths, torch.tensor([[len(payload)]], dtype=torch.int64, device=device))
+    rows = _gather_rows(transport, payload, int(lengths.max()), device).numpy()
+    return [json.loads(row[: int(n)].tobytes()) for row, n in zip(rows, lengths.cpu(), strict=True)]
+
+
+def _difference(wanted: Sequence[Sequence[str]], facts: Sequence[Fact]) -> list[Any] | None:
+    """Index of the first fact that is not rank 0's, rank 0's, and this rank's; None in place of what is not there."""
+    for index, (theirs, own) in enumerate(itertools.zip_longest(wanted, facts)):
+        if theirs is None or own is None or tuple(own) != tuple(theirs):
+            return [index, theirs, own]
+    return None
+
+
+def _failures(stated: Sequence[dict[str, Any]], member: str) -> str:
     failed = [f"{member} {rank}: {s['error']}" for rank, s in enumerate(stated) if s["error"]]
     return "failed on " + ", ".join(failed) if failed else ""
 
 
-def _first_difference(stated: Sequence[Sequence[Fact]], member: str) -> str:
-    for index, (name, value) in enumerate(stated[0]):
-        for rank, facts in enumerate(stated[1:], start=1):
-            if index >= len(facts) or tuple(facts[index]) != (name, value):
-                other = facts[index] if index < len(facts) else ("nothing more", "")
-                theirs = other[1] if other[0] == name else " ".join(other).strip()
-                return f"{member}s differ: {name} is {value} on {member} 0 but {theirs} on {member} {rank}"
-    for rank, facts in enumerate(stated):
-        if len(facts) > len(stated[0]):
-            name, value = facts[len(stated[0])]
-            return f"{member}s differ: {name} is {value} on {member} {rank} but nothing on {member} 0"
-    return f"{member}s differ"
+def _first_difference(stated: Sequence[dict[str, Any]], member: str) -> str:
+    """Of all ranks that differ from rank 0, the earliest fact, and there the lowest rank."""
+    found = [(s["difference"][0], rank, *s["difference"][1:]) for rank, s in enumerate(stated) if s["difference"]]
+    if not found:
+        return f"{member}s differ"
+    _, rank, wanted, own = min(found, key=lambda each: each[:2])
+    if wanted is None:
+        return f"{member}s differ: {own[0]} is {own[1]} on {member} {rank} but nothing on {member} 0"
+    name, value = wanted
+    other = ("nothing more", "") if own is None else own
+    theirs = other[1] if other[0] == name else " ".join(other).strip()
+    return f"{member}s differ: {name} is {value} on {member} 0 but {theirs} on {member} {rank}"
 
 
 def checksum(tensor: Tensor) -> int:

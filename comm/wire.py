@@ -172,10 +172,10 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
     """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device."""
     words = arrived.cpu()
     for word, name in _MEANING.items():
-        for rank in range(1, len(words)):
-            here, there = int(words[0, word]), int(words[rank, word])
-            if here != there:
-                return f"{name}: {here} on rank 0, {there} on rank {rank}"
+        differing = (words[:, word] != words[0, word]).nonzero()
+        if len(differing):
+            rank = int(differing[0])
+            return f"{name}: {int(words[0, word])} on rank 0, {int(words[rank, word])} on rank {rank}"
     return otherwise
 
 

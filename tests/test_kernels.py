@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
-from fusedonebit.triton_kernels import BLOCK_SIZES, TAIL, kernels, lamb_kernels, marsit_kernels, update_kernels, using
+from fusedonebit.triton_kernels import (
+    BLOCK_SIZES,
+    TAIL,
+    finish_kernels,
+    kernels,
+    lamb_kernels,
+    marsit_kernels,
+    update_kernels,
+    using,
+)
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
 from hypothesis import given, settings
@@ -233,9 +242,12 @@ class NotRun:
         return lambda *arguments, **constants: None
 
 
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
+
+
 def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KERNELS:
-        module = next(m for m in (kernels, update_kernels, lamb_kernels, marsit_kernels) if hasattr(m, name))
+        module = next(m for m in MODULES if hasattr(m, name))
         monkeypatch.setattr(module, name, NotRun(name))
 
 

@@ -192,7 +192,7 @@ def agreeing(rank: int, world_size: int, case: str) -> tuple[str, str, int]:
 
 
 def differ(message: str) -> tuple[str, str, int]:
-    return ("DisagreementError", message + "; seed alike", 3)
+    return ("DisagreementError", message + "; seed alike", 4)
 
 
 OUTCOMES = {
@@ -203,14 +203,14 @@ OUTCOMES = {
     "more": [differ("ranks differ: eps is 1 on rank 2 but nothing on rank 0")] * 3,
     "error": [
         differ("failed on rank 1: lr must be > 0, got -1"),
-        ("ValueError", "lr must be > 0, got -1", 3),
+        ("ValueError", "lr must be > 0, got -1", 4),
         differ("failed on rank 1: lr must be > 0, got -1"),
     ],
-    "errors": [differ("failed on rank 1: bad, rank 2: bad"), *[("ValueError", "bad", 3)] * 2],
-    "same error": [("ValueError", "bad", 3)] * 3,
+    "errors": [differ("failed on rank 1: bad, rank 2: bad"), *[("ValueError", "bad", 4)] * 2],
+    "same error": [("ValueError", "bad", 4)] * 3,
     "no text": [
         differ("failed on rank 1: NoTextError"),
-        ("NoTextError", "", 3),
+        ("NoTextError", "", 4),
         differ("failed on rank 1: NoTextError"),
     ],
 }

@@ -29,7 +29,6 @@ from .access import (
     store_bits,
     store_norm,
     store_partials,
-    sum_of,
     tensor_of,
 )
 
@@ -180,52 +179,60 @@ def momentum_compress(
 
 
 @triton.jit
-def finish(
-    partials,  # float64 [3, B], or [4, B] where TERNARY, rows ``partials_stride`` apart
-    partials_stride,
-    blocks,  # B
-    segment,  # int32 [B], the scale that each block shares
-    segment_start,  # int64 [segments + 1], first block of each
-    segments,  # their number
-    count,  # float64 [segments], live elements of each
-    scale,  # float32 [B], written
-    message_scales,  # float32 [messages, slots], written
-    scales_stride,  # elements between its rows
-    message_flags,  # int32 [messages], written
-    flags_stride,  # elements between them
-    messages,  # their number
-    blocks_per_chunk,  # B / messages
-    NORM: tl.constexpr,
-    TERNARY: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Scales from partial sums, in a fixed order. Grid: segments + 1; the last writes the flags."""
-    j = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    if j == segments:
-        dropped = sum_of(partials + 2 * partials_stride, 0, blocks, LANES)
-        for w in range(messages):
-            tl.store(message_flags + w * flags_stride, (dropped > 0).to(tl.int32))
-    else:
-        begin = tl.load(segment_start + j)
-        end = tl.load(segment_start + j + 1)
-        if TERNARY:
-            n = tl.maximum(sum_of(partials + 3 * partials_stride, begin, end, LANES), 1.0)
-        else:
-            n = tl.maximum(tl.load(count + j), 1.0)
-        l1 = sum_of(partials, begin, end, LANES) / n
-        l2 = tl.sqrt(sum_of(partials + partials_stride, begin, end, LANES) / n)
-        if NORM == 0:
-            s = l1.to(tl.float32)
-        elif NORM == 1:
-            s = l2.to(tl.float32)
-        else:
-            s = tl.minimum(l2, 1.9 * l1).to(tl.float32)
-        for at in range(begin, end, LANES):
-            tl.store(scale + at + lane, tl.zeros([LANES], tl.float32) + s, mask=at + lane < end)
-        for chunk in range(begin // blocks_per_chunk, (end - 1) // blocks_per_chunk + 1):
-            slot = j - tl.load(segment + chunk * blocks_per_chunk)
-            tl.store(message_scales + chunk * scales_stride + slot, s)
+def moved(pointer, stride, times: tl.constexpr):
+    """``pointer`` so many strides on; their product would need 64 bits."""
+    for _ in tl.static_range(times):
+        pointer += stride
+    return pointer
+
+
+@triton.jit
+def load_four(arrived, stride, plane, TERNARY: tl.constexpr):
+    """Four ranks' bytes one behind the other, int32 [n]: of signs and, where TERNARY, of what is not zero.
+
+    Four loads are under way together, and cross from the threads that load to those that add in one exchange.
+    """
+    signs, nonzero = load_bits(arrived, plane, TERNARY)
+    four, four_nonzero = signs.to(tl.int32), nonzero.to(tl.int32)
+    for place in tl.static_range(8, 32, 8):
+        arrived += stride
+        signs, nonzero = load_bits(arrived, plane, TERNARY)
+        four |= signs.to(tl.int32) << place
+        four_nonzero |= nonzero.to(tl.int32) << place
+    return four, four_nonzero
+
+
+@triton.jit
+def load_four_scales(scales, stride, per_worker):
+    """s_w/W of four ranks."""
+    first = tl.load(scales) * per_worker
+    scales += stride
+    second = tl.load(scales) * per_worker
+    scales += stride
+    third = tl.load(scales) * per_worker
+    scales += stride
+    return first, second, third, tl.load(scales) * per_worker
+
+
+@triton.jit
+def add_one(total, most, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
+    """Adds what the bytes at bit ``place`` stand for, and the scale itself."""
+    bit = tl.arange(0, 8)[None, :] + place
+    x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, -scale)
+    if TERNARY:
+        x = tl.where(((four_nonzero[:, None] >> bit) & 1) != 0, x, 0.0)
+    return total + x, most + scale
+
+
+@triton.jit
+def add_four(total, most, fours, scales, TERNARY: tl.constexpr):
+    """Adds four ranks, in their order."""
+    signs, nonzero = fours
+    first, second, third, fourth = scales
+    total, most = add_one(total, most, signs, nonzero, 0, first, TERNARY)
+    total, most = add_one(total, most, signs, nonzero, 8, second, TERNARY)
+    total, most = add_one(total, most, signs, nonzero, 16, third, TERNARY)
+    return add_one(total, most, signs, nonzero, 24, fourth, TERNARY)
 
 
 @triton.jit
@@ -272,7 +279,18 @@ def server_reduce(
         # Pointers that move on: w * stride would need 64 bits.
         arrived = arrived_bits + b * (BLOCK // 8) + byte
         scales = arrived_scales + at
-        for _ in range(world_size):
+        for _ in range(world_size // 8):
+            first = load_four(arrived, arrived_stride, plane, TERNARY)
+            first_scales = load_four_scales(scales, scales_stride, per_worker)
+            arrived = moved(arrived, arrived_stride, 4)
+            scales = moved(scales, scales_stride, 4)
+            second = load_four(arrived, arrived_stride, plane, TERNARY)
+            second_scales = load_four_scales(scales, scales_stride, per_worker)
+            arrived = moved(arrived, arrived_stride, 4)
+            scales = moved(scales, scales_stride, 4)
+            total, most = add_four(total, most, first, first_scales, TERNARY)
+            total, most = add_four(total, most, second, second_scales, TERNARY)
+        for _ in range(world_size % 8):
             scale = tl.load(scales) * per_worker
             signs, nonzero = load_bits(arrived, plane, TERNARY)
             total += scaled(signs, nonzero, scale, TERNARY)

@@ -25,6 +25,8 @@ from .twins import TAIL
 NUM_WARPS = 4
 FINISH_WARPS, FINISH_LANES = 8, 2048
 ONE_SCALE_WARPS, ONE_SCALE_LANES = 32, 8192  # a single program scans all blocks: give it a whole multiprocessor
+SHORT_WARPS, SHORT_LANES = 4, 128
+SHORT_SEGMENT = 32  # blocks, the most that 4096 elements are
 FP32 = 0
 KINDS = {torch.float32: FP32, torch.bfloat16: 1, torch.float16: 2}
 _MIXED = 3
@@ -67,9 +69,10 @@ def launch(name: str, programs: int, *arguments: Any, num_warps: int = NUM_WARPS
 
 def _triton(name: str) -> Any:
     # Imported late: importing triton takes time that CPU users need not spend.
-    from . import kernels, lamb_kernels, marsit_kernels, update_kernels
+    from . import finish_kernels, kernels, lamb_kernels, marsit_kernels, update_kernels
 
-    return next(getattr(m, name) for m in (kernels, update_kernels, lamb_kernels, marsit_kernels) if hasattr(m, name))
+    modules = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 class _Pointers(NamedTuple):
@@ -231,12 +234,16 @@ def finish(
     message_scales: Tensor,
     message_flags: Tensor,
 ) -> None:
-    """See ``kernels.finish``."""
+    """See ``finish_kernels.finish``."""
     blocks, segments, messages = len(segment), len(count), len(message_flags)
     warps, lanes = (ONE_SCALE_WARPS, ONE_SCALE_LANES) if segments == 1 else (FINISH_WARPS, FINISH_LANES)
+    short = segments > 1 and blocks <= SHORT_SEGMENT * segments
+    if short:
+        warps, lanes = SHORT_WARPS, SHORT_LANES
+        message_flags.zero_()
     launch(
         "finish",
-        segments + 1,
+        -(-segments // lanes) if short else segments + 1,
         partials,
         partials.stride(0),
         blocks,
@@ -255,6 +262,7 @@ def finish(
         NORM=norm,
         TERNARY=len(partials) > NONZERO,
         LANES=lanes,
+        SHORT=SHORT_SEGMENT if short else 0,
     )
 
 

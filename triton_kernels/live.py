@@ -17,6 +17,7 @@ from .layout import FlatLayout
 
 FULL_ROW = 0
 EMPTY_ROW = 1
+SPREAD = 0x0102040810204080  # multiplied by eight 0/1 bytes, its top byte is their bits, LSB first
 
 
 class LiveTable(NamedTuple):
@@ -53,7 +54,8 @@ def live_table(
         ValueError: if a mask's length is not that of its tensor.
     """
     block = layout.block_size
-    rows = [torch.ones(block, dtype=torch.bool), torch.zeros(block, dtype=torch.bool)]
+    patterns = [torch.ones(1, block, dtype=torch.bool), torch.zeros(1, block, dtype=torch.bool)]
+    rows = len(patterns)
     row_of_tail: dict[int, int] = {0: FULL_ROW}
     row = torch.full((layout.n_blocks,), EMPTY_ROW, dtype=torch.int32)
     for tensor, size in enumerate(layout.sizes):
@@ -65,20 +67,37 @@ def live_table(
             row[first:end] = FULL_ROW
             tail = size % block
             if tail not in row_of_tail:
-                row_of_tail[tail] = len(rows)
-                rows.append(torch.arange(block) < tail)
+                row_of_tail[tail] = rows
+                patterns.append(torch.arange(block)[None] < tail)
+                rows += 1
             row[end - 1] = row_of_tail[tail]
         else:
             if mask.numel() != size:
                 raise ValueError(f"mask of tensor {tensor} must have {size} elements, got {mask.numel()}")
-            padded = torch.zeros((end - first) * block, dtype=torch.bool)
-            padded[:size] = mask.reshape(-1).cpu()
-            row[first:end] = torch.arange(len(rows), len(rows) + end - first, dtype=torch.int32)
-            rows.extend(padded.view(-1, block))
-    table = torch.stack(rows)
-    return LiveTable(_pack_rows(table), row, table.sum(1, dtype=torch.int32)[row.long()])
+            row[first:end], pattern = _rows_of_mask(mask, end - first, block, rows)
+            patterns.append(pattern)
+            rows += len(pattern)
+    numel = torch.cat([pattern.sum(1, dtype=torch.int32) for pattern in patterns])
+    return LiveTable(torch.cat([_pack_rows(pattern) for pattern in patterns]), row, numel[row.long()])
+
+
+def _rows_of_mask(mask: Tensor, blocks: int, block: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Each block's row, int32, where those from ``rows`` on are new; and the new ones, bool [new, block].
+
+    No Python object per block: a mask may have as many elements as the largest tensor.
+    """
+    padded = torch.zeros(blocks * block, dtype=torch.bool)
+    padded[: mask.numel()] = mask.reshape(-1).cpu()
+    pattern = padded.view(blocks, block)
+    empty = (~pattern.any(1)).nonzero().flatten()
+    own = ~pattern.all(1)
+    own[empty[1:]] = False  # they share the first one's; not EMPTY_ROW, where kernels leave everything as it was
+    row = torch.full((blocks,), FULL_ROW, dtype=torch.int32)
+    row[own] = torch.arange(rows, rows + int(own.sum()), dtype=torch.int32)
+    row[empty] = row[empty[:1]]
+    return row, pattern[own]
 
 
 def _pack_rows(rows: Tensor) -> Tensor:
-    weights = 2 ** torch.arange(8)
-    return (rows.view(len(rows), -1, 8) * weights).sum(2).to(torch.uint8)
+    """uint8 [n, block / 8] from bool [n, block], LSB first; a byte is the top one of a product."""
+    return ((rows.contiguous().view(torch.int64) * SPREAD) >> 56).to(torch.uint8)

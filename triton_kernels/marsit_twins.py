@@ -252,11 +252,11 @@ def place_owned(gathered: Tensor, owners: Tensor, bits: Tensor) -> None:
         owners: uint8 [W, stride], from ``pick_owned``.
         bits: uint8 [W, stride], written.
     """
-    world_size = len(bits)
-    for chunk in range(world_size):
-        bits[chunk] = gathered[chunk] & owners[0]
-        for shift in range(1, world_size):
-            bits[chunk] |= gathered[(chunk + shift) % world_size] & owners[shift]
+    torch.bitwise_and(gathered, owners[0], out=bits)
+    for shift in range(1, len(bits)):
+        # Chunk k has worker (k + shift) mod W there, for all k together: no loop over pairs of workers.
+        bits[:-shift] |= gathered[shift:] & owners[shift]
+        bits[-shift:] |= gathered[:shift] & owners[shift]
 
 
 def add_values(

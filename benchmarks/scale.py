@@ -1,0 +1,265 @@
+"""A rank's step from 10^6 to 10^11 parameters and 2 to 16,384 ranks: ``python -m benchmarks.scale``.
+
+What fits is run: the layout and its tables up to 10^10 parameters, and one rank's whole step, with nobody at
+the other end (``loopback``), for up to 16,384 ranks. The rest follows from formulas that the tests hold against
+what was run (``scale_model``), with the audit's bytes and the planner's network. Writes
+``results/scale/scale.json``, the tables of ``docs/scale.md``, and ``docs/scale.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedonebit import OneBitAdam, OneBitLamb
+from fusedonebit.plan import Network
+
+from . import scale_model as model
+from .loopback import Loopback
+
+PARAMETERS = tuple(10**n for n in range(6, 12))
+RANKS = (2, 8, 64, 256, 1024, 4096, 16384)
+NETWORK = Network(between=50e9, inside=450e9, gpus_per_node=8)
+"""Eight H200 a node: a card of 400 Gbit/s for the whole node and NVLink inside."""
+GPU_MEMORY = 141e9
+OPTIMIZERS = {"adam": OneBitAdam, "lamb": OneBitLamb}
+RESULTS = Path(__file__).parent / "results" / "scale" / "scale.json"
+PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+
+
+def layout_of(sizes: tuple[int, ...], ranks: int) -> FlatLayout:
+    """The layout that an optimizer would choose."""
+    return FlatLayout(sizes, ranks, choose_block_size(sizes, ranks))
+
+
+# ---------------------------------------------------------------- what is run
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that a host starts, and the elements of the largest result.
+
+    An op of ours is one, whatever its plain-torch twin does inside: on a GPU it is one launch or two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, torch.Tensor):
+                self.largest = max(self.largest, each.numel())
+        return result
+
+
+def made(sizes: tuple[int, ...], ranks: int, optimizer: str) -> Any:
+    """Rank 0 of many, with gradients, in the compression stage."""
+    params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    beta3 = {"beta3": 0.0} if optimizer == "lamb" else {}  # so that two updates are enough for LAMB's averages
+    result = OPTIMIZERS[optimizer](params, lr=1e-3, freeze_step=1, process_group=Loopback(ranks), **beta3)
+    for _ in range(2):
+        result.step()
+    return result
+
+
+def run_step(sizes: tuple[int, ...], ranks: int, optimizer: str) -> dict[str, Any]:
+    """One step of one rank, as it runs here."""
+    began = time.perf_counter()
+    rank = made(sizes, ranks, optimizer)
+    construction = time.perf_counter() - began
+    operations = Operations()
+    with operations:
+        rank.step()
+    began = time.perf_counter()
+    rank.step()
+    seconds = time.perf_counter() - began
+    stats = rank.stats()
+    return {
+        "optimizer": optimizer,
+        "ranks": ranks,
+        "parameters": stats["parameters"],
+        "padding": stats["padding"],
+        "block_size": rank.layout.block_size,
+        "operations": operations.count,
+        "largest_result": operations.largest,
+        "state_bytes": stats["state_bytes"],
+        "formula": model.memory(rank.layout, optimizer).state,
+        "wire_bytes": stats["wire_bytes"],
+        "sent": stats["bytes_step"],
+        "construction_and_two_steps_s": construction,
+        "twin_step_s": seconds,
+    }
+
+
+def build_tables(sizes: tuple[int, ...], ranks: int) -> dict[str, Any]:
+    """Builds everything that a layout has per block, and throws it away."""
+    began = time.perf_counter()
+    layout = layout_of(sizes, ranks)
+    live = live_table(layout)
+    slots, most = layout.scale_slots("block")
+    owner = layout.block_tensor()
+    seconds = time.perf_counter() - began
+    assert (len(owner), len(slots), len(live.row)) == (layout.n_blocks,) * 3
+    assert most == model.segments(layout)[2]
+    return {
+        "parameters": layout.real_numel,
+        "ranks": ranks,
+        "tensors": len(sizes),
+        "blocks": layout.n_blocks,
+        "seconds": seconds,
+    }
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def predict(sizes: tuple[int, ...], ranks: int, optimizer: str) -> dict[str, Any]:
+    """One rank's step, from formulas."""
+    layout = layout_of(sizes, ranks)
+    memory = model.memory(layout, optimizer)
+    message = model.message_bytes(layout)
+    kernels = model.kernel_seconds(layout, optimizer)
+    return {
+        "optimizer": optimizer,
+        "ranks": ranks,
+        "parameters": layout.real_numel,
+        "tensors": len(sizes),
+        "block_size": layout.block_size,
+        "padding": layout.numel / layout.real_numel - 1,
+        "sent_per_bit": ranks * message * 8 / layout.real_numel,
+        "state": memory.state,
+        "tables": memory.tables + model.LAUNCHER_TABLES * layout.n_blocks,
+        "of_ranks": memory.ranks,
+        "scratch": memory.scratch,
+        "kernels_s": kernels,
+        "wire_s": model.wire_seconds(layout.numel, ranks, NETWORK),
+    }
+
+
+def predictions() -> Iterator[dict[str, Any]]:
+    """All sizes and all counts of ranks."""
+    for parameters in PARAMETERS:
+        sizes = model.transformer(parameters)
+        for ranks in RANKS:
+            for optimizer in OPTIMIZERS:
+                yield predict(sizes, ranks, optimizer)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _short(n: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The page's tables."""
+    return "\n\n".join((_run_table(found["run"]), _built_table(found["built"]), _predicted_table(found["predicted"])))
+
+
+def _run_table(rows: list[dict[str, Any]]) -> str:
+    lines = [_row("run here", "ranks", "block", "padding", "state, B/parameter", "formula", "operations a step")]
+    lines[0] += " largest result, of P | sent, bits per parameter | CPU twins, s |"
+    lines.append("|---|" + "--:|" * 9)
+    for r in rows:
+        p = r["parameters"]
+        lines.append(
+            _row(
+                f"1-bit {'Adam' if r['optimizer'] == 'adam' else 'LAMB'}, {_short(p)}",
+                f"{r['ranks']:,}",
+                r["block_size"],
+                f"{r['padding'] / p:.1%}",
+                f"{r['state_bytes'] / p:.3f}",
+                "equal" if r["state_bytes"] == r["formula"] else f"{r['formula'] / p:.3f}",
+                r["operations"],
+                f"{r['largest_result'] / p:.2f}",
+                f"{8 * r['sent'] / p:.2f}",
+                f"{r['twin_step_s']:.2f}",
+            )
+        )
+    return "\n".join(lines)
+
+
+def _built_table(rows: list[dict[str, Any]]) -> str:
+    lines = [_row("tables built here", "ranks", "tensors", "blocks", "s"), "|---|--:|--:|--:|--:|"]
+    for r in rows:
+        cells = (_short(r["parameters"]), f"{r['ranks']:,}", r["tensors"], f"{r['blocks']:,}", f"{r['seconds']:.2f}")
+        lines.append(_row(*cells))
+    return "\n".join(lines)
+
+
+def _predicted_table(rows: list[dict[str, Any]]) -> str:
+    lines = [_row("predicted, 1-bit Adam", "ranks", "padding", "sent / bit", "state, GB", "tables, GB", "kernels, ms")]
+    lines[0] += " waits, ms | launches, ms | flat, ms | hierarchy, ms | Marsit, ms | bf16 all-reduce, ms |"
+    lines.append("|---|" + "--:|" * 12)
+    for r in rows:
+        if r["optimizer"] != "adam" or r["ranks"] not in (2, 64, 1024, 16384):
+            continue
+        seconds = (*r["kernels_s"].values(), *r["wire_s"].values())
+        lines.append(
+            _row(
+                _short(r["parameters"]),
+                f"{r['ranks']:,}",
+                f"{r['padding']:.0%}",
+                f"{r['sent_per_bit']:.2f}",
+                f"{r['state'] / 1e9:.3g}",
+                f"{r['tables'] / 1e9:.2g}",
+                *(f"{1e3 * s:,.3g}" for s in seconds),
+            )
+        )
+    return "\n".join(lines)
+
+
+def everything(largest_built: int) -> dict[str, Any]:
+    """Runs, builds and predicts."""
+    sizes = model.transformer(4e6)
+    run = [run_step(sizes, ranks, o) for o in OPTIMIZERS for ranks in (2, 64, 1024, 4096, 16384)]
+    print(_run_table(run), flush=True)
+    counts = [10**n for n in range(6, 11) if 10**n <= largest_built]
+    built = [build_tables(model.transformer(n), ranks) for n in counts for ranks in (2, 16384)]
+    print(_built_table(built), flush=True)
+    return {"network": vars(NETWORK), "run": run, "built": built, "predicted": list(predictions())}
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description="One rank's step for any number of parameters and ranks.")
+    parser.add_argument("--largest-built", type=float, default=1e10, help="parameters of the largest layout built")
+    parser.add_argument("--redraw", action="store_true", help="tables and picture from the stored results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = json.loads(RESULTS.read_text()) if arguments.redraw else everything(int(arguments.largest_built))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(_predicted_table(found["predicted"]))
+    if PAGE.exists():
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n" + tables(found) + "\n\n" + END + rest.split(END)[1])
+    from .scale_plot import plot  # matplotlib only where a picture is drawn
+
+    plot(found, PAGE.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

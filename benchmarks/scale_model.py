@@ -1,0 +1,194 @@
+"""What one rank holds and moves for any number of parameters and ranks: formulas, no tensors.
+
+``tests/test_scale.py`` holds each against the thing itself, where that fits into this machine's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusedonebit.comm import Messages
+from fusedonebit.comm.wire import HEADER_BYTES
+from fusedonebit.triton_kernels import FlatLayout
+from fusedonebit.triton_kernels.layout import SCALE_BLOCK
+
+from fusedonebit.plan.costs import METHODS, Network
+
+LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
+
+ASPECT = 128
+"""Width over depth of a transformer, as GPT-3's (12,288 wide, 96 deep)."""
+
+
+def transformer(parameters: float) -> tuple[int, ...]:
+    """Sizes of the tensors of a transformer of about that many parameters.
+
+    12 tensors a layer, 12 h^2 parameters, and a vocabulary of 32 h, at most 50,304. Width and depth both grow
+    like the cube root, and so does the number of tensors.
+    """
+    width = next(h for h in range(16, 1 << 20, 16) if sum(_of_width(h)) >= parameters)
+    return _of_width(width)
+
+
+def _of_width(h: int) -> tuple[int, ...]:
+    layer = (3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h, h, h)
+    return (min(32 * h, 50304) * h, 1024 * h, *(layer * max(2, round(h / ASPECT))), h, h)
+
+
+# ---------------------------------------------------------------- the line
+
+
+def segments(layout: FlatLayout) -> tuple[int, int, int]:
+    """Scales of the whole line, of rank 0's chunk, and of the chunk that has most; no table per block is built."""
+    each = SCALE_BLOCK // layout.block_size
+    last, real = max(len(layout.sizes) - 1, 0), layout.first_block
+    starts, total = [], 0
+    for tensor in range(len(layout.sizes)):
+        starts.append(total)
+        # Padding blocks behind the last tensor count as its own.
+        blocks = (layout.n_blocks if tensor == last else real[tensor + 1]) - real[tensor]
+        total += -(-blocks // each)
+    of_chunk, tensor = [], 0
+    for chunk in range(layout.world_size):
+        ends = []
+        for block in (chunk * layout.blocks_per_chunk, (chunk + 1) * layout.blocks_per_chunk - 1):
+            while tensor < last and real[tensor + 1] <= block:
+                tensor += 1
+            ends.append(starts[tensor] + (block - real[tensor]) // each)
+        of_chunk.append(ends[1] - ends[0] + 1)
+    return total, of_chunk[0], max(of_chunk)
+
+
+def message_bytes(layout: FlatLayout) -> int:
+    """Of one message, where 4096 elements share a scale."""
+    return Messages.size(segments(layout)[2], layout)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds, by what they grow with."""
+
+    elements: int
+    """What there is per element: c, v, LAMB's fresh v, bits, the server's c."""
+    tables: int
+    """What there is per block or scale, besides the same of the server's chunk."""
+    ranks: int
+    """Headers and scales of W messages, W headers that arrived."""
+    tensors: int
+    """Rows of coefficients and live elements, and scalars."""
+    scratch: int
+    """What only serves within a step: messages on their way, partial sums."""
+
+    @property
+    def state(self) -> int:
+        """What ``stats()["state_bytes"]`` counts."""
+        return self.elements + self.tables + self.ranks + self.tensors
+
+
+def memory(layout: FlatLayout, optimizer: str) -> Memory:
+    """Of ``OneBitAdam`` ("adam") or ``OneBitLamb`` ("lamb") in the compression stage, with their defaults."""
+    lamb = optimizer == "lamb"
+    total, own, most = segments(layout)
+    blocks, served, ranks = layout.n_blocks, layout.blocks_per_chunk, layout.world_size
+    message, bits = Messages.size(most, layout), layout.numel // 8
+    elements = 8 * layout.numel + 4 * layout.chunk_numel + bits
+    # int32 or float32 per block: its tensor, live row, live elements, two scales, its segment, the guard's weight.
+    tables = 7 * 4 * blocks + 2 * 4 * served
+    # Per scale its first block and its count, 8 bytes each; one more end on either side.
+    tables += 8 * (2 * total + 1) + 8 * (2 * own + 1)
+    across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
+    scalars = 6 * 4 + 3 * 4 + 3 * 8
+    tails = {size % layout.block_size for size in layout.sizes} - {0}
+    tensors = scalars + (2 + len(tails)) * layout.block_size // 8
+    # Partial sums float64 [3, B] and of the chunk, agreement [2, B / W]; messages to all, and its own.
+    scratch = 24 * blocks + 24 * served + 16 * served + (ranks + 1) * message
+    if lamb:
+        count = len(layout.sizes)
+        elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
+        tables += 4 * blocks  # the last scales
+        tensors += 4 + 4 * 4 * count + 2 * 8 * (count + 1)
+        scratch += 4 * blocks
+    return Memory(elements, tables, across, tensors, scratch)
+
+
+LAUNCHER_TABLES = 16
+"""Bytes per block that the kernels' launcher keeps besides, on a GPU: where a block starts, its tensor, its tail."""
+
+
+# ---------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU, as its maker states it.
+
+    Attributes:
+        bandwidth: Of its memory, bytes per second.
+        launch: Seconds between the starts of two small kernels in a queue.
+        latency: Seconds that a load from memory takes.
+    """
+
+    name: str
+    bandwidth: float
+    launch: float = 3e-6
+    latency: float = 0.7e-6
+
+
+H200, H100 = Machine("H200", 4.8e12), Machine("H100 SXM", 3.35e12)
+
+LAUNCHES = {"adam": 5, "lamb": 7}
+SMALL_OPERATIONS = 100
+"""Of torch, on tensors of a few numbers, in a step (README)."""
+
+
+def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
+    """Bytes per parameter that each kernel of a step moves, as the audit counts them for float32."""
+    count = {name: numbers["bytes_per_element"] for name, numbers in LIMITS.items()}
+    adam = optimizer == "adam"
+    suffix = ", preconditioned" if adam else ""
+    found = {"momentum_compress": count[f"momentum_compress{suffix}"], "finish": count["finish"]}
+    # Linear in W: W - 2 more messages are read.
+    each = (count["server_reduce, W=64"] - count["server_reduce, W=2"]) / 62
+    served = count["server_reduce, W=2"] + each * (world_size - 2) + count["finish"]
+    found["server_reduce"] = served / world_size
+    if not adam:
+        found |= {"lamb_ratio": count["lamb_ratio"], "lamb_rescale": count["lamb_rescale"]}
+    return found | {"apply_momentum": count[f"apply_momentum{suffix}"]}
+
+
+RESIDENT = 132 * 16
+"""Programs of 4 warps that a Hopper GPU runs at a time."""
+RANKS_IN_FLIGHT = 8
+"""Ranks whose bytes ``server_reduce`` waits for together."""
+
+
+def kernel_seconds(layout: FlatLayout, optimizer: str, machine: Machine = H200) -> dict[str, float]:
+    """Memory time of a step's kernels; what the server waits besides, as it walks over the ranks; and all launches."""
+    moved = kernel_bytes(optimizer, layout.world_size)
+    memory = {name: nbytes * layout.numel / machine.bandwidth for name, nbytes in moved.items()}
+    waves = -(-layout.blocks_per_chunk // RESIDENT)
+    walk = waves * -(-layout.world_size // RANKS_IN_FLIGHT) * machine.latency
+    return {
+        "memory": sum(memory.values()),
+        "walk": max(0.0, walk - memory["server_reduce"]),
+        "launches": (LAUNCHES[optimizer] + SMALL_OPERATIONS) * machine.launch,
+    }
+
+
+def wire_seconds(parameters: float, world_size: int, network: Network) -> dict[str, float]:
+    """What the planner says of one step's messages, in each way there is."""
+    return {name: METHODS[name].seconds(parameters, world_size, network) for name in WAYS}
+
+
+WAYS = ("flat", "hierarchical-bf16", "marsit-owner", "bf16")
+
+
+def exponent(xs: list[float], ys: list[float]) -> float:
+    """Of the power law through the last two points: 1 is linear."""
+    return math.log(ys[-1] / ys[-2]) / math.log(xs[-1] / xs[-2])

@@ -1,0 +1,324 @@
+"""Block sizes and warps of the kernels: what the compiler makes of each, or what a GPU measures.
+
+``python -m benchmarks.tuning`` compiles every variant ahead of time for sm_90 and prints registers, shared memory,
+instructions, and which of three limits a Hopper GPU would meet first. No GPU is needed, and none is timed.
+``python -m benchmarks.tuning --device cuda`` measures the same variants by turns with a device copy of as many
+bytes and writes ``results/tuning/<device>.json``; ``--device cpu`` is a dry run of that code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import audit, sass, tuning_kernels
+from .audit_cases import CASES, Case
+
+RESULTS = Path(__file__).parent / "results" / "tuning"
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+BLOCKS = (512, 1024, 2048, 4096)
+WARPS = (1, 2, 4, 8)
+KERNELS = (
+    "momentum_compress",
+    "momentum_compress, bf16",
+    "momentum_compress, preconditioned",
+    "server_reduce, W=2",
+    "server_reduce, W=8",
+    "server_reduce, W=64",
+    "apply_momentum",
+    "apply_momentum, bf16",
+    "apply_momentum, preconditioned",
+    "lamb_ratio",
+    "adam_update",
+)
+STRIDES = ("arrived_stride", "exp_avg_stride", "bits_stride")
+"""Messages are multiples of 16 bytes, which the launcher sees."""
+CHOSEN = (1024, 4)
+"""Elements per block and warps per program, as the launcher has them."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU as its maker states it; ``clock`` in Hz."""
+
+    name: str
+    bandwidth: float
+    clock: float = 1.755e9
+    multiprocessors: int = 132
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+    shared: int = 227 * 1024
+    latency: int = 700  # cycles until a load from memory is there
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of memory bandwidth, for each multiprocessor."""
+        return self.bandwidth / self.multiprocessors / self.clock
+
+    def resident(self, registers: int, num_warps: int, shared: int) -> int:
+        """Programs that one multiprocessor holds."""
+        by_registers = self.registers // (-(-registers // 8) * 8 * 32 * num_warps)
+        return min(self.programs, self.warps // num_warps, by_registers, self.shared // (shared + 1024))
+
+
+H200, H100 = Chip("H200", 4.8e12), Chip("H100 SXM", 3.35e12)
+
+CHAINS = {"momentum_compress": 4, "server_reduce": 2, "apply_momentum": 4, "lamb_ratio": 4, "adam_update": 4}
+"""Loads that wait for each other: a flag, the block's tensor, its address, its elements."""
+ISSUE = 4
+"""Warp instructions that a multiprocessor starts in a cycle."""
+RATES = {"fp64": 2, "conversions": 0.5, "SHFL": 1, "MUFU": 0.5}
+"""Warp instructions of these kinds in a cycle: 64 lanes for FP64, 16 for its conversions and for roots, 32."""
+
+
+@dataclass
+class Variant:
+    """One kernel, compiled for blocks of one size and one number of warps.
+
+    Attributes:
+        widths: Bytes per thread of its loads and stores, and how many there are of each.
+        instructions, fp64, conversions, shuffles: Per warp and block, on the path of a full block.
+        bytes: Per block.
+        resident: Programs on a multiprocessor.
+    """
+
+    kernel: str
+    block: int
+    num_warps: int
+    registers: int
+    spills: int
+    shared: int
+    barriers: int
+    instructions: int
+    fp64: int
+    conversions: int
+    shuffles: int
+    roots: int
+    bytes: float
+    resident: int
+    widths: dict[int, int]
+
+    @property
+    def per_element(self) -> float:
+        """Instructions, of all threads."""
+        return self.instructions * self.num_warps * 32 / self.block
+
+    def limits(self, chip: Chip) -> dict[str, float]:
+        """Cycles per 1024 elements of one multiprocessor, if nothing but this held it up."""
+        scale, warps = 1024 / self.block, self.num_warps
+        chain = CHAINS[self.kernel.split(",")[0]] + self._turns
+        units = {
+            "fp64": self.fp64,
+            "conversions": self.conversions,
+            "SHFL": self.shuffles,
+            "MUFU": self.roots,
+        }
+        return {
+            "memory": scale * self.bytes / chip.bytes_per_cycle,
+            "issue": scale * self.instructions * warps / ISSUE,
+            "units": scale * warps * max(count / RATES[name] for name, count in units.items()),
+            "latency": scale * (chip.latency * chain + self.instructions * 4) / self.resident,
+        }
+
+    @property
+    def _turns(self) -> int:
+        """How often the server's walk over the ranks waits for memory."""
+        match = re.search(r"W=(\d+)", self.kernel)
+        return sum(_loops(int(match.group(1)))) if match else 0
+
+    def share(self, chip: Chip) -> float:
+        """Of memory bandwidth, at best."""
+        limits = self.limits(chip)
+        return limits["memory"] / max(limits.values())
+
+
+def _loops(world_size: int) -> tuple[int, ...]:
+    return world_size // 8, world_size % 8
+
+
+def variant(name: str, block: int, num_warps: int) -> Variant:
+    """Compiles and counts."""
+    case, target = _case(name, block, num_warps), audit.TARGETS["sm_90"]
+    compiled = audit.compile_case(case, target, STRIDES)
+    registers, spills = audit.resources(compiled.asm["cubin"])
+    usual = sass.compile_full_block(compiled, target, num_warps)
+    match = re.search(r"W=(\d+)", name)
+    counted = sass.executed(usual.asm["cubin"], int(match.group(1)) if match else 0)
+    return Variant(
+        name,
+        block,
+        num_warps,
+        registers,
+        spills,
+        compiled.metadata.shared,
+        counted.by_name["BAR"],
+        counted.total,
+        counted.fp64,
+        counted.conversions,
+        counted.by_name["SHFL"],
+        counted.by_name["MUFU"],
+        audit.bytes_per_block(compiled.asm["ttir"], case.loops),
+        H200.resident(registers, num_warps, compiled.metadata.shared),
+        dict(sorted(counted.loads.items())),
+    )
+
+
+def _case(name: str, block: int, num_warps: int) -> Case:
+    case = CASES[name]
+    return replace(case, constants=case.constants | {"BLOCK": block}, num_warps=num_warps)
+
+
+HEADER = (
+    *("kernel", "block", "warps", "registers", "spills", "shared", "programs", "instructions/element"),
+    *("FP64/element", "memory", "issue", "units", "latency", "of H200", "of H100"),
+)
+
+
+def row(v: Variant) -> str:
+    """One line of the table."""
+    limits = v.limits(H200)
+    cells = [v.kernel, v.block, v.num_warps, v.registers, v.spills, v.shared, v.resident]
+    cells += [f"{v.per_element:.1f}", f"{v.fp64 * v.num_warps * 32 / v.block:.1f}"]
+    cells += [f"{limits[name]:.0f}" for name in ("memory", "issue", "units", "latency")]
+    cells += [f"{v.share(H200):.0%}", f"{v.share(H100):.0%}"]
+    chosen = (v.block, v.num_warps) == CHOSEN
+    return "| " + " | ".join(f"**{c}**" if chosen else str(c) for c in cells) + " |"
+
+
+def table(variants: list[Variant]) -> str:
+    """Markdown; cycles are per 1024 elements of a multiprocessor."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---|" + "--:|" * (len(HEADER) - 1)]
+    return "\n".join([*lines, *map(row, variants)])
+
+
+def sweep(kernels: tuple[str, ...] = KERNELS) -> Iterator[Variant]:
+    """Compiles every variant."""
+    for name in kernels:
+        for block in BLOCKS:
+            for num_warps in WARPS:
+                if block // num_warps >= 128:  # fewer are less than four elements a thread
+                    yield variant(name, block, num_warps)
+
+
+# ---------------------------------------------------------------- the server's walk over the ranks
+
+
+def walks(num_warps: int = 4, ranks: int = 64) -> Iterator[dict[str, Any]]:
+    """What was tried: per element and rank, instructions; per rank, barriers; loads before the first barrier waits."""
+    target = audit.TARGETS["sm_90"]
+    for number, name in enumerate(tuning_kernels.WALKS):
+        case = Case("walk", {"WALK": number, "BLOCK": 1024}, num_warps=num_warps)
+        compiled = audit.compile_case(case, target, STRIDES)
+        registers, spills = audit.resources(compiled.asm["cubin"])
+        many, few = (sass.executed(compiled.asm["cubin"], n) for n in (2 * ranks, ranks))
+        yield {
+            "walk": name,
+            "num_warps": num_warps,
+            "registers": registers,
+            "spills": spills,
+            "instructions": (many.total - few.total) / ranks * num_warps * 32 / 1024,
+            "barriers": (many.by_name["BAR"] - few.by_name["BAR"]) / ranks,
+            "ranks_under_way": sass.ranks_under_way(compiled.asm["cubin"]),
+        }
+
+
+def walk_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| walk | warps | registers | spills | instructions/element/rank | barriers/rank | ranks under way |"]
+    lines.append("|---|" + "--:|" * 6)
+    for r in rows:
+        cells = (r["walk"], r["num_warps"], r["registers"], r["spills"], f"{r['instructions']:.2f}")
+        lines.append("| " + " | ".join(map(str, (*cells, f"{r['barriers']:.2f}", r["ranks_under_way"]))) + " |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- measured, where there is a GPU
+
+
+@contextmanager
+def built_with(block: int, num_warps: int) -> Iterator[None]:
+    """Within it, layouts of a ``Workload`` have such blocks, and launches so many warps."""
+    from fusedonebit.triton_kernels import FlatLayout, launch, layout
+
+    with (
+        mock.patch.object(layout, "BLOCK_SIZES", (*BLOCKS, 256, 128)),
+        mock.patch("benchmarks.workload.FlatLayout", partial(FlatLayout, block_size=block)),
+        mock.patch.dict(launch.launch.__kwdefaults__, num_warps=num_warps),
+    ):
+        yield
+
+
+def measure(device: torch.device, numel: int, rounds: int, kernels: tuple[str, ...] = KERNELS) -> Iterator[dict]:
+    """Each variant by turns with a copy of as many bytes."""
+    from .device_timing import copy_of, time_by_turns
+    from .workload import Workload
+
+    for name in kernels:
+        case, match = CASES[name], re.search(r"W=(\d+)", name)
+        ranks, dtype = int(match.group(1)) if match else 1, torch.bfloat16 if "bf16" in name else torch.float32
+        per_element = json.loads(audit.LIMITS.read_text())["sm_90"][name]["bytes_per_element"]
+        for block in BLOCKS:
+            for num_warps in WARPS:
+                with built_with(block, num_warps):
+                    work = Workload((numel,), device, ranks, dtype, preconditioned="preconditioned" in name)
+                    elements = work.layout.chunk_numel if match else work.layout.numel
+                    peers = {"kernel": work.call(case.kernel), "copy": copy_of(per_element * elements, device)}
+                    timed = time_by_turns(peers, device, rounds)
+                kernel, copy = timed["kernel"], timed["copy"]
+                yield {"kernel": name, "block": block, "num_warps": num_warps, "elements": elements} | {
+                    "ms": asdict(kernel),
+                    "copy_ms": asdict(copy),
+                    "share_of_copy": copy.median / kernel.median,
+                }
+                del work, peers
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description="Sweep block sizes and warps.")
+    parser.add_argument("--device", help="cuda: measure; cpu: a dry run of that; none: compile only")
+    parser.add_argument("--numel", type=int, default=340_000_000)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kernels", nargs="*", default=KERNELS, choices=KERNELS)
+    given = parser.parse_args(arguments)
+    if given.device is None:
+        variants = list(sweep(tuple(given.kernels)))
+        tried = [each for num_warps in (2, 4) for each in walks(num_warps)]
+        print(table(variants), walk_table(tried), sep="\n\n")
+        if PAGE.exists() and tuple(given.kernels) == KERNELS:
+            before, rest = PAGE.read_text().split(BEGIN)
+            shown = [v for v in variants if v.block == CHOSEN[0]]
+            text = "\n\n".join((table(shown), walk_table(tried)))
+            PAGE.write_text(before + BEGIN + "\n" + text + "\n\n" + END + rest.split(END)[1])
+        report: dict[str, Any] = {"triton": audit.triton.__version__, "variants": [asdict(v) for v in variants]}
+        report["walks"] = tried
+        name = "sm_90"
+    else:
+        device = torch.device(given.device)
+        rows = []
+        for each in measure(device, given.numel, given.rounds, tuple(given.kernels)):
+            print(f"{each['kernel']:36} {each['block']:5} {each['num_warps']} {each['share_of_copy']:6.3f} of a copy")
+            rows.append(each)
+        if device.type != "cuda":
+            print("a dry run on the twins: no result")
+            return
+        name = re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+        report = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "measured": rows}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

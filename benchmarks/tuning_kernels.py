@@ -1,0 +1,107 @@
+"""Ways to walk over the ranks that were tried for ``server_reduce``; ``kernels.server_reduce`` has the last of them.
+
+Each adds up in rank order, and so has the same bits. W must be a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from fusedonebit.triton_kernels.access import bits_of, elements
+from fusedonebit.triton_kernels.kernels import add_four, load_four, load_four_scales, moved
+
+WALKS = ("one by one", "unrolled by 8", "four in a word", "next four first", "eight under way")
+
+
+@triton.jit
+def one_by_one(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total, UNROLL: tl.constexpr):
+    """A byte of one rank at a time: one load under way, one exchange through shared memory for each rank."""
+    most = 0.0
+    for _ in range(world_size // UNROLL):
+        for _ in tl.static_range(UNROLL):
+            scale = tl.load(scales) * per_worker
+            total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
+            most += scale
+            arrived += arrived_stride
+            scales += scales_stride
+    return total, most
+
+
+@triton.jit
+def four_in_a_word(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """Bytes of four ranks make one word: four loads under way, and one exchange for four ranks."""
+    most = 0.0
+    for _ in range(world_size // 4):
+        four = load_four(arrived, arrived_stride, 0, False)
+        of_four = load_four_scales(scales, scales_stride, per_worker)
+        total, most = add_four(total, most, four, of_four, False)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+    return total, most
+
+
+@triton.jit
+def next_four_first(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """As ``four_in_a_word``, but the next four are loaded before these are added up."""
+    most = 0.0
+    coming, _ = load_four(arrived, arrived_stride, 0, False)
+    for at in range(0, world_size, 4):
+        four = coming
+        # Behind the last four come the last four again: no mask, no branch.
+        arrived = tl.where(at + 4 < world_size, moved(arrived, arrived_stride, 4), arrived)
+        coming, _ = load_four(arrived, arrived_stride, 0, False)
+        of_four = load_four_scales(scales, scales_stride, per_worker)
+        total, most = add_four(total, most, (four, four), of_four, False)
+        scales = moved(scales, scales_stride, 4)
+    return total, most
+
+
+@triton.jit
+def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
+    """Bytes and scales of eight ranks are loaded before any is added: the kernel's."""
+    most = 0.0
+    for _ in range(world_size // 8):
+        first = load_four(arrived, arrived_stride, 0, False)
+        of_first = load_four_scales(scales, scales_stride, per_worker)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+        second = load_four(arrived, arrived_stride, 0, False)
+        of_second = load_four_scales(scales, scales_stride, per_worker)
+        arrived = moved(arrived, arrived_stride, 4)
+        scales = moved(scales, scales_stride, 4)
+        total, most = add_four(total, most, first, of_first, False)
+        total, most = add_four(total, most, second, of_second, False)
+    return total, most
+
+
+@triton.jit
+def walk(
+    arrived_bits,  # uint8 [W, stride]
+    arrived_stride,  # bytes between its rows
+    arrived_scales,  # float32 [W]
+    scales_stride,  # elements between them
+    compensated,  # float32 [n], the sum of s_w/W*sign_w is added
+    largest,  # float32 [blocks], written: the sum of the scales
+    world_size,  # W
+    per_worker,  # 1 / W
+    WALK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The walk alone, one of ``WALKS``. Grid: blocks."""
+    b = tl.program_id(0).to(tl.int64)
+    at = compensated + b * BLOCK + elements(BLOCK)
+    arrived = arrived_bits + b * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    total = tl.zeros([BLOCK // 8, 8], tl.float32)
+    given = (arrived, arrived_stride, arrived_scales, scales_stride, world_size, per_worker, total)
+    if WALK == 0:
+        total, most = one_by_one(*given, 1)
+    elif WALK == 1:
+        total, most = one_by_one(*given, 8)
+    elif WALK == 2:
+        total, most = four_in_a_word(*given)
+    elif WALK == 3:
+        total, most = next_four_first(*given)
+    else:
+        total, most = eight_under_way(*given)
+    tl.store(at, tl.load(at) + total)
+    tl.store(largest + b, most)

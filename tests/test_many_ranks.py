@@ -1,0 +1,57 @@
+"""Kernels whose work grows with the number of ranks, in Triton's interpreter against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import assert_equal_backends, problem
+from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
+
+from fusedonebit import triton_kernels
+
+
+@pytest.mark.parametrize("ternary", [False, True])
+@pytest.mark.parametrize("world_size", [7, 8, 9, 16, 21])
+def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_size, ternary):
+    def make() -> tuple:
+        p = problem((300, 0, 5, 700), world_size, 128, ternary=ternary, masks={0: torch.arange(300) % 3 > 0})
+        return p.server_arguments("block", world_size - 1)
+
+    assert_equal_backends("server_reduce", make)
+
+
+@pytest.mark.parametrize("norm", ["l1", "contractive"])
+@pytest.mark.parametrize("world_size", [1, 3, 40])
+def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_size, norm):
+    sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (SHORT_LANES - 30))
+
+    def make() -> tuple:
+        p = problem(sizes, world_size, 128)
+        p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+        p.partials[2] = 0.0
+        return p.finish_arguments("layer", norm)
+
+    _, segment, start, *_ = make()
+    assert len(start) > SHORT_LANES
+    assert len(segment) <= SHORT_SEGMENT * (len(start) - 1)  # on average
+    assert start.diff().max() > SHORT_SEGMENT
+    assert_equal_backends("finish", make)
+
+
+@pytest.mark.parametrize("where", [0, 50, -1])
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+def test_finish_flags_every_message_of_hundreds_wherever_an_element_was_dropped(scope, where):
+    sizes = (5, 7 * 128, 50 * 128, 3)
+
+    def make() -> tuple:
+        p = problem(sizes, 300, 128)
+        p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        p.partials[2] = 0.0
+        p.partials[2, where] = 1.0
+        return p.finish_arguments(scope, "l2")
+
+    *_, flags = arguments = make()
+    triton_kernels.finish(*arguments)
+    assert len(flags) == 300
+    assert flags.eq(1).all()
+    assert_equal_backends("finish", make)
