@@ -29,13 +29,14 @@ TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"p
 """Where a kernel's argument has another type than its namesakes."""
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
-COMPRESS = ADAM | {"PRECONDITION": False, "TERNARY": False}
+COMPRESS = ADAM | {"VARIANCE": 0, "PRECONDITION": False, "TERNARY": False}
 FINISH = {"NORM": 2, "TERNARY": False, "LANES": 2048, "SHORT": 0}
 SHORT = {"LANES": 128, "SHORT": 32}
 REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
 NEAREST = {"ROUNDING": False}
-APPLY = ADAM | NEAREST | {"PRECONDITIONED": False, "TERNARY": False}
-RATIO = ADAM | {"PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
+APPLY = ADAM | NEAREST | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False}
+RATIO = ADAM | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
+FROZEN_BF16 = {"VARIANCE": 1}
 LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 LOCAL = FP32 | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "MOMENTUM": True, "ADAM": False, "DECAYS": False, "MOVES": False}
 BF16 = {"DTYPE": 1, "GRAD_DTYPE": 1}
@@ -75,6 +76,8 @@ class Case:
         """As Triton's signatures have it."""
         if argument in self.constants:
             return "constexpr"
+        if argument == "exp_avg_sq" and self.constants.get("VARIANCE") == FROZEN_BF16["VARIANCE"]:
+            return "*bf16"
         return TYPES_OF.get(self.kernel, {}).get(argument) or TYPES.get(argument, "i32")
 
 
@@ -85,6 +88,9 @@ CASES = {
     "momentum_compress": Case("momentum_compress", COMPRESS),
     "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
     "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
+    "momentum_compress, preconditioned, bf16 variance": Case(
+        "momentum_compress", COMPRESS | FROZEN_BF16 | {"PRECONDITION": True}
+    ),
     "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
     "server_reduce, W=2": Case("server_reduce", REDUCE, loops=(0, 2)),
     "server_reduce, W=8": Case("server_reduce", REDUCE, loops=(1, 0)),
@@ -93,6 +99,7 @@ CASES = {
     "apply_momentum": Case("apply_momentum", APPLY),
     "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
     "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
+    "apply_momentum, bf16 variance": Case("apply_momentum", APPLY | FROZEN_BF16),
     "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
     "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
     "finish": Case("finish", FINISH | {"NORM": 1, "LANES": 8192}, loops=(1, 0, 1, 1, 0), num_warps=32),
@@ -102,6 +109,7 @@ CASES = {
     "lamb_ratio": Case("lamb_ratio", RATIO),
     "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
     "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
+    "lamb_ratio, preconditioned, bf16 variance": Case("lamb_ratio", RATIO | FROZEN_BF16 | {"PRECONDITIONED": True}),
     "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
     "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
     "local_update": Case("local_update", LOCAL),
@@ -157,11 +165,17 @@ VARIANTS = {
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
+HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *PRECONDITIONED_STEP[1:])
 PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
 STEPS = {
     "1-bit Adam, preconditioned": (PRECONDITIONED_STEP, 24.9),
     "1-bit LAMB, preconditioned": ((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
     "1-bit LAMB, frozen, preconditioned": (PRECONDITIONED_STEP, 24.9),
+    "1-bit Adam, preconditioned, bf16 variance": (HALF_STEP, 22.9),
+    "1-bit LAMB, preconditioned, bf16 variance": (
+        (*HALF_STEP, "lamb_ratio, preconditioned, bf16 variance", "lamb_rescale"),
+        33.1,
+    ),
     "1-bit Adam, plain": (PLAIN_STEP, 24.9),
     "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
     "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
