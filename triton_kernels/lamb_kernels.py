@@ -78,17 +78,16 @@ def lamb_update(
     """m, v, and sums of x^2 and u^2. Grid: B. Bytes per element: x, 4 for g, 8 for m, 8 for v."""
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
-    if tl.load(skip) == 0:
+    if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
-        if row != 1:
-            x = _load_live(base, kinds, start, i, live, row, DTYPE, ALIGNED, BLOCK)
-            u = tl.div_rn(m * tl.load(k + UNBIAS1), denom(v, k, EPS_INSIDE)) + x * tl.load(k + WEIGHT_DECAY)
-            if row != 0:
-                u = tl.where(live_elements(live, row, BLOCK), u, 0.0)
-            store_norm(norms, b, x)
-            store_norm(norms + norms_stride, b, u)
+        x = _load_live(base, kinds, start, i, live, row, DTYPE, ALIGNED, BLOCK)
+        u = tl.div_rn(m * tl.load(k + UNBIAS1), denom(v, k, EPS_INSIDE)) + x * tl.load(k + WEIGHT_DECAY)
+        if row != 0:
+            u = tl.where(live_elements(live, row, BLOCK), u, 0.0)
+        store_norm(norms, b, x)
+        store_norm(norms + norms_stride, b, u)
 
 
 @triton.jit

@@ -143,10 +143,9 @@ def adam_update(
     """AdamW on averaged gradients. Grid: B. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
-    if tl.load(skip) == 0:
+    if (tl.load(skip) == 0) & (row != 1):
         i = elements(BLOCK)
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         m, v = moments(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, live, row, SUMS, BLOCK)
-        if row != 1:
-            update = tl.div_rn(m, denom(v, k, False))
-            move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)
+        update = tl.div_rn(m, denom(v, k, False))
+        move(base, kinds, start, b, i, update, k, live, row, rounding, DTYPE, ALIGNED, ROUNDING, BLOCK)

@@ -66,13 +66,11 @@ void adam_update(int64_t begin, int64_t end, const int64_t *pointers, int64_t te
 {
     float update[MOST], d[MOST];
     for (int64_t b = begin; b < end; b++) {
-        if (*skip)
+        if (*skip || live_row[b] == EMPTY)
             continue;
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         float *m = exp_avg + b * BLOCK, *v = exp_avg_sq + b * BLOCK;
         moments(m, v, grad + b * BLOCK, at.k, SUMS ? exp_avg_sq_sums + b : NULL, live, live_row[b], BLOCK);
-        if (live_row[b] == EMPTY)
-            continue;
         denom(d, v, at.k, 0, BLOCK);
         for (int64_t i = 0; i < BLOCK; i++)
             update[i] = m[i] / d[i];
@@ -88,14 +86,12 @@ void lamb_update(int64_t begin, int64_t end, const int64_t *pointers, int64_t te
 {
     float x[MOST], u[MOST], d[MOST];
     for (int64_t b = begin; b < end; b++) {
-        if (*skip)
+        if (*skip || live_row[b] == EMPTY)
             continue;
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         const float *k = at.k;
         float *m = exp_avg + b * BLOCK, *v = exp_avg_sq + b * BLOCK;
         moments(m, v, grad + b * BLOCK, k, SUMS ? exp_avg_sq_sums + b : NULL, live, live_row[b], BLOCK);
-        if (live_row[b] == EMPTY)
-            continue;
         load_user(x, at, live, live_row[b], BLOCK);
         denom(d, v, k, EPS_INSIDE, BLOCK);
         for (int64_t i = 0; i < BLOCK; i++)
