@@ -97,9 +97,7 @@ def _by_library(plan: Plan, rates: Sequence[dict[str, Any]]) -> list[dict[str, A
     return [_row(plan, megabits, BY_LIBRARY, plan.rounds[1], mpi=True) for megabits in [*chosen, None]]
 
 
-def _row(
-    plan: Plan, megabits: float | None, methods: Sequence[str], rounds: int, mpi: bool = False
-) -> dict[str, Any]:
+def _row(plan: Plan, megabits: float | None, methods: Sequence[str], rounds: int, mpi: bool = False) -> dict[str, Any]:
     """All methods at one rate."""
     where = "loopback" if megabits is None else f"{megabits:g} Mbit/s"
     _tell(f"{where}: {len(methods)} methods{', started by mpirun' if mpi else ''}, {rounds} rounds ...")
