@@ -97,8 +97,9 @@ def test_what_is_missing_is_named(monkeypatch):
 @pytest.mark.skipif(not network.can_limit(), reason="needs root, ip and tc")
 def test_the_quick_lab_runs_and_leaves_no_namespace():
     command = [sys.executable, "-m", "benchmarks.netlab", "--quick"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "| 1-bit Adam |" in ended.stdout
+    lab = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    told, error = lab.communicate()
+    assert lab.returncode == 0, error
+    assert "| 1-bit Adam |" in told
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"{network.TAG}" not in spaces
+    assert f"{network.TAG}{lab.pid}-" not in spaces

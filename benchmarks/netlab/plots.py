@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from . import model
-from .tables import LIBRARIES, rate
+from .tables import LIBRARIES, mbit, rate
 
 COLOURS = {
     "adamw": "#4c566a",
@@ -69,9 +69,10 @@ def _draw_split(axis: Axes, record: Record, row: Record) -> None:
         lefts = [0.0, *accumulate(parts)]
         for part, left, width in zip(PART_COLOURS, lefts, parts, strict=False):
             axis.barh(y, width, 0.7, left, color=PART_COLOURS[part], label=part if y == 0 else "")
-        whole = 1e3 * row["methods"][name]["whole"]
-        gain = "" if name == "adamw" else f"  {model.speedup(row, name):.1f}x"
-        axis.annotate(f"{whole:,.0f}{gain}", (lefts[-1], y), (4, -4), textcoords="offset points", fontsize=9)
+        told = f"{1e3 * row['methods'][name]['whole']:,.0f}"
+        if name != "adamw":
+            told = f"{' + '.join(f'{part:.0f}' for part in parts)} = {told}:  {model.speedup(row, name):.1f}x"
+        axis.annotate(told, (lefts[-1], y), (4, -4), textcoords="offset points", fontsize=9)
     axis.set_yticks(range(len(names)), [SHORT[name] for name in names])
     axis.set_xlim(0, 1.12e3 * row["methods"]["adamw"]["whole"])
     axis.set_xlabel("ms a step")
@@ -85,7 +86,7 @@ def _rates(axis: Axes, record: Record) -> list[float]:
     places = [row["megabits"] for row in record["rates"]]
     places.append(places[-1] * 3.2)
     axis.set_xscale("log")
-    axis.set_xticks(places, [f"{place:,.3g}" for place in places[:-1]] + ["loop-\nback"], fontsize=9)
+    axis.set_xticks(places, [mbit(place) for place in places[:-1]] + ["loop-\nback"], fontsize=9)
     axis.minorticks_off()
     axis.axvline((places[-2] * places[-1]) ** 0.5, color="grey", linewidth=0.8, linestyle=":")
     axis.set_xlabel("Mbit/s of each host's link")
@@ -131,14 +132,12 @@ def _draw_speedup(axis: Axes, record: Record) -> None:
 
 def _draw_run(axis: Axes, record: Record) -> None:
     run = record["run"]
-    for name in ("adamw", "onebit-adam"):
+    for name, place, side in (("adamw", (0, 9), "right"), ("onebit-adam", (9, -3), "left")):
         told = run["methods"][name]
         axis.plot(told["ended"], told["losses"], "-", color=COLOURS[name], label=SHORT[name])
         end = (told["ended"][-1], told["losses"][-1])
         axis.plot(*end, "o", color=COLOURS[name])
-        axis.annotate(
-            f"{told['seconds']:.0f} s", end, (0, 9), textcoords="offset points", color=COLOURS[name], ha="center"
-        )
+        axis.annotate(f"{told['seconds']:.0f} s", end, place, textcoords="offset points", color=COLOURS[name], ha=side)
     told = run["methods"]["onebit-adam"]
     freeze = run["freeze_step"] - 1
     axis.plot(told["ended"][freeze], told["losses"][freeze], "s", color=COLOURS["onebit-adam"], label="freeze")
@@ -160,7 +159,7 @@ def _draw_errors(axis: Axes, record: Record) -> None:
         axis.axhline(limit, color="black", linewidth=0.9, linestyle="--")
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_ylim(-24, 24)
-    axis.set_xticks(range(len(rates)), [f"{row['megabits']:,.3g}" for row in rates])
+    axis.set_xticks(range(len(rates)), [mbit(row["megabits"]) for row in rates])
     axis.set_xlabel("Mbit/s of each host's link")
     axis.set_ylabel("predicted over measured step, %")
     axis.grid(alpha=0.25, axis="y")
@@ -183,7 +182,7 @@ def _draw_libraries(axis: Axes, record: Record) -> None:
             )
     axis.set_xticks(range(len(rows)), [rate(row["megabits"]) for row in rows])
     axis.set_ylabel("ms a step, 1-bit LAMB")
-    axis.margins(y=0.22)
+    axis.set_ylim(0, 1.4 * max(1e3 * t["whole"] for row in rows for t in row["methods"].values()))
     axis.grid(alpha=0.25, axis="y")
     axis.legend(frameon=False, fontsize=9, loc="upper right")
     _title(axis, "Two libraries (numbers: ms of messages)")

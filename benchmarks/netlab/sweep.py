@@ -34,18 +34,20 @@ class Plan:
         task: What is trained.
         shares: Of AdamW's step; each gives a rate.
         rounds: Least and most rounds at a rate, and as many between as last ``seconds``.
+        library_rounds: Of the comparison of gloo and MPI.
         steps, freeze_step: Of the whole runs.
     """
 
     task: Task = FULL
     shares: Sequence[float] = model.SHARES
-    rounds: tuple[int, int] = (7, 25)
-    seconds: float = 45.0
+    rounds: tuple[int, int] = (7, 15)
+    seconds: float = 30.0
+    library_rounds: int = 9
     steps: int = 40
     freeze_step: int = 6
 
 
-QUICKLY = Plan(QUICK, (model.PAPERS_SHARE, 0.5), (3, 3), 1.0, 10, 2)
+QUICKLY = Plan(QUICK, (model.PAPERS_SHARE, 0.5), (3, 3), 1.0, 3, 10, 2)
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _by_library(plan: Plan, rates: Sequence[dict[str, Any]]) -> list[dict[str, A
         _tell(f"MPI is left out: there is no {missing}")
         return []
     chosen = [row["megabits"] for row in rates if row["share"] in MPI_SHARES]
-    return [_row(plan, megabits, BY_LIBRARY, plan.rounds[1], mpi=True) for megabits in [*chosen, None]]
+    return [_row(plan, megabits, BY_LIBRARY, plan.library_rounds, mpi=True) for megabits in [*chosen, None]]
 
 
 def _row(plan: Plan, megabits: float | None, methods: Sequence[str], rounds: int, mpi: bool = False) -> dict[str, Any]:

@@ -21,8 +21,12 @@ LIBRARIES = {"onebit-lamb": "gloo", "onebit-lamb-mpi": "Open MPI"}
 Record = Mapping[str, Any]
 
 
+def mbit(megabits: float) -> str:
+    return f"{megabits:,.0f}" if megabits >= 100 else f"{megabits:g}"
+
+
 def rate(megabits: float | None) -> str:
-    return "loopback" if megabits is None else f"{megabits:g} Mbit/s"
+    return "loopback" if megabits is None else f"{mbit(megabits)} Mbit/s"
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
