@@ -87,10 +87,10 @@ def steps(task: Task, methods: Sequence[str], rounds: int) -> dict[str, Any]:
     }
 
 
-def run(task: Task, count: int, freeze_step: int, lr_warmup: int) -> dict[str, Any]:
+def run(task: Task, count: int, freeze_step: int) -> dict[str, Any]:
     """Whole runs one after the other, the same batches: AdamW behind DDP, and 1-bit Adam with its warm-up."""
     rank, corpus = dist.get_rank(), task.corpus()
-    frozen_at = partial(onebit_adam, freeze_step=freeze_step, lr_warmup_steps=lr_warmup)
+    frozen_at = partial(onebit_adam, freeze_step=freeze_step)
     told = {}
     for name, make in {"onebit-adam": lambda m: OneBit(m, frozen_at), "adamw": Parallel}.items():
         replica = make(task.model())
@@ -135,7 +135,7 @@ def main() -> None:
     elif given["what"] == "steps":
         told = steps(task, given["methods"], given["rounds"])
     else:
-        told = run(task, given["steps"], given["freeze_step"], given["lr_warmup"])
+        told = run(task, given["steps"], given["freeze_step"])
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()

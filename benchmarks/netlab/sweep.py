@@ -66,7 +66,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         record["rates"].append(_row(plan, megabits, COMPARED, rounds) | {"share": share})
     slowest = record["rates"][0]["megabits"]
     _tell(f"{slowest:g} Mbit/s: two whole runs of {plan.steps} steps ...")
-    given = {"steps": plan.steps, "freeze_step": plan.freeze_step, "lr_warmup": plan.freeze_step}
+    given = {"steps": plan.steps, "freeze_step": plan.freeze_step}
     record["run"] = {"megabits": slowest, **given, "methods": _peers(plan, slowest, what="run", **given)}
     record["mpi"] = _by_library(plan, record["rates"])
     record["facts"]["load_average_after"] = os.getloadavg()[0]
