@@ -90,7 +90,7 @@ def steps(task: Task, methods: Sequence[str], rounds: int) -> dict[str, Any]:
 def run(task: Task, count: int, freeze_step: int) -> dict[str, Any]:
     """Whole runs one after the other, the same batches: AdamW behind DDP, and 1-bit Adam with its warm-up."""
     rank, corpus = dist.get_rank(), task.corpus()
-    frozen_at = partial(onebit_adam, freeze_step=freeze_step)
+    frozen_at = partial(onebit_adam, freeze_step=freeze_step, guard="rewarm")  # the optimizer's own default
     told = {}
     for name, make in {"onebit-adam": lambda m: OneBit(m, frozen_at), "adamw": Parallel}.items():
         replica = make(task.model())
