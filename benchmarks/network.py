@@ -79,8 +79,9 @@ def _remove(tag: str) -> None:
 def _host(bridge: str, i: int, megabits: float, even: bool) -> Host:
     space, outer = f"{bridge}-{i}", f"v{os.getpid()}-{i}"
     # What may pass at once after a pause: 20 ms of it, or a slow network would not be slow for small messages.
-    # At least two packets, or nothing would pass at all.
-    burst = f"{max(3200.0, 62.5 * megabits):.0f}b" if even else f"{min(256.0, 2.56 * megabits):g}kb"
+    # At least two packets of it, or nothing would pass at all.
+    half_a_millisecond = max(3200.0, 62.5 * megabits)
+    burst = f"{half_a_millisecond:.0f}b" if even else f"{min(256.0, 2.56 * megabits):g}kb"
     limit = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", "400ms")
     inside = ("ip", "netns", "exec", space)
     _run("ip", "netns", "add", space)
@@ -93,6 +94,10 @@ def _host(bridge: str, i: int, megabits: float, even: bool) -> Host:
     _run("tc", "qdisc", "add", "dev", outer, *limit)
     if even:
         _run(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
+        # TCP leaves large packets to network cards to cut up. A token bucket cuts up what is larger than its
+        # burst, on the way and slowly: from 200 Mbit/s on links would not reach their rate.
+        largest = min(65536, int(0.8 * half_a_millisecond))
+        _run(*inside, "ip", "link", "set", "eth0", "gso_max_size", str(largest))
     return Host(inside, f"{SUBNET}.{i + 1}", "eth0")
 
 
