@@ -70,10 +70,14 @@ def _remove_what_was_left() -> None:
 
 
 def _remove(tag: str) -> None:
+    commands = [["ip", "link", "del", tag]]
     for line in _output("ip", "netns", "list").splitlines():
         if line.startswith(f"{tag}-"):
-            subprocess.run(["ip", "netns", "del", line.split()[0]], stderr=subprocess.DEVNULL, check=False)
-    subprocess.run(["ip", "link", "del", tag], stderr=subprocess.DEVNULL, check=False)
+            space = line.split()[0]
+            # A namespace takes its links with it, but later than the next host may want their names.
+            commands += [["ip", "link", "del", f"v{space.removeprefix(TAG)}"], ["ip", "netns", "del", space]]
+    for command in commands:
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
 def _host(bridge: str, i: int, megabits: float, even: bool) -> Host:
