@@ -1,7 +1,8 @@
 """What the lab predicts: a step on the loopback, with the planner's messages instead of the loopback's.
 
 Nothing here is fitted to what is predicted. The bandwidth follows from the link's rate by what TCP and Ethernet
-add; latencies are gloo's for next to no bytes, on the loopback.
+add; latencies are gloo's for next to no bytes, on the loopback; how long its all-to-all takes was measured alone,
+at another rate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusedonebit.plan import Network
-from fusedonebit.plan.costs import FP32, METHODS, all_reduce
+from fusedonebit.plan.costs import FP32, METHODS, all_reduce, all_to_all
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""
@@ -33,6 +34,8 @@ PAPERS_SHARE = 0.94
 SHARES = (PAPERS_SHARE, 0.88, 0.75, 0.5, 0.25)
 """The links' rates are those at which an fp32 all-reduce would take these."""
 LARGEST_ERROR = 0.15
+CALIBRATION = 100.0
+"""Mbit/s, none of the rates that are predicted: there gloo's all-to-all is timed alone."""
 
 
 def network(megabits: float, latencies: Mapping[str, float], hosts: int) -> Network:
@@ -48,9 +51,17 @@ def network(megabits: float, latencies: Mapping[str, float], hosts: int) -> Netw
     )
 
 
-def messages(method: str, parameters: int, hosts: int, net: Network) -> float:
-    """The planner's seconds."""
-    return METHODS[FAMILY[method]].seconds(parameters, hosts, net)
+def messages(method: str, parameters: int, hosts: int, net: Network, congestion: float = 1.0) -> float:
+    """The planner's seconds, its all-to-all ``congestion`` times as long."""
+    seconds = METHODS[FAMILY[method]].seconds(parameters, hosts, net)
+    if FAMILY[method] == "flat":
+        seconds += (congestion - 1) * all_to_all(parameters / 8, hosts, net)
+    return seconds
+
+
+def congestion(seconds: float, nbytes: float, latencies: Mapping[str, float], hosts: int) -> float:
+    """How many times the planner's time gloo's all-to-all takes, whose connections compete for a link; at least 1."""
+    return max(1.0, seconds / all_to_all(nbytes, hosts, network(CALIBRATION, latencies, hosts)))
 
 
 def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[str, float], hosts: int) -> float:
@@ -68,7 +79,7 @@ def predict(record: Mapping[str, Any], method: str, megabits: float) -> float:
     """Seconds of a step at a rate: what it computes and compresses on the loopback, and the planner's messages."""
     seconds = record["loopback"]["methods"][method]
     net = network(megabits, record["latencies"], record["hosts"])
-    sent = messages(method, record["parameters"], record["hosts"], net)
+    sent = messages(method, record["parameters"], record["hosts"], net, record["congestion"])
     return seconds["compute"] + seconds["compress"] + sent
 
 

@@ -45,6 +45,13 @@ def latencies() -> dict[str, float]:
     return {name: _median_of(call) for name, call in calls.items()}
 
 
+def all_to_all(nbytes: int) -> dict[str, float]:
+    """Seconds of an all-to-all in which every host sends ``nbytes``, its own share included."""
+    rows = torch.zeros(dist.get_world_size(), nbytes // dist.get_world_size(), dtype=torch.uint8)
+    everything = torch.zeros_like(rows)
+    return {"seconds": _median_of(lambda: dist.all_to_all_single(everything, rows))}
+
+
 def _median_of(call: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(REPEATS):
@@ -132,6 +139,8 @@ def main() -> None:
     task = Task(**given["task"])
     if given["what"] == "latencies":
         told = latencies()
+    elif given["what"] == "all_to_all":
+        told = all_to_all(given["nbytes"])
     elif given["what"] == "steps":
         told = steps(task, given["methods"], given["rounds"])
     else:

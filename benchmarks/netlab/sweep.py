@@ -55,6 +55,9 @@ def measure(plan: Plan) -> dict[str, Any]:
     record: dict[str, Any] = {"facts": facts(), "hosts": HOSTS, "task": plan.task.as_dict()}
     record["parameters"] = plan.task.parameters
     record["latencies"] = _peers(plan, None, what="latencies")
+    nbytes = record["parameters"] // 8
+    seconds = _peers(plan, model.CALIBRATION, what="all_to_all", nbytes=nbytes)["seconds"]
+    record["congestion"] = model.congestion(seconds, nbytes, record["latencies"], HOSTS)
     record["loopback"] = _row(plan, None, COMPARED, plan.rounds[1])
     compute = record["loopback"]["methods"]["alone"]["whole"]
     record["rates"] = []
