@@ -150,8 +150,8 @@ def conditions(record: Record) -> str:
     return (
         f"{record['parameters'] / 1e6:.2f}M parameters, {record['hosts']} hosts, {task['batch']} samples of "
         f"{task['seq_len']} bytes each; torch {facts['torch']}, {facts['cores']} cores for all hosts, load average "
-        f"{facts['load_average_before']:.1f} before; {facts['date']}. gloo's all-to-all, alone at {model.CALIBRATION:g} "
-        f"Mbit/s, took {record['congestion']:.2f} times what its bytes would.\n"
+        f"{facts['load_average_before']:.1f} before; {facts['date']}. gloo's all-to-all, alone at "
+        f"{model.CALIBRATION:g} Mbit/s, took {record['congestion']:.2f} times what its bytes would.\n"
     )
 
 
