@@ -57,7 +57,7 @@ class Bfloat16(Hook):
 class PowerSGD(Hook):
     """torch's own hook; its compression and its messages alternate in futures, and are not told apart here."""
 
-    # One bucket: gloo's threads would send several buckets' messages in another order on each rank, and fail.
+    # One bucket: several fail over gloo with messages of unequal length, which its threads seem to start in any order.
     buckets = {"bucket_cap_mb": 1000}  # noqa: RUF012
 
     def __init__(self) -> None:
