@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab test test-full test-ecosystem lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-full test-ecosystem lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
+	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
 	@echo "make test       run the test suite (minutes)"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
@@ -34,6 +35,9 @@ demo: $(READY)
 
 lab: $(READY)
 	$(BIN)/fusedonebit lab
+
+netlab: $(READY)
+	$(BIN)/python -m benchmarks.netlab
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 SUBNET = "10.77.0"
+TAG = "fob"
+"""Of the names of what is made here; the id of the process that made it follows."""
 
 
 @dataclass(frozen=True)
@@ -24,32 +27,65 @@ class Host:
     interface: str
 
 
+def lacking() -> list[str]:
+    """The rights and programs that this process needs to make namespaces, and does not have."""
+    return ["root's rights"] * (os.geteuid() != 0) + [
+        f"iproute2's {name}" for name in ("ip", "tc") if not shutil.which(name)
+    ]
+
+
 def can_limit() -> bool:
     """Whether this process may make namespaces, and has the programs to."""
-    return os.geteuid() == 0 and bool(shutil.which("ip")) and bool(shutil.which("tc"))
+    return not lacking()
 
 
 @contextmanager
-def hosts(count: int, megabits: float | None) -> Iterator[list[Host]]:
-    """``count`` hosts whose network cards send and receive ``megabits`` per second; None: this machine's loopback."""
+def hosts(count: int, megabits: float | None, even: bool = False) -> Iterator[list[Host]]:
+    """``count`` hosts whose network cards send and receive ``megabits`` per second; None: this machine's loopback.
+
+    Args:
+        count: Of hosts.
+        megabits: Per second, Ethernet's headers included.
+        even: The rate holds for small messages as well: half a millisecond of it may pass at once after a pause,
+            not twenty. And TCP's congestion control is Linux's own (cubic), whatever this machine prefers.
+    """
     if megabits is None:
         yield [Host((), "127.0.0.1", "lo")] * count
         return
-    tag = f"fob{os.getpid()}"
+    _remove_what_was_left()
+    tag = f"{TAG}{os.getpid()}"
     try:
         _run("ip", "link", "add", tag, "type", "bridge")
         _run("ip", "link", "set", tag, "up")
-        yield [_host(tag, i, megabits) for i in range(count)]
+        yield [_host(tag, i, megabits, even) for i in range(count)]
     finally:
-        for i in range(count):
-            subprocess.run(["ip", "netns", "del", f"{tag}-{i}"], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["ip", "link", "del", tag], stderr=subprocess.DEVNULL, check=False)
+        _remove(tag)
 
 
-def _host(bridge: str, i: int, megabits: float) -> Host:
+def _remove_what_was_left() -> None:
+    """By processes that were killed before they could."""
+    for tag in _output("ip", "-brief", "link", "show", "type", "bridge").split():
+        if (found := re.fullmatch(rf"{TAG}(\d+)", tag)) and not os.path.exists(f"/proc/{found[1]}"):
+            _remove(tag)
+
+
+def _remove(tag: str) -> None:
+    commands = [["ip", "link", "del", tag]]
+    for line in _output("ip", "netns", "list").splitlines():
+        if line.startswith(f"{tag}-"):
+            space = line.split()[0]
+            # A namespace takes its links with it, but later than the next host may want their names.
+            commands += [["ip", "link", "del", f"v{space.removeprefix(TAG)}"], ["ip", "netns", "del", space]]
+    for command in commands:
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+
+
+def _host(bridge: str, i: int, megabits: float, even: bool) -> Host:
     space, outer = f"{bridge}-{i}", f"v{os.getpid()}-{i}"
     # What may pass at once after a pause: 20 ms of it, or a slow network would not be slow for small messages.
-    burst = f"{min(256.0, 2.56 * megabits):g}kb"
+    # At least two packets of it, or nothing would pass at all.
+    half_a_millisecond = max(3200.0, 62.5 * megabits)
+    burst = f"{half_a_millisecond:.0f}b" if even else f"{min(256.0, 2.56 * megabits):g}kb"
     limit = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", burst, "latency", "400ms")
     inside = ("ip", "netns", "exec", space)
     _run("ip", "netns", "add", space)
@@ -60,11 +96,21 @@ def _host(bridge: str, i: int, megabits: float) -> Host:
     _run(*inside, "ip", "link", "set", "lo", "up")
     _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *limit)
     _run("tc", "qdisc", "add", "dev", outer, *limit)
+    if even:
+        _run(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
+        # TCP leaves large packets to network cards to cut up. A token bucket cuts up what is larger than its
+        # burst, on the way and slowly: from 200 Mbit/s on links would not reach their rate.
+        largest = min(65536, int(0.8 * half_a_millisecond))
+        _run(*inside, "ip", "link", "set", "eth0", "gso_max_size", str(largest))
     return Host(inside, f"{SUBNET}.{i + 1}", "eth0")
 
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout
 
 
 def run_module(
@@ -74,40 +120,73 @@ def run_module(
     arguments: Sequence[str] = (),
     port: int = 29577,
     timeout: float = 900.0,
+    even: bool = False,
+    mpi: bool = False,
 ) -> str:
     """Runs ``python -m module`` on each host, as torchrun would; returns what rank 0 prints.
+
+    With ``mpi`` it is Open MPI's ``mpirun`` that starts the hosts' processes, and the output is that of all ranks.
 
     Raises:
         RuntimeError: if any process fails, with what it wrote; the others are ended.
         TimeoutError: if they take longer than ``timeout`` seconds.
     """
-    with hosts(count, megabits) as places, ExitStack() as stack:
+    with hosts(count, megabits, even) as places, ExitStack() as stack:
         shared = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        shared["GLOO_SOCKET_IFNAME"] = places[0].interface
+        python = [sys.executable, "-m", module, *arguments]
+        if mpi:
+            command, more = _mpirun(places, python)
+            starts = [(command, more | shared)]
+        else:
+            starts = [([*host.prefix, *python], {"RANK": str(rank)} | shared) for rank, host in enumerate(places)]
         # Files, not pipes: a rank that writes much must not wait for one that is read first.
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * count)]
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * len(starts))]
         processes = [
-            subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", module, *arguments],
-                env={**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": host.interface},
-                stdout=outputs[rank],
-                stderr=outputs[count + rank],
-            )
-            for rank, host in enumerate(places)
+            subprocess.Popen(command, env={**os.environ, **more}, stdout=outputs[2 * i], stderr=outputs[2 * i + 1])
+            for i, (command, more) in enumerate(starts)
         ]
         try:
             failed = _wait(processes, time.monotonic() + timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            _end(processes)
         texts = []
         for output in outputs:
             output.seek(0)
             texts.append(output.read())
     if failed:
-        told = "\n".join(f"rank {rank} of {module} failed:\n{texts[count + rank]}" for rank in failed)
+        who = "mpirun" if mpi else "rank"
+        told = "\n".join(f"{who} {i} of {module} failed:\n{texts[2 * i + 1]}" for i in failed)
         raise RuntimeError(told)
     return texts[0]
+
+
+def _mpirun(places: Sequence[Host], python: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command that starts one process on each host, and its environment."""
+    command, more = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "pml", "ob1"], {}
+    # Neither shared memory nor another interface: what ranks send crosses the limited links.
+    command += ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", places[0].interface]
+    if places[0].prefix:
+        # Ranks find mpirun, which is on no host, at the bridge.
+        bridge = f"{TAG}{os.getpid()}"
+        _run("ip", "addr", "add", f"{SUBNET}.254/24", "dev", bridge)
+        more = {"PMIX_MCA_ptl_base_if_include": bridge, "PMIX_MCA_ptl_base_remote_connections": "1"}
+    for host in places:
+        command += ["-n", "1", *host.prefix, *python, ":"]
+    return command[:-1], more
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """mpirun ends its ranks if it is asked to, and not if it is killed; who is asked in vain is killed."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + 5.0
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait(processes: Sequence[subprocess.Popen], until: float) -> list[int]:

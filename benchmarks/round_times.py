@@ -11,43 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedonebit.comm.transport import Pending, TorchTransport
-from torch import Tensor, nn
+from fusedonebit.comm import make_transport
+from torch import nn
 
 from fusedonebit import MarsitSGD
 from fusedonebit.baselines import AGGREGATIONS, BaselineSGD
 
+from .timed import Timed
+
 WIDTH, BATCH, ROUNDS, WARM_UP = 640, 16, 7, 2
-
-
-class TimedTransport(TorchTransport):
-    """Adds up the seconds that its rank spends sending and waiting."""
-
-    seconds = 0.0
-
-    def _timed(self, call: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = call()
-        self.seconds += time.perf_counter() - began
-        return result
-
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        self._timed(lambda: super(TimedTransport, self).all_gather(gathered, sent))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._timed(lambda: super(TimedTransport, self).all_reduce(tensor))
-
-    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        pending = self._timed(lambda: super(TimedTransport, self).exchange(received, source, sent, destination))
-        return _TimedPending(self, pending)
-
-
-class _TimedPending:
-    def __init__(self, transport: TimedTransport, pending: Pending) -> None:
-        self._transport, self._pending = transport, pending
-
-    def wait(self) -> None:
-        self._transport._timed(self._pending.wait)
 
 
 class Peer:
@@ -57,7 +29,7 @@ class Peer:
         torch.manual_seed(0)
         layers = (nn.Linear(256, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.model = nn.Sequential(*layers, nn.ReLU(), nn.Linear(WIDTH, 10))
-        self.transport = TimedTransport(None, torch.device("cpu"))
+        self.transport = Timed(make_transport(None, torch.device("cpu")))
         self.optimizer = make(self.model.parameters(), 0.01, process_group=self.transport)
         self.parts: list[tuple[float, float, float]] = []
         self.sent = 0
@@ -68,7 +40,8 @@ class Peer:
         began = time.perf_counter()
         nn.functional.cross_entropy(self.model(x), y).backward()
         computed = time.perf_counter() - began
-        self.transport.seconds, began = 0.0, time.perf_counter()
+        self.transport.spans.clear()
+        began = time.perf_counter()
         self.optimizer.step()
         step = time.perf_counter() - began
         self.optimizer.zero_grad()

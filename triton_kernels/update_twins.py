@@ -84,7 +84,7 @@ def adam_update(
         exp_avg_sq: v, float32 [P], read and written.
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
-        live, live_row: Elements that move.
+        live, live_row: Elements that move; moments of blocks without any may stay as they are.
         skip: int32 [1]; where set nothing changes.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
         rounding: See ``apply_momentum``.

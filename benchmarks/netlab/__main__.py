@@ -1,0 +1,58 @@
+"""``make netlab``: measures, records, and writes docs/network-lab.md's tables and picture (root, Linux)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .. import network
+from . import plots, tables
+from .sweep import QUICKLY, Plan, measure
+
+RESULTS = Path(__file__).parent.parent / "results" / "netlab" / "netlab.json"
+PAGE = Path(__file__).parents[2] / "docs" / "network-lab.md"
+PICTURE = PAGE.with_suffix(".png")
+BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+
+
+def recorded() -> dict[str, Any]:
+    """What was measured last."""
+    return json.loads(RESULTS.read_text())
+
+
+def write_page(record: dict[str, Any]) -> None:
+    """The tables between the page's marks, and the picture beside it."""
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + tables.all_of(record) + page[page.index(END) :])
+    plots.draw(record, PICTURE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.netlab", description="The network lab.")
+    parser.add_argument("--recorded", action="store_true", help="write the page again from what was measured last")
+    parser.add_argument("--quick", action="store_true", help="a small model, two rates, few rounds; records nothing")
+    parser.add_argument("--try", dest="trying", action="store_true", help="record nothing")
+    given = parser.parse_args()
+    if not given.recorded and (missing := network.lacking()):
+        sys.exit(f"make netlab lacks {' and '.join(missing)}; `python -m benchmarks.netlab --recorded` needs neither")
+    # Namespaces are removed also where somebody ends this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    record = recorded() if given.recorded else measure(QUICKLY if given.quick else Plan())
+    print(tables.all_of(record))
+    if given.trying or given.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            plots.draw(record, Path(folder) / "network-lab.png")
+        return
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    write_page(record)
+    print(f"wrote docs/{PAGE.name}, docs/{PICTURE.name} and {RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What the lab predicts: a step on the loopback, with the planner's messages instead of the loopback's.
+
+Nothing here is fitted to what is predicted. The bandwidth follows from the link's rate by what TCP and Ethernet
+add; latencies are gloo's for next to no bytes, on the loopback; how long its all-to-all takes was measured alone,
+at another rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fusedonebit.plan import Network
+from fusedonebit.plan.costs import FP32, METHODS, all_reduce, all_to_all
+
+SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
+"""Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""
+PAYLOAD = SEGMENT / (FRAME + ACKNOWLEDGEMENT / 2)
+"""Of a link's rate, where as much comes in as goes out: every second segment that comes in is acknowledged."""
+
+FAMILY = {
+    "adamw": "fp32",
+    "bf16": "bf16",
+    "onebit-adam": "flat",
+    "onebit-lamb": "flat",
+    "marsit-ring": "marsit-ring",
+    "marsit-owner": "marsit-owner",
+}
+"""What the planner calls a method's messages; it does not know PowerSGD."""
+
+PAPERS_SHARE = 0.94
+"""Of AdamW's step, that its messages take on the papers' Ethernet."""
+SHARES = (PAPERS_SHARE, 0.88, 0.75, 0.5, 0.25)
+"""The links' rates are those at which an fp32 all-reduce would take these."""
+LARGEST_ERROR = 0.15
+CALIBRATION = 100.0
+"""Mbit/s, none of the rates that are predicted: there gloo's all-to-all is timed alone."""
+
+
+def network(megabits: float, latencies: Mapping[str, float], hosts: int) -> Network:
+    """The planner's network for links of a rate, hosts of one rank each."""
+    hop, peer = latencies["all_gather"] / (hosts - 1), latencies["all_to_all"] / (hosts - 1)
+    return Network(
+        between=1e6 * megabits / 8 * PAYLOAD,
+        gpus_per_node=1,
+        between_latency=hop,
+        inside_latency=hop,
+        peer=peer,
+        base=max(0.0, latencies["all_reduce"] - 2 * (hosts - 1) * hop),
+    )
+
+
+def messages(method: str, parameters: int, hosts: int, net: Network, congestion: float = 1.0) -> float:
+    """The planner's seconds, its all-to-all ``congestion`` times as long."""
+    seconds = METHODS[FAMILY[method]].seconds(parameters, hosts, net)
+    if FAMILY[method] == "flat":
+        seconds += (congestion - 1) * all_to_all(parameters / 8, hosts, net)
+    return seconds
+
+
+def congestion(seconds: float, nbytes: float, latencies: Mapping[str, float], hosts: int) -> float:
+    """How many times the planner's time gloo's all-to-all takes, whose connections compete for a link; at least 1."""
+    return max(1.0, seconds / all_to_all(nbytes, hosts, network(CALIBRATION, latencies, hosts)))
+
+
+def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[str, float], hosts: int) -> float:
+    """Mbit/s, three digits, at which an fp32 all-reduce takes ``share`` of a step that computes for ``compute``."""
+    wanted = compute * share / (1 - share)
+    low, high = 1e-2, 1e7
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        slow = all_reduce(FP32 * parameters, hosts, network(middle, latencies, hosts)) > wanted
+        low, high = (middle, high) if slow else (low, middle)
+    return float(f"{low:.3g}")
+
+
+def predict(record: Mapping[str, Any], method: str, megabits: float) -> float:
+    """Seconds of a step at a rate: what it computes and compresses on the loopback, and the planner's messages."""
+    seconds = record["loopback"]["methods"][method]
+    net = network(megabits, record["latencies"], record["hosts"])
+    sent = messages(method, record["parameters"], record["hosts"], net, record["congestion"])
+    return seconds["compute"] + seconds["compress"] + sent
+
+
+def error(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> float:
+    """Of the prediction, as a share of what was measured."""
+    return predict(record, method, row["megabits"]) / row["methods"][method]["whole"] - 1
+
+
+def split(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Compute, compress and communicate of a measured step, in seconds.
+
+    PowerSGD's hook does both in turns: what it adds on the loopback is taken for compression.
+    """
+    seconds = row["methods"][method]
+    compute, compress = seconds["compute"], seconds["compress"]
+    if method == "powersgd":
+        fast = record["loopback"]["methods"][method]
+        compress = fast["whole"] - fast["compute"]
+    return compute, compress, seconds["whole"] - compute - compress
+
+
+def samples_per_second(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> float:
+    return record["hosts"] * record["task"]["batch"] / row["methods"][method]["whole"]
+
+
+def speedup(row: Mapping[str, Any], method: str, other: str = "adamw") -> float:
+    """How many times as fast a method's step is as another's."""
+    return row["methods"][other]["whole"] / row["methods"][method]["whole"]
+
+
+def fp32_share(row: Mapping[str, Any]) -> float:
+    """Of AdamW's step, that its messages take."""
+    seconds = row["methods"]["adamw"]
+    return seconds["communicate"] / seconds["whole"]
+
+
+def rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of all rates, the slowest first, and of the loopback."""
+    return [*record["rates"], record["loopback"]]
+
+
+def end_to_end(record: Mapping[str, Any]) -> float:
+    """How many times as fast the whole run of 1-bit Adam was."""
+    runs = record["run"]["methods"]
+    return runs["adamw"]["seconds"] / runs["onebit-adam"]["seconds"]

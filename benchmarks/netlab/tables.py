@@ -1,0 +1,164 @@
+"""The page's tables, from the record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import model
+from .hooks import POWER_SGD_RANK
+
+LABELS = {
+    "adamw": "AdamW, fp32 all-reduce (DDP)",
+    "bf16": "AdamW, bf16 hook (DDP)",
+    "powersgd": f"AdamW, PowerSGD hook, rank {POWER_SGD_RANK} (DDP)",
+    "onebit-adam": "1-bit Adam",
+    "onebit-lamb": "1-bit LAMB",
+    "marsit-ring": "Marsit (Adam), ring",
+    "marsit-owner": "Marsit (Adam), owner",
+}
+LIBRARIES = {"onebit-lamb": "gloo", "onebit-lamb-mpi": "Open MPI"}
+Record = Mapping[str, Any]
+
+
+def mbit(megabits: float) -> str:
+    return f"{megabits:,.0f}" if megabits >= 100 else f"{megabits:g}"
+
+
+def rate(megabits: float | None) -> str:
+    return "loopback" if megabits is None else f"{mbit(megabits)} Mbit/s"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    mark = f"|---|{'--:|' * (len(head) - 1)}"
+    head, *rows = [f"| {' | '.join(row)} |" for row in (head, *lines)]
+    return "\n".join([head, mark, *rows]) + "\n"
+
+
+def throughput(record: Record) -> str:
+    """Samples per second, and how many times AdamW's; where compressing loses, it says so."""
+    rows = model.rows(record)
+    lines = []
+    for name, label in LABELS.items():
+        cells = []
+        for row in rows:
+            gain = model.speedup(row, name)
+            told = f"{model.samples_per_second(record, name, row):.1f}"
+            if name != "adamw":
+                told += f" ({gain:.2f}x)" if gain >= 1 else f" (**{gain:.2f}x, slower**)"
+            cells.append(told)
+        lines.append([label, *cells])
+    share = ["share of messages in AdamW's step", *(f"{model.fp32_share(row):.0%}" for row in rows)]
+    return _table(["samples/s in the compression stage", *(rate(row["megabits"]) for row in rows)], [*lines, share])
+
+
+def steps(record: Record) -> str:
+    """Each method's step at the papers' Ethernet case and on the loopback."""
+    head = ["ms a step: compute + compress + communicate", "MB sent"]
+    rows = model.rows(record)
+    lines = []
+    for name, label in LABELS.items():
+        cells = [f"{rows[0]['methods'][name]['bytes'] / 1e6:.3f}"]
+        for row in rows:
+            parts = " + ".join(f"{1e3 * max(0.0, part):.0f}" for part in model.split(record, name, row))
+            cells.append(f"{parts} = **{1e3 * row['methods'][name]['whole']:.0f}**")
+        lines.append([label, *cells])
+    return _table([*head, *(rate(row["megabits"]) for row in rows)], lines)
+
+
+def predictions(record: Record) -> str:
+    """Predicted and measured steps."""
+    rates = record["rates"]
+    lines = []
+    for name in model.FAMILY:
+        cells = []
+        for row in rates:
+            predicted, measured = model.predict(record, name, row["megabits"]), row["methods"][name]["whole"]
+            cells.append(f"{1e3 * predicted:.0f} / {1e3 * measured:.0f} ({model.error(record, name, row):+.1%})")
+        lines.append([LABELS[name], *cells])
+    return _table(["ms a step: predicted / measured", *(rate(row["megabits"]) for row in rates)], lines)
+
+
+def whole_runs(record: Record) -> str:
+    """End to end."""
+    run = record["run"]
+    head = [f"{run['steps']} steps at {rate(run['megabits'])}", "s", "samples/s", "MB sent", "last loss", "as fast"]
+    lines = []
+    for name in ("adamw", "onebit-adam"):
+        told = run["methods"][name]
+        samples = record["hosts"] * record["task"]["batch"] * run["steps"] / told["seconds"]
+        label = LABELS[name] + (f", {run['freeze_step']} steps of warm-up" if name != "adamw" else "")
+        gain = run["methods"]["adamw"]["seconds"] / told["seconds"]
+        cells = [f"{told['seconds']:.1f}", f"{samples:.1f}", f"{told['bytes'] / 1e6:.1f}", f"{told['losses'][-1]:.3f}"]
+        lines.append([label, *cells, f"{gain:.2f}x"])
+    return _table(head, lines)
+
+
+def libraries(record: Record) -> str:
+    """1-bit LAMB over gloo and over MPI."""
+    rows = record["mpi"]
+    lines = [
+        [f"1-bit LAMB over {library}", *(_by_library(row["methods"][name]) for row in rows)]
+        for name, library in LIBRARIES.items()
+    ]
+    gains = [
+        "MPI is so many times as fast",
+        *(f"{model.speedup(row, 'onebit-lamb-mpi', 'onebit-lamb'):.2f}x" for row in rows),
+    ]
+    crossed = [
+        "bytes that MPI's ranks put on the link, of its payload",
+        *("" if row["megabits"] is None else _crossed(row["methods"]["onebit-lamb-mpi"]) for row in rows),
+    ]
+    head = ["ms a step (communicate)", *(rate(row["megabits"]) for row in rows)]
+    return _table(head, [*lines, gains, crossed])
+
+
+def _by_library(seconds: Mapping[str, float]) -> str:
+    return f"{1e3 * seconds['whole']:.0f} ({1e3 * seconds['communicate']:.0f})"
+
+
+def _crossed(told: Mapping[str, float]) -> str:
+    return f"{told['link_bytes'] / told['bytes']:.0%}"
+
+
+def headline(record: Record) -> str:
+    """The numbers that the lab was made for."""
+    row = record["rates"][0]
+    worst = max(abs(model.error(record, name, r)) for name in model.FAMILY for r in record["rates"])
+    return (
+        f"At {rate(row['megabits'])}, where messages take {model.fp32_share(row):.0%} of AdamW's step, 1-bit Adam's "
+        f"compression stage is **{model.speedup(row, 'onebit-adam'):.1f} times as fast as AdamW with an fp32 "
+        f"all-reduce** and {model.speedup(row, 'onebit-adam', 'bf16'):.1f} times as fast as with bf16; whole runs with "
+        f"{record['run']['freeze_step'] / record['run']['steps']:.0%} of warm-up are **{model.end_to_end(record):.1f} "
+        f"times** as fast. The planner's largest error is {worst:.0%}.\n"
+    )
+
+
+def losing(record: Record) -> str:
+    """Where compressing does not pay."""
+    found = []
+    for row in model.rows(record):
+        names = [LABELS[n] for n in LABELS if n != "adamw" and model.speedup(row, n) < 1]
+        if names:
+            found.append(f"at {rate(row['megabits'])} {', '.join(names)}")
+    return f"**Slower than AdamW's fp32 all-reduce**: {'; '.join(found) if found else 'nowhere'}.\n"
+
+
+def conditions(record: Record) -> str:
+    """What was measured on."""
+    facts, task = record["facts"], record["task"]
+    return (
+        f"{record['parameters'] / 1e6:.2f}M parameters, {record['hosts']} hosts, {task['batch']} samples of "
+        f"{task['seq_len']} bytes each; torch {facts['torch']}, {facts['cores']} cores for all hosts, load average "
+        f"{facts['load_average_before']:.1f} before; {facts['date']}. gloo's all-to-all, alone at "
+        f"{model.CALIBRATION:g} Mbit/s, took {record['congestion']:.2f} times what its bytes would.\n"
+    )
+
+
+def all_of(record: Record) -> str:
+    """What stands between the page's marks."""
+    parts = [headline, conditions, throughput, losing, steps, whole_runs, predictions]
+    made = [part(record) for part in parts]
+    if record["mpi"]:
+        made.append(libraries(record))
+    return "\n" + "\n".join(made) + "\n"
