@@ -39,8 +39,9 @@ lab: $(READY)
 netlab: $(READY)
 	$(BIN)/python -m benchmarks.netlab
 
+# Two workers: most tests are one process of one thread, and a file's processes serve one worker.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-full: $(READY)
 	$(BIN)/python -m pytest --full

@@ -65,13 +65,16 @@ def test_payload_is_what_tcp_leaves_of_the_rate():
     assert net.between == pytest.approx(12.5e6 * 1448 / 1547)
 
 
-def test_a_prediction_is_the_loopbacks_work_and_the_planners_messages():
+def test_a_prediction_is_a_steps_own_work_and_the_planners_messages():
     seconds = {"whole": 0.5, "compute": 0.2, "compress": 0.05, "communicate": 0.25}
     record = {"latencies": LATENCIES, "hosts": HOSTS, "parameters": PARAMETERS, "congestion": 1.0}
-    record["loopback"] = {"methods": {"onebit-adam": seconds}}
+    record["loopback"] = {"methods": {"onebit-adam": seconds, "alone": {"whole": 0.2}}}
     # 1.5 bits a parameter leave each of four hosts, and next to no latency.
     expected = 0.25 + 1.5 * PARAMETERS / 8 / (1e6 * model.PAYLOAD)
     assert model.predict(record, "onebit-adam", 8.0) == pytest.approx(expected, rel=0.01)
+    # What a step computed in the same rounds counts.
+    busy = {"methods": {"alone": {"whole": 0.3}}}
+    assert model.predict(record, "onebit-adam", 8.0, busy) == pytest.approx(expected + 0.1, rel=0.01)
     # Half of it is an all-to-all.
     record["congestion"] = 1.5
     expected += 0.5 * 0.75 * PARAMETERS / 8 / (1e6 * model.PAYLOAD)

@@ -6,6 +6,7 @@ Each line is one float32 rounding, in the order in which the kernels round, with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
@@ -173,13 +174,33 @@ def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, roundin
         flat[own] = stochastic(flat[own], bits[own])
 
 
+_held = threading.local()  # simulated ranks are threads
+
+
+def _widened(x: Tensor) -> Tensor:
+    """x in float64, to be overwritten; on a CPU in memory that is used again: fresh pages cost more than sums."""
+    if x.device.type != "cpu":
+        return x.double()
+    room: Tensor | None = getattr(_held, "room", None)
+    if room is None or room.numel() < x.numel():
+        room = _held.room = torch.empty(x.numel(), dtype=torch.float64)
+    return room[: x.numel()].view(x.shape).copy_(x)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Of each row of x float32 [rows, n] the sum of squares, float64 [rows]."""
+    wide = _widened(x)
+    return wide.mul_(wide).sum(1)
+
+
 def write_partials(c: Tensor, partials: Tensor) -> bool:
     """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is.
 
     Where ``partials`` has a fourth row, it is the number of elements that are not zero.
     """
-    partials[SQUARE] = torch.linalg.vector_norm(c, 2, 1, dtype=torch.float64).square_()
-    partials[ABS] = c.abs().sum(1, dtype=torch.float64)
+    wide = _widened(c).abs_()
+    partials[ABS] = wide.sum(1)
+    partials[SQUARE] = wide.mul_(wide).sum(1)
     partials[DROPPED] = 0.0
     if len(partials) > NONZERO:
         partials[NONZERO] = (c != 0).sum(1).double()

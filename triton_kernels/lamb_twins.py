@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, scaled
+from .arithmetic import column, denom, move, only_live, scaled, square_sum
 from .coefficients import Coef, Layer
 from .tiles import gather, tiles
 from .update_twins import moments
@@ -65,8 +65,7 @@ def lamb_update(
         u = (m * column(k, Coef.UNBIAS1)).div_(denom(v, k, eps_inside_sqrt))
         u.add_(x * column(k, Coef.WEIGHT_DECAY))
         for row, values in enumerate((x, only_live(u, live, live_row, tile))):
-            wide = values.double()
-            norms[row, tile.blocks] = (wide * wide).sum(1)
+            norms[row, tile.blocks] = square_sum(values)
 
 
 def lamb_coefficient(
@@ -203,8 +202,7 @@ def lamb_ratio(
             adam = (m * column(k, Coef.UNBIAS1)).div_(denom(frozen, k, eps_inside_sqrt))
             u = adam + gather(params, tile, block_size) * column(k, Coef.WEIGHT_DECAY)
             for row, values in enumerate((adam, u)):
-                wide = only_live(values, live, live_row, tile).double()
-                norms[row, b] = (wide * wide).sum(1)
+                norms[row, b] = square_sum(only_live(values, live, live_row, tile))
 
 
 def lamb_rescale(

@@ -33,6 +33,7 @@ from .arithmetic import (
     residual,
     scaled,
     signs,
+    square_sum,
     write_partials,
 )
 from .coefficients import Coef
@@ -262,8 +263,7 @@ def server_reduce(
         c.copy_(new)
         _compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
-        counted = only_live(total, live, live_row, tile)
-        agreement[0, b] = torch.linalg.vector_norm(counted, 2, 1, dtype=torch.float64).square_()
+        agreement[0, b] = square_sum(only_live(total, live, live_row, tile))
         agreement[1, b] = most.double().square()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, scaled
+from .arithmetic import column, denom, move, only_live, scaled, square_sum
 from .coefficients import Coef
 from .tiles import Tile, tiles
 
@@ -217,8 +217,7 @@ def square_sums(
 ) -> None:
     """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written."""
     for tile in tiles(sizes, 1, block_size, x.device):
-        wide = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).double()
-        partials[tile.blocks] = (wide * wide).sum(1)
+        partials[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
 
 
 def update_sums(

@@ -1,8 +1,9 @@
-"""What the lab predicts: a step on the loopback, with the planner's messages instead of the loopback's.
+"""What the lab predicts: what a step computes and compresses, and the planner's messages.
 
-Nothing here is fitted to what is predicted. The bandwidth follows from the link's rate by what TCP and Ethernet
-add; latencies are gloo's for next to no bytes, on the loopback; how long its all-to-all takes was measured alone,
-at another rate.
+Nothing here is fitted to what is predicted. What a step computes is measured by turns with what is predicted, in
+steps that send nothing; what it compresses, on the loopback. The bandwidth follows from the link's rate by what TCP
+and Ethernet add; latencies are gloo's for next to no bytes, on the loopback; how long its all-to-all takes was
+measured alone, at another rate.
 """
 
 from __future__ import annotations
@@ -75,17 +76,20 @@ def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[s
     return float(f"{low:.3g}")
 
 
-def predict(record: Mapping[str, Any], method: str, megabits: float) -> float:
-    """Seconds of a step at a rate: what it computes and compresses on the loopback, and the planner's messages."""
-    seconds = record["loopback"]["methods"][method]
+def predict(record: Mapping[str, Any], method: str, megabits: float, row: Mapping[str, Any] | None = None) -> float:
+    """Seconds of a step at a rate: what it computes without messages, what it compresses, the planner's messages.
+
+    ``row`` says what a step computed meanwhile; None: as on the loopback.
+    """
+    compute = (row or record["loopback"])["methods"]["alone"]["whole"]
     net = network(megabits, record["latencies"], record["hosts"])
     sent = messages(method, record["parameters"], record["hosts"], net, record["congestion"])
-    return seconds["compute"] + seconds["compress"] + sent
+    return compute + record["loopback"]["methods"][method]["compress"] + sent
 
 
 def error(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> float:
     """Of the prediction, as a share of what was measured."""
-    return predict(record, method, row["megabits"]) / row["methods"][method]["whole"] - 1
+    return predict(record, method, row["megabits"], row) / row["methods"][method]["whole"] - 1
 
 
 def split(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -73,7 +73,7 @@ def predictions(record: Record) -> str:
     for name in model.FAMILY:
         cells = []
         for row in rates:
-            predicted, measured = model.predict(record, name, row["megabits"]), row["methods"][name]["whole"]
+            predicted, measured = model.predict(record, name, row["megabits"], row), row["methods"][name]["whole"]
             cells.append(f"{1e3 * predicted:.0f} / {1e3 * measured:.0f} ({model.error(record, name, row):+.1%})")
         lines.append([LABELS[name], *cells])
     return _table(["ms a step: predicted / measured", *(rate(row["megabits"]) for row in rates)], lines)
