@@ -18,6 +18,7 @@ PICTURE = PAGE.with_name("step-time.png")
 BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 SHOWN = {
     "ranks": ("optimizer", "ms", "10-90 %", "x AdamW(fused)", "limit"),
+    "demo": ("part", "ms", "10-90 %", "share"),
     "step": ("optimizer", "ms", "10-90 %", "x AdamW(fused)"),
     "averaging": ("averaging", "ms", "of it averaging", "bytes sent", "x fewer"),
     "compiled": ("optimizer", "eager ms", "compiled ms", "ratio"),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedonebit.train.model import SIZES, ByteTransformer
+
 from . import deepspeed_peer
 from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, THEIRS, Step, adamw, backends, check, note_deepspeed, parameters
 from .registry import Record, Report, case, times
@@ -99,3 +101,37 @@ def ranks(report: Report) -> None:
         limit = report.limit(ratio, LIMITS.get(name.partition(", ")[2]))
         table.add(optimizer=name, **row, **{"x AdamW(fused)": ratio}, limit=limit)
     note_deepspeed(report)
+
+
+SEQ_LEN, BATCH = 64, 16
+"""Of the demo, as its command has them by default."""
+
+
+def _demo(rounds: int) -> dict[str, Record]:
+    torch.manual_seed(0)
+    model = ByteTransformer(SIZES["small"], SEQ_LEN)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(256, (BATCH, SEQ_LEN + 1), generator=own)
+
+    def backward() -> None:
+        model.zero_grad()
+        model(tokens).backward()
+
+    backward()
+    params, cpu = list(model.parameters()), torch.device("cpu")
+    steps = {f"OneBitAdam, {name}": Step("OneBitAdam", params, name) for name in backends(cpu)}
+    return times_of_all({"forward and backward": backward} | steps, rounds, warmup=5)
+
+
+@case("demo", "cpu")
+def demo(report: Report) -> None:
+    """What the demo's training step spends on its model and, in the compression stage, on the optimizer, 2 ranks."""
+    timed = on_ranks(_demo, report.rounds or 51)
+    table = report.table(
+        "the demo's model and batch", {"part": "<24", "ms": ">9.2f", "10-90 %": ">19", "share": ">7.1%"}
+    )
+    model = timed["forward and backward"]["ms"]
+    for name, row in timed.items():
+        share = None if row["ms"] == model else row["ms"] / (row["ms"] + model)
+        table.add(part=name, **row, share=share)
+    report.note("share: of a step that is forward and backward pass and this")

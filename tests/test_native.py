@@ -111,6 +111,20 @@ def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkey
         pass
 
 
+def test_tensors_that_c_would_misread_are_named():
+    with using("native"):
+        arguments = list(Problem((300,), 1, 128).momentum_arguments())
+        arguments[3] = arguments[3].double()
+        with pytest.raises(TypeError, match=r"compensated must be torch.float32, got torch.float64"):
+            triton_kernels.momentum_compress(*arguments)
+        arguments = list(Problem((300,), 1, 128).momentum_arguments())
+        arguments[4] = torch.zeros(6)[::2]
+        with pytest.raises(
+            ValueError, match=r"worker_scale must be dense along its last dimension, got strides \(2,\)"
+        ):
+            triton_kernels.momentum_compress(*arguments)
+
+
 def test_the_twins_root_is_correctly_rounded_with_numpy_and_without():
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-44, 38, (1 << 16,))
     x[:4] = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])

@@ -34,15 +34,28 @@ FLAGS = (
 SOURCES = ("compress.c", "update.c", "marsit.c")
 _HERE = Path(__file__).parent
 _DECLARATION = re.compile(r"^void (\w+)\(int64_t begin, int64_t end, ([^)]*)\)", re.MULTILINE)
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "uint8_t": torch.uint8,
+    "int32_t": torch.int32,
+    "uint32_t": torch.uint32,
+    "int64_t": torch.int64,
+}
+_UNUSED_WITHOUT = {"exp_avg_sq_sums": "SUMS", "norms": "BLEND"}
+"""Tensors in whose place another one is passed where a constant says that they are not used."""
+_STRIDED = ("flags",)
+"""Tensors that are a column of another one; kernels are told the stride."""
 _LEAST_PROGRAMS = 64
 """Programs that a thread must have to be worth waking: 65,536 elements, as in torch's own operations."""
 
 
 class Argument(NamedTuple):
-    """One argument of a C function, from its declaration."""
+    """One argument of a C function, from its declaration; ``dtype`` is that of a tensor, None where it may vary."""
 
     name: str
     kind: type[Any]
+    dtype: torch.dtype | None = None
 
 
 class Function(NamedTuple):
@@ -69,7 +82,7 @@ def declarations() -> dict[str, tuple[Argument, ...]]:
 def _argument(text: str) -> Argument:
     *kind, name = text.replace("*", " * ").split()
     if "*" in kind:
-        return Argument(name, ctypes.c_void_p)
+        return Argument(name, ctypes.c_void_p, _DTYPES.get(kind[kind.index("*") - 1]))
     return Argument(name, {"int64_t": ctypes.c_int64, "float": ctypes.c_float}[kind[-1]])
 
 
@@ -186,10 +199,16 @@ def run(function: Function, programs: int, arguments: Iterable[Any], constants: 
     Args:
         function: Of ``library``.
         programs: Their number.
-        arguments: In the order of the declaration; tensors are contiguous or strided as the kernel knows.
+        arguments: In the order of the declaration; rows of tensors are dense.
         constants: The arguments behind those, by name.
+
+    Raises:
+        TypeError, ValueError: for a tensor of another dtype, or whose rows have gaps.
     """
-    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    values = [
+        _address(value, argument, constants) if isinstance(value, Tensor) else value
+        for value, argument in zip(arguments, function.arguments, strict=False)
+    ]
     values += [int(constants[argument.name]) for argument in function.arguments[len(values) :]]
     threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS)
     if threads < 2:
@@ -201,6 +220,15 @@ def run(function: Function, programs: int, arguments: Iterable[Any], constants: 
     function.call(0, bounds[1], *values)
     for part in parts:
         part.result()
+
+
+def _address(tensor: Tensor, argument: Argument, constants: Mapping[str, Any]) -> int:
+    used = constants.get(_UNUSED_WITHOUT.get(argument.name, ""), True)
+    if used and argument.dtype is not None and tensor.dtype is not argument.dtype:
+        raise TypeError(f"{argument.name} must be {argument.dtype}, got {tensor.dtype}")
+    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and argument.name not in _STRIDED:
+        raise ValueError(f"{argument.name} must be dense along its last dimension, got strides {tensor.stride()}")
+    return tensor.data_ptr()
 
 
 @cache
