@@ -36,6 +36,11 @@ struct place {
 static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensors, const float *coef,
                               const int32_t *block_tensor, const int64_t *block_start, int64_t dtype)
 {
+    static const float none[COLUMNS];
+    if (tensors == 0) { /* then the line is one block of padding, and no table has a row for it */
+        struct place nowhere = {none, NULL, FP32, 0};
+        return nowhere;
+    }
     int64_t t = block_tensor[b];
     int64_t kind = dtype == MIXED ? pointers[tensors + t] : dtype;
     struct place found = {coef + t * COLUMNS, (char *)(intptr_t)pointers[t], kind, block_start[b]};
