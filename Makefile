@@ -39,9 +39,9 @@ lab: $(READY)
 netlab: $(READY)
 	$(BIN)/python -m benchmarks.netlab
 
-# Two workers: most tests are one process of one thread, and a file's processes serve one worker.
+# Two workers: most tests are one process of one thread.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-full: $(READY)
 	$(BIN)/python -m pytest --full
