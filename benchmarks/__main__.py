@@ -18,6 +18,13 @@ MODULES = (wire, step, ranks, averaging, step_time, bert, kernels, gpu_step, gra
 """Which register the cases, in this order."""
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmark cases.")
@@ -25,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the cases and run none")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each case, and its picture if it has one")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--numel", type=int, help="parameters, or elements of a kernel's tensor")
+    parser.add_argument("--numel", type=_positive, help="parameters, or elements of a kernel's tensor")
     parser.add_argument("--rounds", type=int, help="turns of each peer")
     given = parser.parse_args(arguments)
     if given.list:

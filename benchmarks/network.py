@@ -12,10 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 SUBNET = "10.77.0"
 TAG = "fob"
 """Of the names of what is made here; the id of the process that made it follows."""
+
+
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+"""That network namespaces need, by their bits (linux/capability.h)."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,18 @@ class Host:
 
 def lacking() -> list[str]:
     """The rights and programs that this process needs to make namespaces, and does not have."""
-    return ["root's rights"] * (os.geteuid() != 0) + [
-        f"iproute2's {name}" for name in ("ip", "tc") if not shutil.which(name)
-    ]
+    missing = [f"the capability {name}" for name, bit in CAPABILITIES.items() if not _capabilities() >> bit & 1]
+    rights = ["root's rights"] if os.geteuid() != 0 else missing
+    return rights + [f"iproute2's {name}" for name in ("ip", "tc") if not shutil.which(name)]
+
+
+def _capabilities() -> int:
+    """Those of this process, as bits: a container's root lacks some."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff")), 16)
 
 
 def can_limit() -> bool:

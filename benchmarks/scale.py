@@ -179,7 +179,7 @@ def tables(found: dict[str, Any]) -> str:
 
 def _run_table(rows: list[dict[str, Any]]) -> str:
     lines = [_row("run here", "ranks", "block", "padding", "state, B/parameter", "formula", "operations a step")]
-    lines[0] += " largest result, of P | sent, bits per parameter | CPU twins, s |"
+    lines[0] += " largest result, of P | sent, bits per parameter | a step here, s |"
     lines.append("|---|" + "--:|" * 9)
     for r in rows:
         p = r["parameters"]

@@ -182,6 +182,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
+        for key in ("frozen_dtype", "freeze_step"):
+            if key in group:
+                raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
         for key in LAMB_KEYS:
             if key in group and key not in self._hyper_parameters:
                 raise ValueError(

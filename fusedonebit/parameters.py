@@ -188,6 +188,8 @@ class ParameterList:
                 _refuse_gradient(g, p, self.names[i])
             if g.dtype not in SUPPORTED_DTYPES:
                 _refuse_gradient(g, p, self.names[i])
+            if not g.data_ptr() and g.numel():
+                raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
             if g.stride() != self._strides[i]:
                 g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
             grads.append(g)
@@ -203,6 +205,11 @@ class ParameterList:
                     raise RuntimeError(
                         f"{self.names[i]} was {was} when the optimizer was made, but now is {now}; "
                         "move or cast the model first, then construct the optimizer"
+                    )
+                if not p.data_ptr() and p.numel():
+                    raise RuntimeError(
+                        f"{self.names[i]} has no memory: its storage was freed or resized; "
+                        "step while the parameters are gathered, or use FSDP2, whose shards stay"
                     )
                 # The same tensor in other memory: the dense alias is the parameter, nothing to do.
                 self._pointers[i] = p.data_ptr()

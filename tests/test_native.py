@@ -16,7 +16,7 @@ from fusedonebit.triton_kernels.arithmetic import _sqrt as sqrt
 from fusedonebit.triton_kernels.arithmetic import newton_sqrt
 from reference_ops import Problem
 
-from fusedonebit import triton_kernels
+from fusedonebit import OneBitAdam, triton_kernels
 
 CPU = torch.device("cpu")
 ALONE = """
@@ -123,6 +123,54 @@ def test_tensors_that_c_would_misread_are_named():
             ValueError, match=r"worker_scale must be dense along its last dimension, got strides \(2,\)"
         ):
             triton_kernels.momentum_compress(*arguments)
+
+
+def test_tensors_that_are_too_short_are_named_before_anything_is_read():
+    ways = {
+        "live_row": (12, torch.zeros(1, dtype=torch.int32), "block for each chunk"),
+        "exp_avg_sq": (9, torch.ones(7), "exp_avg_sq must have at least 512 elements, got 7"),
+        "block_tensor": (8, torch.zeros(1, dtype=torch.int32), "block_tensor must have at least 4 elements, got 1"),
+    }
+    for name, (at, value, told) in ways.items():
+        arguments = list(Problem((300,), 4, 128).momentum_arguments(torch.ones(512)))
+        arguments[at] = value
+        with using("native"), pytest.raises(ValueError, match=told):
+            triton_kernels.momentum_compress(*arguments)
+        assert name
+
+
+def test_gradients_and_parameters_without_memory_are_refused():
+    params = [torch.nn.Parameter(torch.randn(300)) for _ in range(2)]
+    optimizer = OneBitAdam(params, freeze_step=1, guard="off")
+    for i in (0, 1):
+        for p in params:
+            p.grad = torch.randn(300)
+        if i:
+            params[1].grad.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match=r"the gradient of .* has no memory"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    params[1].grad = torch.randn(300)
+    params[1].data.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"has no memory: its storage was freed"):
+        optimizer.step()
+    problem = Problem((300,), 1, 128)
+    with pytest.raises(ValueError, match=r"tensors must have \[300\] elements, or none, got \[299\]"), using("native"):
+        triton_kernels.momentum_compress([torch.randn(299)], *problem.momentum_arguments()[1:])
+
+
+def test_a_damaged_library_is_built_again(tmp_path):
+    assert alone(XDG_CACHE_HOME=str(tmp_path))[0].startswith("C, ")
+    (kept,) = (tmp_path / "fusedonebit").glob("kernels-*.so")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert alone(XDG_CACHE_HOME=str(tmp_path))[0].startswith("C, ")
+
+
+def test_the_compiler_that_cc_names_is_used_with_its_arguments_or_missed(tmp_path):
+    assert alone(CC="cc -m64", XDG_CACHE_HOME=str(tmp_path))[0] == "C, cc -m64 (cpu)"
+    told = alone(CC="no-such-cc", XDG_CACHE_HOME=str(tmp_path))[0]
+    assert told == "plain torch, eager (cpu): CC=no-such-cc was not found"
 
 
 def test_the_twins_root_is_correctly_rounded_with_numpy_and_without():

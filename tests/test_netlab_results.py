@@ -22,7 +22,7 @@ def slowest(record):
 
 def test_messages_take_what_they_take_on_the_papers_ethernet(slowest):
     share = model.fp32_share(slowest)
-    print(f"fp32 messages take {share:.1%} of AdamW's step at {slowest['megabits']:g} Mbit/s (94 % aimed at; less makes the speedups smaller)")
+    print(f"fp32 messages take {share:.1%} of AdamW's step at {slowest['megabits']:g} Mbit/s (94 % aimed at)")
     assert slowest["share"] == model.PAPERS_SHARE
     assert 0.92 <= share <= 0.95
 

@@ -88,11 +88,23 @@ _tables_lock = threading.Lock()  # simulated ranks are threads
 _captured: list[_Pointers] = []  # CUDA graphs read these again whenever they are replayed
 
 
-def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
-    """The table of addresses and dtypes; uploaded only when one has changed."""
+def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequence[int] | None = None) -> _Pointers:
+    """The table of addresses and dtypes; uploaded only when one has changed.
+
+    ``sizes`` are checked where given: of gradients; parameters that have changed may be handed on in a step that
+    is skipped, and are then not read.
+
+    Raises:
+        ValueError: for a tensor that is not of its size, nor empty: kernels would not notice.
+    """
     cuda = device.type == "cuda"
     addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
     kinds = tuple(KINDS[t.dtype] for t in tensors)
+    numels = [t.numel() for t in tensors]
+    if sizes is not None and (
+        len(numels) != len(sizes) or not all(n in (0, size) for n, size in zip(numels, sizes, strict=True))
+    ):
+        raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
     key = (addresses, kinds, device, stream)
@@ -104,6 +116,10 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> _Pointers:
         if cuda and torch.cuda.is_current_stream_capturing():
             _captured.append(pointers)
     return pointers
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return f"{list(numbers[:8])}" if len(numbers) <= 8 else f"{list(numbers[:8])} and {len(numbers) - 8} more"
 
 
 def _make_pointers(addresses: tuple[int, ...], kinds: tuple[int, ...], device: torch.device) -> _Pointers:
@@ -149,7 +165,7 @@ def unpack(bits: Tensor, x: Tensor) -> None:
 
 def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
     """See ``kernels.flatten``."""
-    pointers = pointer_table(tensors, out.device)
+    pointers = pointer_table(tensors, out.device, sizes)
     blocks = (out.numel() - TAIL) // block_size
     table = _blocks(flat_layout(tuple(sizes), blocks, block_size), out.device)
     launch(
@@ -189,7 +205,7 @@ def momentum_compress(
     hold: Tensor,
 ) -> None:
     """See ``kernels.momentum_compress``."""
-    pointers = pointer_table(grads, compensated.device)
+    pointers = pointer_table(grads, compensated.device, sizes)
     blocks = len(live_row)
     launch(
         "momentum_compress",

@@ -41,7 +41,7 @@ def local_update(
     """See ``marsit_kernels.local_update``."""
     device, blocks = compensated.device, len(live_row)
     per_chunk = blocks // len(bits)
-    targets, sources = pointer_table(params, device), pointer_table(grads, device)
+    targets, sources = pointer_table(params, device), pointer_table(grads, device, sizes)
     launch(
         "local_update",
         (last - first) * per_chunk,

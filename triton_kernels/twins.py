@@ -1,4 +1,4 @@
-"""The plain-torch twins of compression and exchange: specification, oracle, and the CPU backend.
+"""The plain-torch twins of compression and exchange: specification, oracle, and what runs without a compiler.
 
 Every kernel has a twin of the same name, here, in ``update_twins`` or in ``lamb_twins``. Names: ``c``
 the compensated momentum (momentum + residual), ``s`` its scale, ``e = c - s*sign(c)`` the residual,

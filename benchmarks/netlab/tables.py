@@ -130,7 +130,7 @@ def headline(record: Record) -> str:
         f"compression stage is **{model.speedup(row, 'onebit-adam'):.1f} times as fast as AdamW with an fp32 "
         f"all-reduce** and {model.speedup(row, 'onebit-adam', 'bf16'):.1f} times as fast as with bf16; whole runs with "
         f"{record['run']['freeze_step'] / record['run']['steps']:.0%} of warm-up are **{model.end_to_end(record):.1f} "
-        f"times** as fast. The planner's largest error is {worst:.0%}.\n"
+        f"times** as fast. The largest error of the predictions below is {worst:.0%}.\n"
     )
 
 

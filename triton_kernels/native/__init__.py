@@ -1,7 +1,7 @@
 """The CPU backend: the kernels once more in C, built where a compiler is found, for CPU tensors.
 
 A C function has the name of a Triton kernel and its arguments, in its order, behind the range of programs to
-run; how Python calls it is read off its declaration. Built once, in a second, with the compiler's own idea of
+run; how Python calls it is read off its declaration. Built once, in two seconds, with the compiler's own idea of
 this machine (-march=native), and kept under ``~/.cache/fusedonebit``. Bits equal those of the twins: nothing is
 contracted, nothing reassociated.
 """
@@ -13,10 +13,11 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..layout import BLOCK_SIZES
 
 FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
@@ -42,8 +45,23 @@ _DTYPES = {
     "uint32_t": torch.uint32,
     "int64_t": torch.int64,
 }
-_UNUSED_WITHOUT = {"exp_avg_sq_sums": "SUMS", "norms": "BLEND"}
-"""Tensors in whose place another one is passed where a constant says that they are not used."""
+_OF_ELEMENTS = ["compensated", "exp_avg", "exp_avg_sq", "grad", "fresh", "values", "out"]
+_OF_BLOCKS = [
+    "worker_scale",
+    "exp_avg_scale",
+    "last_scale",
+    "server_scale",
+    "scale",
+    "limit",
+    "largest",
+    "slot",
+    "block_tensor",
+    "block_start",
+    "live_row",
+    "tail_row",
+    "exp_avg_sq_sums",
+]
+_OPTIONAL = ("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "rounding")
 _STRIDED = ("flags",)
 """Tensors that are a column of another one; kernels are told the stride."""
 _LEAST_PROGRAMS = 64
@@ -115,41 +133,56 @@ def _library() -> Mapping[str, Function] | str:
 
 @cache
 def compiler() -> str:
-    """The C compiler that is used: $CC, cc, gcc or clang; empty where there is none."""
-    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
-    return next((name for name in names if name and shutil.which(name)), "")
+    """The C compiler that is used: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
+    given = os.environ.get("CC", "").strip()
+    return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
 def _built() -> Path:
-    """The shared library; made under another name and renamed, so that nobody ever loads half of one."""
+    """The shared library. Its name ends with its own hash, so that nobody ever loads half of one, or a damaged one."""
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
         raise _UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     if not compiler():
         raise _UnavailableError("no C compiler was found ($CC, cc, gcc, clang)")
-    folder = _folder()
-    target = folder / f"kernels-{_fingerprint()}.so"
+    if shutil.which(_command()[0]) is None:
+        raise _UnavailableError(f"CC={compiler()} was not found")
+    folder, name = _folder(), f"kernels-{_fingerprint()}"
     with _locked(folder / "lock"):
-        if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / "kernels.so"
-                _compile(made)
-                made.replace(target)
-    return target
+        for kept in folder.glob(f"{name}-*.so"):
+            if kept.stem == f"{name}-{_digest(kept)}":
+                return kept
+            kept.unlink()
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / "kernels.so"
+            _compile(made)
+            return made.replace(folder / f"{name}-{_digest(made)}.so")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _command() -> list[str]:
+    return shlex.split(compiler())
 
 
 def _compile(target: Path) -> None:
     sources = [str(_HERE / name) for name in SOURCES]
-    command = [compiler(), *FLAGS, "-shared", "-fPIC", "-o", str(target), *sources, "-lm"]
+    command = [*_command(), *FLAGS, "-shared", "-fPIC", "-o", str(target), *sources, "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise _UnavailableError(f"{compiler()} could not build them: {told[0] if told else error}") from error
+        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
+        wrong = next((line for line in told if "error" in line), told[0])
+        raise _UnavailableError(f"{compiler()} could not build them: {wrong}") from error
+    if not target.exists():
+        raise _UnavailableError(f"{compiler()} could not build them: it wrote nothing")
 
 
 def _folder() -> Path:
     """Where libraries are kept: the user's cache, or where that can't be written a folder of this user's own."""
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedonebit"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cached = (given if given.is_absolute() else Path.home() / ".cache") / "fusedonebit"
     for folder in (cached, Path(tempfile.gettempdir()) / f"fusedonebit-{os.getuid()}"):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,7 +209,7 @@ def _fingerprint() -> str:
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in sorted(_HERE.glob("*.[ch]")):
         digest.update(path.read_bytes())
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False)
+    version = subprocess.run([*_command(), "--version"], capture_output=True, text=True, check=False)
     digest.update(version.stdout.encode())
     digest.update(" ".join(_processor()).encode())
     return digest.hexdigest()[:16]
@@ -193,22 +226,25 @@ def _processor() -> Iterable[str]:
 # ---------------------------------------------------------------- calls
 
 
-def run(function: Function, programs: int, arguments: Iterable[Any], constants: Mapping[str, Any]) -> None:
+def run(function: Function, programs: int, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
     """Runs programs 0 to ``programs`` on torch's number of threads; none depends on another.
 
     Args:
         function: Of ``library``.
         programs: Their number.
-        arguments: In the order of the declaration; rows of tensors are dense.
+        arguments: In the order of the declaration; rows of tensors are dense. Where one is not used, another
+            argument may stand in its place.
         constants: The arguments behind those, by name.
 
     Raises:
-        TypeError, ValueError: for a tensor of another dtype, or whose rows have gaps.
+        TypeError, ValueError: for a tensor of another dtype, whose rows have gaps, or that is too short.
     """
-    values = [
-        _address(value, argument, constants) if isinstance(value, Tensor) else value
-        for value, argument in zip(arguments, function.arguments, strict=False)
-    ]
+    given = {argument.name: value for argument, value in zip(function.arguments, arguments, strict=False)}
+    least = _least(given, programs, constants)
+    for argument, value in zip(function.arguments, arguments, strict=False):
+        if isinstance(value, Tensor):
+            _check(argument, value, least.get(argument.name, 0), given)
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
     values += [int(constants[argument.name]) for argument in function.arguments[len(values) :]]
     threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS)
     if threads < 2:
@@ -222,13 +258,30 @@ def run(function: Function, programs: int, arguments: Iterable[Any], constants: 
         part.result()
 
 
-def _address(tensor: Tensor, argument: Argument, constants: Mapping[str, Any]) -> int:
-    used = constants.get(_UNUSED_WITHOUT.get(argument.name, ""), True)
-    if used and argument.dtype is not None and tensor.dtype is not argument.dtype:
-        raise TypeError(f"{argument.name} must be {argument.dtype}, got {tensor.dtype}")
-    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and argument.name not in _STRIDED:
-        raise ValueError(f"{argument.name} must be dense along its last dimension, got strides {tensor.stride()}")
-    return tensor.data_ptr()
+def _least(given: Mapping[str, Any], programs: int, constants: Mapping[str, Any]) -> dict[str, int]:
+    """How many elements tensors must have, by name: C would not notice that it goes beyond their end."""
+    if "live_row" not in given and "tail_row" not in given:
+        return {}  # packed words, whose lengths the kernel is told
+    block, blocks = constants["BLOCK"], programs + given.get("first_block", 0)
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block}")
+    if given.get("blocks_per_chunk", 1) < 1:
+        raise ValueError(f"live_row must have a block for each chunk at least, got {blocks} blocks")
+    return dict.fromkeys(_OF_ELEMENTS, blocks * block) | dict.fromkeys(_OF_BLOCKS, blocks)
+
+
+def _check(argument: Argument, tensor: Tensor, least: int, given: Mapping[str, Any]) -> None:
+    name, right = argument.name, argument.dtype in (None, tensor.dtype)
+    dense = name in _STRIDED or not tensor.dim() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    if right and dense and tensor.numel() >= least:
+        return
+    if name in _OPTIONAL and any(other is tensor for key, other in given.items() if key != name):
+        return  # another one stands in its place
+    if not right:
+        raise TypeError(f"{name} must be {argument.dtype}, got {tensor.dtype}")
+    if not dense:
+        raise ValueError(f"{name} must be dense along its last dimension, got strides {tensor.stride()}")
+    raise ValueError(f"{name} must have at least {least} elements, got {tensor.numel()}")
 
 
 @cache

@@ -214,11 +214,14 @@ static void carries(uint32_t *restrict more, const float *restrict x, int64_t b,
         more[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16;
 }
 
-/* Writes where load_user reads, rounded to the tensor's dtype; `rounding` null: to nearest. */
+/* Writes where load_user reads, nowhere if that has no address, rounded to the tensor's dtype; `rounding` null:
+   to nearest. */
 static void store_user(struct place at, const float *restrict x, int64_t b, const float *rounding,
                        const uint8_t *restrict live, int64_t row, int64_t n)
 {
     uint32_t more[MOST] = {0};
+    if (!at.base)
+        return;
     if (at.kind == BF16)
         carries(more, x, b, rounding, n);
     if (row != FULL) {
