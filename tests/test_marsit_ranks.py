@@ -104,6 +104,7 @@ def test_parameters_are_bit_identical_after_every_round_and_full_precision_leave
         check(list(seen), k, local_steps, f"{name}, {topology} of {world_size}, K={k}, {local_steps} local steps")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("topology", "rows"), [("ring", None), ("owner", None), ("torus", 2), ("torus", 4)], ids=str)
 def test_eight_ranks_too(topology, rows):
     options = {"topology": topology, "rows": rows, "full_precision_every": 3, "local_steps": 2}

@@ -207,6 +207,7 @@ def test_training_through_the_kernels_gives_identical_parameters(name, options):
         np.testing.assert_array_equal(value, triton["state"][key])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @ADAM_AND_LAMB
 def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins(name):

@@ -53,6 +53,7 @@ def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_marsit_and_its_baselines_train_on_a_torus_with_local_steps(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     names = ("marsit", "ssdm")
@@ -66,6 +67,7 @@ def test_marsit_and_its_baselines_train_on_a_torus_with_local_steps(tmp_path: Pa
     assert "--steps must be a multiple of --local-steps 2, got 7" in odd.stderr
 
 
+@pytest.mark.full
 def test_lamb_records_and_draws_its_layers(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     names = ("lamb", "onebit-lamb", "onebit-lamb-frozen")

@@ -82,7 +82,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "freeze": (
         f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "
-        "Tensor? dead_value, Tensor? least, bool bfloat16) -> ()"
+        "Tensor? dead_value, Tensor? least, bool bfloat16=False) -> ()"
     ),
     "thaw": (
         f"({_SIZES}, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, bool eps_inside_sqrt, bool precondition, {_TABLES}, "

@@ -122,7 +122,7 @@ def freeze(
     block_tensor: Tensor,
     dead_value: Tensor | None,
     least: Tensor | None,
-    bfloat16: bool,
+    bfloat16: bool = False,
 ) -> None:
     """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
 
