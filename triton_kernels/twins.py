@@ -37,9 +37,8 @@ from .arithmetic import (
     write_partials,
 )
 from .coefficients import Coef
+from .live import SPREAD
 from .tiles import gather, tiles
-
-_SPREAD = 0x0102040810204080  # multiplied by eight 0/1 bytes, its top byte is their bits, LSB first
 
 L1, L2, CONTRACTIVE = 0, 1, 2
 SCALE_NORMS = {"l1": L1, "l2": L2, "contractive": CONTRACTIVE}
@@ -65,7 +64,7 @@ def _pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None
         return
     # Into a tensor of x's dtype: comparisons to bool don't vectorise.
     ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
-    bits.copy_(ones.view(torch.int64).mul_(_SPREAD).bitwise_right_shift_(56))
+    bits.copy_(ones.view(torch.int64).mul_(SPREAD).bitwise_right_shift_(56))
 
 
 def _compress(c: Tensor, bits: Tensor) -> None:
