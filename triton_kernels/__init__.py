@@ -2,7 +2,8 @@
 
 They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce``
 and the others are the registered ops ``torch.ops.fusedonebit.*``; their docstrings are those of
-their plain-torch twins in ``twins``, ``update_twins``, ``lamb_twins`` and ``marsit_twins``.
+their plain-torch twins in ``twins``, ``update_twins``, ``lamb_twins``, ``marsit_twins``, ``zero_one_twins`` and
+``lion_twins``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ lamb_coefficient = torch.ops.fusedonebit.lamb_coefficient
 lamb_move = torch.ops.fusedonebit.lamb_move
 lamb_ratio = torch.ops.fusedonebit.lamb_ratio
 lamb_rescale = torch.ops.fusedonebit.lamb_rescale
+local_step = torch.ops.fusedonebit.local_step
+rebuild_momentum = torch.ops.fusedonebit.rebuild_momentum
+lion_compress = torch.ops.fusedonebit.lion_compress
 freeze = torch.ops.fusedonebit.freeze
 exponents = torch.ops.fusedonebit.exponents
 live_variance = torch.ops.fusedonebit.live_variance
@@ -90,14 +94,17 @@ __all__ = [
     "lamb_ratio",
     "lamb_rescale",
     "lamb_update",
+    "lion_compress",
     "live_table",
     "live_variance",
+    "local_step",
     "local_update",
     "merge_signs",
     "momentum_compress",
     "pack",
     "pick_owned",
     "place_owned",
+    "rebuild_momentum",
     "server_reduce",
     "settle",
     "square_sums",

@@ -94,7 +94,8 @@ def newton_sqrt(v: Tensor) -> Tensor:
     return v.double().div_(guess).add_(guess).mul_(0.5).float()
 
 
-def _mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
+def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
+    """Which elements of a tile count, bool [blocks, block_size]; None where all do."""
     rows = live_row[tile.blocks]
     if bool((rows == FULL_ROW).all()):
         return None
@@ -103,7 +104,7 @@ def _mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
 
 def only_live(values: Tensor, live: Tensor, live_row: Tensor, tile: Tile) -> Tensor:
     """The values, zero where an element does not count."""
-    mask = _mask(live, live_row, tile)
+    mask = live_mask(live, live_row, tile)
     return values if mask is None else torch.where(mask, values, 0.0)
 
 
@@ -121,7 +122,7 @@ def move(
     x = gather(params, tile, block_size)
     moved = x * column(k, Coef.DECAY)
     moved.sub_(update.mul_(column(k, Coef.STEP_SIZE)))
-    mask = _mask(live, live_row, tile)
+    mask = live_mask(live, live_row, tile)
     moved = moved if mask is None else torch.where(mask, moved, x)
     if rounding is not None:
         round_bfloat16(moved, params, tile, rounding)

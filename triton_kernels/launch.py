@@ -69,9 +69,25 @@ def launch(name: str, programs: int, *arguments: Any, num_warps: int = NUM_WARPS
 
 def _triton(name: str) -> Any:
     # Imported late: importing triton takes time that CPU users need not spend.
-    from . import finish_kernels, kernels, lamb_kernels, marsit_kernels, update_kernels
+    from . import (
+        finish_kernels,
+        kernels,
+        lamb_kernels,
+        lion_kernels,
+        marsit_kernels,
+        update_kernels,
+        zero_one_kernels,
+    )
 
-    modules = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
+    modules = (
+        kernels,
+        finish_kernels,
+        update_kernels,
+        lamb_kernels,
+        marsit_kernels,
+        zero_one_kernels,
+        lion_kernels,
+    )
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -20,12 +20,16 @@ from . import (
     lamb_launch,
     lamb_twins,
     launch,
+    lion_launch,
+    lion_twins,
     marsit_launch,
     marsit_twins,
     native,
     twins,
     update_launch,
     update_twins,
+    zero_one_launch,
+    zero_one_twins,
 )
 from .backends import chosen
 
@@ -108,6 +112,19 @@ SCHEMAS: dict[str, str] = {
     "add_values": (
         f"(Tensor(a!)[] params, {_SIZES}, Tensor values, bool replaces, {_LIVE}, Tensor skip, Tensor? rounding) -> ()"
     ),
+    "local_step": (
+        f"(Tensor(a!)[] params, Tensor[] grads, {_SIZES}, Tensor(b!) exp_avg, Tensor exp_avg_sq, bool eps_inside_sqrt, "
+        f"bool precondition, Tensor(c!) compensated, Tensor worker_scale, {_TABLES}, {_LIVE}, Tensor hold, bool moves, "
+        "bool last, bool leaks, Tensor(d!) flags) -> ()"
+    ),
+    "rebuild_momentum": (
+        f"({_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, bool eps_inside_sqrt, {_TABLES}, "
+        f"{_LIVE}, Tensor(a!) exp_avg) -> ()"
+    ),
+    "lion_compress": (
+        f"(Tensor[] grads, {_SIZES}, Tensor(a!) exp_avg, {_TABLES}, {_LIVE}, Tensor step, Tensor hold, Tensor(b!) bits, "
+        "Tensor(c!) flags) -> ()"
+    ),
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
@@ -122,7 +139,7 @@ _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 
 def twin(name: str) -> Callable[..., None]:
     """The plain-torch twin of an op: what it computes, and its documentation."""
-    return _find(name, twins, update_twins, lamb_twins, marsit_twins)
+    return _find(name, twins, update_twins, lamb_twins, marsit_twins, zero_one_twins, lion_twins)
 
 
 def _implementation(name: str, device_type: str) -> Callable[..., None]:
@@ -130,6 +147,7 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
     if name not in KERNELS:
         return plain
 
+    launchers = (launch, update_launch, lamb_launch, marsit_launch, zero_one_launch, lion_launch)
     in_c = name in native.declarations()
     writes_params = "(Tensor(a!)[] params" in SCHEMAS[name]
 
@@ -138,7 +156,7 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
         if backend == "plain" or (backend == "native" and not in_c):
             plain(*arguments)
             return
-        _find(name, launch, update_launch, lamb_launch, marsit_launch)(*arguments)
+        _find(name, *launchers)(*arguments)
         if writes_params:  # through their addresses, which autograd does not see
             torch.autograd.graph.increment_version(arguments[0])
 

@@ -34,7 +34,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # bits equal the twins'
 )
-SOURCES = ("compress.c", "update.c", "marsit.c")
+SOURCES = ("compress.c", "update.c", "marsit.c", "zero_one.c", "lion.c")
 _HERE = Path(__file__).parent
 _DECLARATION = re.compile(r"^void (\w+)\(int64_t begin, int64_t end, ([^)]*)\)", re.MULTILINE)
 _DTYPES = {

@@ -1,0 +1,125 @@
+"""0/1 Adam's kernels and distributed Lion's: every backend equals the plain-torch twin bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from backends import DTYPES, assert_equal_backends, problem
+from fusedonebit.triton_kernels import unpack
+from reference_ops import Problem
+
+SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
+WAYS = [
+    (True, False, False, True),
+    (True, True, False, True),
+    (True, False, True, False),
+    (True, True, True, False),
+    (False, True, False, True),
+    (False, True, False, False),
+    (True, False, False, False),
+]
+"""Of calling ``local_step``: moves, last, leaks, precondition."""
+
+
+def local_step_arguments(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> tuple:
+    moves, last, leaks, precondition = way
+    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
+    return (
+        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
+        *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, torch.zeros(1, dtype=torch.int32)),
+    )
+
+
+def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> tuple:
+    return (
+        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale),
+        *(p.exp_avg_sq if precondition else None, inside, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        torch.full((p.layout.numel,), torch.nan),
+    )
+
+
+def lion_arguments(p: Problem, step: float = 7.0, hold: int = 0) -> tuple:
+    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
+    exp_avg[::3] = 0.0
+    for g in p.grads:
+        g[::3] *= 0.0
+    return (
+        *(p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.coef, p.block_tensor),
+        *(p.table.bits, p.table.row, torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
+        *(p.bits, torch.zeros(1, dtype=torch.int32)),
+    )
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_local_step_equals_its_twin(sizes, world_size, dtype):
+    for way, inside, special in itertools.product(WAYS, (False, True), (False, True)):
+
+        def make(way=way, inside=inside, special=special):
+            masks = {0: torch.arange(sizes[0]) % 5 != 0}
+            p = problem(sizes, world_size, dtype=dtype, special=special, masks=masks)
+            return local_step_arguments(p, way, inside)
+
+        assert_equal_backends("local_step", make)
+
+
+def test_a_held_local_step_moves_nothing_but_keeps_the_momentum_for_the_synchronisation():
+    for way in WAYS[:4]:
+
+        def make(way=way):
+            return local_step_arguments(problem([5000, 100], special=True), way, hold=1)
+
+        assert_equal_backends("local_step", make)
+        arguments, before = make(), make()
+        torch.ops.fusedonebit.local_step(*arguments)
+        assert all(map(torch.equal, arguments[0], before[0]))
+        assert torch.equal(arguments[4], before[4])
+        assert not arguments[-1].any()
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_told():
+    for way in WAYS[:2]:
+        arguments = local_step_arguments(problem([5000], special=True), way)
+        torch.ops.fusedonebit.local_step(*arguments)
+        assert arguments[-1].item() == 1
+        assert all(tensor.isfinite().all() for tensor in (*arguments[0], arguments[4], arguments[8]))
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), SIZES)
+def test_rebuild_momentum_equals_its_twin(sizes, world_size):
+    for precondition, inside in itertools.product((False, True), (False, True)):
+
+        def make(precondition=precondition, inside=inside):
+            masks = {0: torch.arange(sizes[0]) % 5 != 0}
+            return rebuild_arguments(problem(sizes, world_size, masks=masks), precondition, inside)
+
+        assert_equal_backends("rebuild_momentum", make)
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lion_compress_equals_its_twin(sizes, world_size, dtype):
+    for hold, special in itertools.product((0, 1), (False, True)):
+
+        def make(hold=hold, special=special):
+            masks = {0: torch.arange(sizes[0]) % 5 != 0}
+            return lion_arguments(problem(sizes, world_size, dtype=dtype, special=special, masks=masks), hold=hold)
+
+        assert_equal_backends("lion_compress", make)
+
+
+def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
+    def ones(step):
+        p = problem([80_000])
+        arguments = lion_arguments(p, step)
+        arguments[3].zero_()
+        arguments[0][0].zero_()
+        torch.ops.fusedonebit.lion_compress(*arguments)
+        return unpack(p.bits.view(-1))[:80_000]
+
+    a, b = ones(3.0), ones(4.0)
+    print(f"means of coins {a.mean():.4f} {b.mean():.4f}, of their product {(a * b).mean():.4f}")
+    assert max(abs(a.mean()), abs(b.mean()), abs((a * b).mean())) < 0.015
