@@ -144,6 +144,7 @@ class CompressedAllReduce:
         tag: int = 0,
         abort: bool = False,
         hold: Tensor | None = None,
+        pending: Tensor | None = None,
     ) -> None:
         """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
 
@@ -160,6 +161,7 @@ class CompressedAllReduce:
             abort: Makes every rank skip this step.
             hold: int32 [1], flags that are equal on all ranks: where any is set nothing at all changes,
                 the last result included, but for the count of synchronisations. None: none.
+            pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
 
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
@@ -185,7 +187,7 @@ class CompressedAllReduce:
             going_on,
         )
         self.worker.finish(self.to_servers)
-        self._sign_messages(tag, abort)
+        self._sign_messages(tag, abort, pending)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
@@ -202,7 +204,7 @@ class CompressedAllReduce:
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale
 
-    def _sign_messages(self, tag: int, abort: bool) -> None:
+    def _sign_messages(self, tag: int, abort: bool, pending: Tensor | None) -> None:
         words = self.to_servers.words
         self.synchronisations += 1
         words[:, Word.STEP] = self.served.words[:, Word.STEP] = self.synchronisations
@@ -211,6 +213,8 @@ class CompressedAllReduce:
         self.to_servers.signal[:] = self.worker.error_norm()
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
+        if pending is not None:
+            words[:, Word.FLAGS] |= pending
 
     def _serve(self, hold: Tensor) -> None:
         server_reduce(

@@ -7,7 +7,7 @@ the compressed collectives, ``triton_kernels`` the kernels; both can be used by 
 
 from __future__ import annotations
 
-from . import amp, ddp
+from . import amp, ddp, policies
 from .adam import OneBitAdam
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
@@ -15,6 +15,7 @@ from .lamb import Lamb
 from .marsit import MarsitAdam, MarsitSGD
 from .onebit import OneBitOptimizer
 from .onebit_lamb import OneBitLamb
+from .zero_one_adam import ZeroOneAdam
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,9 @@ __all__ = [
     "OneBitLamb",
     "OneBitOptimizer",
     "OutOfStepError",
+    "ZeroOneAdam",
     "__version__",
     "amp",
     "ddp",
+    "policies",
 ]

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,6 +51,7 @@ from .comm import agree, checksum
 from .construction import failure
 from .errors import warn
 from .hyperparameters import LAMB_KEYS
+from .policies import stated
 from .sharding import local
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, A
     states = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
     for i, index in enumerate(optimizer._list.index_of):
         states[index] |= _state_of(optimizer, i, states[index])
-    if optimizer.phase == "compression":
+    if optimizer._keeps_lines:
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
         states[optimizer._list.index_of[0]] |= lines.save(onebit)
@@ -94,11 +95,12 @@ def _state_of(optimizer: DistributedOptimizer, i: int, state: State) -> dict[str
     """What parameter ``i`` has beyond what is published, and what is not as published."""
     # A tensor of its own for each: AdamW counts each up, and a shared one many times.
     kept: dict[str, Any] = {"step": state["step"].clone()}
-    if optimizer.phase == "compression":
+    if optimizer._keeps_lines:
         for name, flat in cast("OneBitOptimizer", optimizer)._buffers().items():
             part = optimizer._list.shaped(flat, i, optimizer.layout.offset(i))
             kept[name] = optimizer._list.published(part, i)
-    kept |= {name: optimizer._rows.of_each(state[name]) for name in optimizer._of_one_rank if name in state}
+    own = [name for name in optimizer._of_one_rank if name in kept or name in state]
+    kept |= {name: optimizer._rows.of_each(kept[name] if name in kept else state[name]) for name in own}
     return kept | {name: table[..., i].clone() for name, table in optimizer._tables().items()}
 
 
@@ -108,6 +110,16 @@ def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
         return dict(state_dict[KEY])
     text = state_dict["param_groups"][0].get(KEY) if state_dict["param_groups"] else None
     return None if text is None else read_header(text)
+
+
+def has_lines(header: State) -> bool:
+    """Whether a checkpoint has lines; before it said so, those of the compression stage had."""
+    return bool(header.get("lines", header["phase"] == "compression"))
+
+
+def own_names(optimizer: DistributedOptimizer, header: State) -> tuple[str, ...]:
+    """What each rank has of its own in a checkpoint; of another algorithm nothing."""
+    return optimizer._of_one_rank if header.get("algorithm") == type(optimizer).__name__ else ()
 
 
 def read_header(text: str) -> dict[str, Any]:
@@ -123,6 +135,7 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "format": FORMAT,
         "algorithm": type(optimizer).__name__,
         "phase": optimizer.phase,
+        "lines": optimizer._keeps_lines,
         "updates": optimizer._outcomes.updates,
         "skipped": optimizer._outcomes.skipped,
         "world_size": optimizer._transport.world_size,
@@ -138,8 +151,12 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
 
 
 def _numerics(optimizer: DistributedOptimizer) -> dict[str, Any]:
-    options = {name: value for name, value in asdict(optimizer.options).items() if name not in _NOT_NUMERICS}
-    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
+    names = [field.name for field in fields(optimizer.options) if field.name not in _NOT_NUMERICS]
+    return {name: _plain(getattr(optimizer.options, name)) for name in names}
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else stated(value)
 
 
 def _masks(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -157,7 +174,7 @@ def template(optimizer: DistributedOptimizer, packed: dict[str, Any], header: St
         packed: Torch's own ``state_dict``.
         header: What ``header_of`` says; None is AdamW's.
     """
-    compressed = header is not None and header["phase"] == "compression"
+    compressed = header is not None and has_lines(header)
     replicas = optimizer._rows.shape[0] if header is None else header["world_size"]
     states: dict[int, dict[str, Any]] = {}
     for i, index in enumerate(optimizer._list.index_of):
@@ -209,7 +226,7 @@ def load(
     numbers = iter(range(len(optimizer._list.owners) + len(optimizer._list.frozen)))
     groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in groups]
     load_groups({"state": {}, "param_groups": groups})
-    optimizer._block_size = header.get("block_size") if header["phase"] == "compression" else None
+    optimizer._block_size = header.get("block_size") if has_lines(header) else None
     optimizer._build()
     with torch.no_grad():
         _fill(optimizer, states, header)
@@ -227,7 +244,7 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
         header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0}
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
-    compressed = header["phase"] == "compression"
+    compressed, own = has_lines(header), own_names(optimizer, header)
     check_header(optimizer, header)
     if compressed:
         _warn_of_options(optimizer, header)
@@ -237,21 +254,23 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
         for key, expected in _shapes(optimizer, i, compressed).items():
             if key not in state and (key in optimizer._optional or (key in optimizer._tables() and not compressed)):
                 continue  # nor has it what LAMB keeps per tensor, or master weights
-            _check_shape(optimizer, i, key, state[key], expected)
-            if key in optimizer._of_one_rank:
+            _check_shape(optimizer, i, key, state[key], expected, key in own)
+            if key in own:
                 optimizer._rows.check(state[key], states[0]["rank"], header["world_size"])
     if compressed:
         lines.check(cast("OneBitOptimizer", optimizer), states[0], header)
     return header
 
 
-def _check_shape(optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...]) -> None:
+def _check_shape(
+    optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...], in_rows: bool
+) -> None:
     if not isinstance(value, Tensor):
         flattened = "; torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have: leave it out"
         raise TypeError(
             f"{key} in the checkpoint must be a tensor, got {type(value).__name__}{flattened * (value == {})}"
         )
-    shape = tuple(local(value).shape)[2 * (key in optimizer._of_one_rank) :]
+    shape = tuple(local(value).shape)[2 * in_rows :]
     if shape != expected:
         raise ValueError(
             f"checkpoint of another model: {key} of {optimizer._list.names[i]} must have shape {expected}, got {shape}"
@@ -298,7 +317,7 @@ def check_header(optimizer: DistributedOptimizer, header: State) -> None:
             "go on from: one averages gradients, the other agrees in rounds"
         )
     optimizer._check_header(header)
-    if header["phase"] != "compression":
+    if not has_lines(header):
         return
     own = {
         "algorithm": type(optimizer).__name__,
@@ -335,10 +354,10 @@ def _moment(header: State) -> list[tuple[str, str]]:
 
 
 def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> list[tuple[str, str]]:
-    facts = _moment(header)
+    facts, own = _moment(header), own_names(optimizer, header)
     for state, name in zip(states, optimizer._list.names, strict=True):
         for key, value in state.items():
-            if isinstance(value, Tensor) and key not in (*lines.OWN, *optimizer._of_one_rank):
+            if isinstance(value, Tensor) and key not in (*lines.OWN, *own):
                 facts.append((f"the checksum of {key} of {name}", str(checksum(local(value).contiguous()))))
     return facts
 
@@ -348,7 +367,7 @@ def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: Stat
     optimizer._step.fill_(header["updates"])
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)
-    compressed = header["phase"] == "compression"
+    compressed = has_lines(header)
     flats = cast("OneBitOptimizer", optimizer)._buffers() if compressed else optimizer._moments()
     for i, state in enumerate(states):
         for name, table in optimizer._tables().items():
@@ -367,7 +386,7 @@ def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: Stat
 
 def _taken(optimizer: DistributedOptimizer, name: str, state: State, header: State) -> Tensor | None:
     """What this rank takes of an entry of a parameter's state; None if there is none."""
-    if name not in state or name not in optimizer._of_one_rank:
+    if name not in state or name not in own_names(optimizer, header):
         return local(state[name]) if name in state else None
     if header["world_size"] == optimizer._rows.shape[0]:
         return optimizer._rows.own(state[name])

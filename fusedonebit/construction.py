@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .comm import CollectiveError, ShardGroup, agree, checksum, make_transport
 from .parameters import ParameterList
+from .policies import stated
 from .sharding import check_groups, local
 from .triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
 
@@ -134,7 +135,7 @@ def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, s
     named = list(zip(plist.owners, plist.names, strict=True))
     return [
         ("the optimizer", type(optimizer).__name__),
-        *((f.name, repr(getattr(options, f.name))) for f in fields(options)),
+        *((f.name, stated(getattr(options, f.name))) for f in fields(options)),
         ("broadcast_parameters", repr(broadcast)),
         ("the number of ranks of a node", str(optimizer._inside.world_size)),
         *plist.facts(),

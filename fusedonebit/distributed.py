@@ -365,6 +365,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")
 
+    @property
+    def _keeps_lines(self) -> bool:
+        """Whether a checkpoint has residuals and bits along the whole line (``lines``), and ``_buffers``."""
+        return False
+
     def _tables(self) -> dict[str, Tensor]:
         """What a subclass keeps per tensor, in all stages: [..., tensors] each."""
         return {}

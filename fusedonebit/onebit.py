@@ -338,6 +338,10 @@ class OneBitOptimizer(AveragingOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    @property
+    def _keeps_lines(self) -> bool:
+        return self._phase == "compression"
+
     def _buffers(self) -> dict[str, Tensor]:
         """What the compression stage keeps per element besides the residuals: [P] each."""
         return {"exp_avg_sq": self._exp_avg_sq}

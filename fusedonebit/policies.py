@@ -1,0 +1,187 @@
+"""When 0/1 Adam renews its variance, and when its workers synchronise (Lu et al., 2022, sections 4 and 5).
+
+Both are asked at the beginning of each round, and are functions of what was done so far, nothing else: then all
+ranks answer alike, and a resumed run goes on as it would have. Any object with such a method will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Progress(NamedTuple):
+    """What was done before the round that begins.
+
+    Attributes:
+        steps: Calls of ``step()``, skipped ones included.
+        rounds: Synchronisations, in full precision or in bits.
+        renewals: Of those, in full precision: the variance was renewed.
+        since_renewal: Rounds that have ended since the last renewal; 0 right after it, or where there was none.
+    """
+
+    steps: int
+    rounds: int
+    renewals: int
+    since_renewal: int
+
+
+class VariancePolicy(Protocol):
+    """Decides in which rounds gradients are averaged in full precision, to renew the variance."""
+
+    def renews(self, done: Progress) -> bool:
+        """Whether the round that begins does; it is of one step then."""
+
+
+class SyncPolicy(Protocol):
+    """Decides how many steps workers take before they synchronise in bits."""
+
+    def steps(self, done: Progress) -> int:
+        """The length of the round that begins, at least 1."""
+
+
+@dataclass(frozen=True)
+class DoublingVariance:
+    """Renewals further and further apart: each distance, in rounds, holds for ``scaler`` renewals, then doubles.
+
+    The distance between renewal j and the next is 2^floor(j / scaler) rounds (0/1 Adam, section 6.1).
+
+    Args:
+        scaler: The paper's kappa.
+        until: The last renewal is before so many rounds; None: there is no last one.
+    """
+
+    scaler: int = 16
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("scaler", self.scaler, 1)
+        if self.until is not None:
+            _check("until", self.until, 1)
+
+    def renews(self, done: Progress) -> bool:
+        """See ``VariancePolicy``."""
+        if done.renewals == 0:
+            return True
+        distance = 2 ** ((done.renewals - 1) // self.scaler)
+        return done.since_renewal + 1 >= distance and (self.until is None or done.rounds < self.until)
+
+
+@dataclass(frozen=True)
+class DoublingRounds:
+    """Rounds of one step at first, then of 2, 4, ... up to ``most``: each length holds for ``scaler`` rounds.
+
+    The paper's rule, for learning rates that fall by half every so many steps: workers may drift apart for
+    twice as long when steps are half as large (0/1 Adam, section 6.1).
+
+    Args:
+        after: So many rounds are of one step: the learning-rate warm-up, in which no worker should be alone.
+        scaler: Rounds of each length before it doubles.
+        most: The longest round; a power of two.
+    """
+
+    after: int
+    scaler: int
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        _check("after", self.after, 0)
+        _check("scaler", self.scaler, 1)
+        _check("most", self.most, 1)
+        if self.most & (self.most - 1):
+            raise ValueError(f"most must be a power of two, got {self.most!r}")
+
+    def steps(self, done: Progress) -> int:
+        """See ``SyncPolicy``."""
+        if done.rounds < self.after:
+            return 1
+        doublings = 1 + (done.rounds - self.after) // self.scaler
+        return min(self.most, 2 ** min(doublings, self.most.bit_length()))
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    """Workers synchronise in every step."""
+
+    def steps(self, done: Progress) -> int:
+        """See ``SyncPolicy``."""
+        return 1
+
+
+_FIRST = 2
+"""DeepSpeed's number of our first step: its own first one changes nothing, but is counted."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedVariance:
+    """DeepSpeed 0.19.6's variance policy, which counts steps: renewals where the step is a multiple of an interval.
+
+    Args:
+        var_freeze_step: Behind this step the variance is frozen.
+        var_update_scaler: Renewals before the interval doubles.
+    """
+
+    var_freeze_step: int = 100_000
+    var_update_scaler: int = 16
+
+    def __post_init__(self) -> None:
+        _check("var_freeze_step", self.var_freeze_step, _FIRST)
+        _check("var_update_scaler", self.var_update_scaler, 1)
+
+    def frozen(self, done: Progress) -> bool:
+        """Whether the variance is frozen for good: then momenta are synchronised instead of gradients."""
+        return done.steps + _FIRST > self.var_freeze_step + 1
+
+    def renews(self, done: Progress) -> bool:
+        """See ``VariancePolicy``."""
+        step, begin, interval = done.steps + _FIRST, _FIRST, 1
+        if self.frozen(done):
+            return False
+        while True:
+            first = -(-begin // interval) * interval
+            last = first + (self.var_update_scaler - 1) * interval
+            if step <= last:
+                return step >= first and step % interval == 0
+            begin, interval = last + 1, 2 * interval
+
+
+@dataclass(frozen=True)
+class DeepSpeedRounds:
+    """DeepSpeed 0.19.6's local-step policy, which counts steps from the variance's freeze on.
+
+    Args:
+        var_freeze_step: As for ``DeepSpeedVariance``.
+        local_step_scaler: Steps before the interval doubles.
+        local_step_clipper: The largest interval.
+    """
+
+    var_freeze_step: int = 100_000
+    local_step_scaler: int = 32_678
+    local_step_clipper: int = 16
+
+    def __post_init__(self) -> None:
+        _check("var_freeze_step", self.var_freeze_step, _FIRST)
+        _check("local_step_scaler", self.local_step_scaler, 1)
+        _check("local_step_clipper", self.local_step_clipper, 1)
+
+    def steps(self, done: Progress) -> int:
+        """See ``SyncPolicy``."""
+        begin = step = done.steps + _FIRST
+        while step % self._interval(step):
+            step += 1
+        return step - begin + 1
+
+    def _interval(self, step: int) -> int:
+        doublings = max(0, step - self.var_freeze_step - _FIRST) // self.local_step_scaler
+        return min(self.local_step_clipper, 2 ** min(doublings, self.local_step_clipper.bit_length()))
+
+
+def stated(value: object) -> str:
+    """What ranks compare, and checkpoints keep, of a policy: its ``repr``, unless that tells its address."""
+    own = type(value).__repr__ is not object.__repr__
+    return repr(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
