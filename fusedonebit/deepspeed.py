@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .policies import DeepSpeedRounds, DeepSpeedVariance
+
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 """How DeepSpeed moved bytes; here the process group says that."""
 
@@ -42,6 +44,23 @@ def onebit_lamb_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, (ours, default) in _LAMB_KEYS.items():
         arguments[ours] = given.pop(key, default)
     return arguments | _nothing_left(given)
+
+
+def zero_one_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
+    given = _params(config, "ZeroOneAdam")
+    frozen = given.pop("var_freeze_step", 100_000)
+    given["freeze_step"] = 2  # which 1-bit Adam would ask for
+    arguments = _common_arguments(given, "ZeroOneAdam")
+    for name in ("freeze_step", "guard", "dead_coordinates"):
+        del arguments[name]
+    policies = {
+        "variance_policy": DeepSpeedVariance(frozen, given.pop("var_update_scaler", 16)),
+        "sync_policy": DeepSpeedRounds(
+            frozen, given.pop("local_step_scaler", 32_678), given.pop("local_step_clipper", 16)
+        ),
+    }
+    return arguments | policies | _nothing_left(given)
 
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:

@@ -325,16 +325,17 @@ class ZeroOneOptimizer(AveragingOptimizer):
             hold=agreed.hold,
             pending=self._pending,
         )
-        self._apply(coef, agreed.hold)
+        if steps > 1:
+            self._sum_up(coef)
+        self._apply(coef, agreed.hold, moved=steps > 1)
         return reduce.flags
 
-    def _apply(self, coef: Tensor, hold: Tensor | None) -> None:
+    def _apply(self, coef: Tensor, hold: Tensor | None, moved: bool) -> None:
         """x = x0 - mean step size * sum of the updates, from the x0 that all had (line 10); and the round ends."""
         layout, reduce, live, steps = self.layout, self._reduce, self._live, self._round.steps
         where = layout.sizes, layout.block_size
         self._list.before_update()
-        if self._local:
-            self._sum_up(coef)
+        if moved:
             coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / steps
             coef[:, Coef.DECAY] = self._moved[DECAY]
             anchor = self._anchor[: layout.numel]

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Transport
+from .deepspeed import zero_one_adam_arguments
 from .policies import DoublingVariance, SyncPolicy, VariancePolicy
 from .triton_kernels import ScaleScope
-from .zero_one import ZeroOneOptions, ZeroOneOptimizer
+from .zero_one import ZeroOneOptimizer, ZeroOneOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,3 +133,33 @@ class ZeroOneAdam(ZeroOneOptimizer):
             mask=mask,
             broadcast_parameters=broadcast_parameters,
         )
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        config: Mapping[str, Any],
+        process_group: dist.ProcessGroup | Transport | None = None,
+        **options: Any,
+    ) -> ZeroOneAdam:
+        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
+
+        Those are: intervals that count steps, l2 scales over everything, no bias correction; gradients are
+        compressed until the variance is frozen, and weight decay is part of what is summed and of the rebuilt
+        momentum (``zero_one_deepspeed``). Its first ``step()``, which only sets up its buffers, is counted here
+        as there, but drops no gradient here. Where learning rates change the residuals follow them, as in
+        ``OneBitAdam``; DeepSpeed's do not.
+
+        Args:
+            params: As for the constructor; per-group settings override the config's.
+            config: The optimizer block, ``{"type": "ZeroOneAdam", "params": {...}}``, or its params.
+            process_group: As for the constructor.
+            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
+
+        Raises:
+            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+        """
+        from .zero_one_deepspeed import DeepSpeedZeroOneAdam
+
+        arguments = zero_one_adam_arguments(config) | options
+        return DeepSpeedZeroOneAdam(params, **arguments, process_group=process_group)

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 
-from fusedonebit import OneBitAdam, OneBitLamb
+from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 DATA = Path(__file__).parent / "data"
 
@@ -80,3 +81,41 @@ def test_replays_deepspeeds_lamb_within_1e_5_and_its_coefficients_within_1e_4():
         assert max(coefficients) <= 1e-4
         assert momentum <= 1e-6
         assert variance <= 1e-6
+
+
+def replay_zero_one(rank: int, world_size: int, name: str) -> tuple[list[float], set[str], float, float]:
+    recording = np.load(DATA / name)
+    config = json.loads(str(recording["config"]))
+    keys = ("lr", "betas", "eps", "weight_decay", "var_freeze_step", "var_update_scaler")
+    keys += ("local_step_scaler", "local_step_clipper")
+    p = torch.nn.Parameter(torch.from_numpy(recording["init"].copy()))
+    optimizer = ZeroOneAdam.from_deepspeed([p], {"type": "ZeroOneAdam", "params": {k: config[k] for k in keys}})
+    errors, phases = [], set()
+    for step in range(config["steps"]):
+        p.grad = torch.from_numpy(recording["grads"][rank, step].copy())
+        optimizer.step()
+        phases.add(optimizer.phase)
+        # Within a round each rank has parameters of its own; recorded are those of rank 0.
+        if rank == 0 or optimizer.phase != "local":
+            errors.append(float(np.abs(p.detach().numpy() - recording["params"][step]).max()))
+    momentum = float(np.abs(optimizer.momentum(p).numpy() - recording["exp_avg"]).max())
+    variance = float(np.abs(optimizer.state[p]["exp_avg_sq"].numpy() - recording["exp_avg_sq"]).max())
+    return errors, phases, momentum if rank == 0 else 0.0, variance
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("deepspeed_zoadam_flat_w2_open.npz", {"uncompressed", "one-bit", "local"}),
+        ("deepspeed_zoadam_nofreeze_flat_w2_open.npz", {"uncompressed", "one-bit"}),
+    ],
+)
+def test_replays_deepspeeds_0_1_adam_within_1e_5_at_all_20_steps(name, phases):
+    results = run_ranks(replay_zero_one, 2, name)
+    for rank, (errors, seen, momentum, variance) in enumerate(results):
+        print(f"0/1 Adam, {name}, rank {rank}: largest parameter error over {len(errors)} steps: {max(errors):.2e}")
+        assert max(errors) <= 1e-5
+        assert seen == phases
+        assert momentum <= 1e-6
+        assert variance <= 1e-6
+    assert len(results[0][0]) == 20

@@ -1,0 +1,90 @@
+"""0/1 Adam with DeepSpeed 0.19.6's numerics, which are not quite the paper's; to reproduce, not to be fast.
+
+Until the variance is frozen what travels in one bit is not the momentum but the gradient, in every step in which
+the variance is not renewed. And then weight decay is part of what workers add up, so of the rebuilt momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from .policies import DeepSpeedVariance
+from .triton_kernels import Coef, rebuild_momentum
+from .zero_one import Round
+from .zero_one_adam import ZeroOneAdam
+
+
+class DeepSpeedZeroOneAdam(ZeroOneAdam):
+    """What ``ZeroOneAdam.from_deepspeed`` makes; the arguments are those of ``ZeroOneAdam``."""
+
+    _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
+    """Coefficients with which Adam's update leaves the variance as it is."""
+
+    def _is_frozen(self) -> bool:
+        policy = self.options.variance_policy
+        assert isinstance(policy, DeepSpeedVariance)
+        return policy.frozen(self._done)
+
+    def _next_round(self) -> Round:
+        if self._is_frozen() and not self._was_frozen:
+            # Residuals of gradients are none of momenta.
+            self._reduce.settle()
+            self._reduce.worker.forget()
+            self._reduce.server.forget()
+        self._was_frozen = self._is_frozen()
+        return super()._next_round()
+
+    def _build(self) -> None:
+        super()._build()
+        self._was_frozen = False
+
+    def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        if self._is_frozen():
+            return self._synchronise_momentum(grads, coef, abort)
+        return self._synchronise_gradient(grads, coef, abort)
+
+    def _synchronise_gradient(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """Adam's step with the average of compressed gradients, and with the variance that is."""
+        agreed, layout, reduce = self._scaling(grads, alone=False), self.layout, self._reduce
+        plain = agreed.scaled(reduce._plain_coef())
+        reduce(grads, coef=plain, tag=self._mixed_tag(), abort=abort, hold=agreed.hold)
+        where = coef, self._block_tensor, self._live.bits, self._live.row
+        rebuild_momentum(layout.sizes, layout.block_size, reduce.bits, reduce.scale, None, False, *where, self._anchor)
+        for column, value in self._stays.items():
+            coef[:, column] = value
+        self._list.before_update()
+        self._update(self._anchor, coef, reduce.flags)
+        self._list.after_update()
+        reduce.scale.zero_()
+        self._end_round()
+        self._as_floats = True
+        return reduce.flags
+
+    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
+        self._list.before_update()
+        self._step_alone(grads, coef)
+        self._list.after_update()
+        self._tag = self._mixed_tag()
+        self._local += 1
+        self._done = self._done._replace(steps=self._done.steps + 1)
+        return self._none.clone()
+
+    def _step_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
+        if self._local == 0:
+            self._begin_round()
+        agreed = self._scaling(grads, alone=True)
+        self._add(grads, agreed.scaled(coef), agreed.hold, moves=True, last=False, leaks=True)
+        self._sum_up(coef)
+        self._moved[1] = 1.0  # decay is in what was added up
+
+    def _synchronise_momentum(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """The last step of a round is as the others; what all have added up is compressed apart."""
+        self._list.before_update()
+        self._step_alone(grads, coef)
+        nothing, reduce = [self._nothing] * len(grads), self._reduce
+        reduce(nothing, coef=reduce._plain_coef(), tag=self._mixed_tag(), abort=abort, pending=self._pending)
+        self._apply(coef, None, moved=True)
+        return reduce.flags
