@@ -18,6 +18,7 @@ from .marsit import MarsitAllReduce
 from .shards import ShardGroup
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
+from .votes import SignVote
 from .wire import Flag, Messages, Word, describe_mismatch
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MarsitAllReduce",
     "Messages",
     "ShardGroup",
+    "SignVote",
     "SimulatedGroup",
     "SimulatedTransport",
     "Topology",

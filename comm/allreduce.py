@@ -187,6 +187,14 @@ class CompressedAllReduce:
             going_on,
         )
         self.worker.finish(self.to_servers)
+        self._exchange(tag, abort, hold, pending)
+        if before is not None:
+            for scale, old in zip(self._scales(), before, strict=True):
+                scale.copy_(torch.where(going_on == 0, scale, old))
+
+    def _exchange(self, tag: int, abort: bool, hold: Tensor | None, pending: Tensor | None) -> None:
+        """Sends what ``to_servers`` has, serves, and receives."""
+        going_on = self._going_on if hold is None else hold
         self._sign_messages(tag, abort, pending)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
@@ -197,9 +205,6 @@ class CompressedAllReduce:
         # Where this step is held back the bits of the last result are here again: servers have kept them.
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive()
-        if before is not None:
-            for scale, old in zip(self._scales(), before, strict=True):
-                scale.copy_(torch.where(going_on == 0, scale, old))
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale

@@ -15,6 +15,7 @@ from .lamb import Lamb
 from .marsit import MarsitAdam, MarsitSGD
 from .onebit import OneBitOptimizer
 from .onebit_lamb import OneBitLamb
+from .onebit_lion import OneBitLion
 from .zero_one_adam import ZeroOneAdam
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OneBitAdam",
     "OneBitLamb",
+    "OneBitLion",
     "OneBitOptimizer",
     "OutOfStepError",
     "ZeroOneAdam",

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
+from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..averaging import AveragingOptimizer
 from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
 from ..comm.baselines import Coding
 from ..freezing import DeadCoordinates
 from ..hyperparameters import VARIANCE_FLOOR, Options
+from ..policies import DoublingRounds
 from ..triton_kernels import TAIL, Coef, adam_update, freeze
 
 if TYPE_CHECKING:
@@ -141,6 +142,14 @@ def _onebit_adam(of: Setting, **numerics: Any) -> Any:
     return OneBitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
 
 
+def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
+    """Rounds of one step until 1-bit Adam would freeze, then of 2, 4, ...: each length for an eighth of all steps."""
+    longer = max(1, of.task.steps // 16)
+    policy = DoublingRounds(after=of.freeze_step, scaler=longer, most=most)
+    options: dict[str, Any] = {"sync_policy": policy, "process_group": of.transport} | numerics
+    return ZeroOneAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
 def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
     lr = of.task.lr * of.task.lamb
     options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
@@ -192,6 +201,7 @@ CONTENDERS: dict[str, Make] = {
     "adam": _adam,
     "adam-frozen": partial(_adam, frozen=True, floor=VARIANCE_FLOOR),
     "onebit-adam": _onebit_adam,
+    "zero-one-adam": _zero_one_adam,
     "lamb": _lamb,
     "lamb-frozen": partial(_lamb, frozen=True),
     "onebit-lamb": _onebit_lamb,
@@ -202,6 +212,7 @@ CONTENDERS: dict[str, Make] = {
     "onebit-adam-deepspeed-guarded": partial(
         _onebit_adam, **PAPER | {"scale_norm": "l2", "guard": "rewarm"}, bias_correction=False, dead_coordinates="keep"
     ),
+    "zero-one-adam-16": partial(_zero_one_adam, most=16),
     "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
     "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
     "onebit-adam-warm-start": _warm,

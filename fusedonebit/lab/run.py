@@ -115,6 +115,7 @@ class Worker:
             "vetoed": sum(stats.get("vetoed_steps", 0) for stats in told),
             "rewarms": sum(stats.get("rewarms", 0) for stats in told),
             "bytes": sum(stats["bytes_total"] for stats in told),
+            "rounds": sum(stats.get("rounds", stats["step"]) for stats in told),
         }
 
     def _step(self, step: int) -> float:

@@ -1,0 +1,50 @@
+"""What W workers' signs make together, on the wire of the 1-bit all-reduce (distributed Lion, Liu et al., 2024)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .allreduce import CompressedAllReduce
+from .wire import Word
+
+Aggregation = Literal["majority", "mean"]
+
+CHAIR = 0.5
+"""What one vote weighs more than the others: it decides where they tie, and nowhere else."""
+
+
+class SignVote(CompressedAllReduce):
+    """The majority of signs, or their mean; a caller writes its own signs into ``to_servers.bits`` beforehand.
+
+    Majority: one bit each way, and nothing is kept. Where the votes tie the chair's counts, which is another worker
+    in each step: a tie that always were +1 would let coordinates drift. Mean: servers send the mean's signs and
+    scales, with error feedback on their side.
+
+    Args:
+        layout, transport: As for ``CompressedAllReduce``.
+        aggregation: "majority" or "mean".
+        options: As for ``CompressedAllReduce``. ``compensated`` is left alone.
+    """
+
+    def __init__(self, *arguments: Any, aggregation: Aggregation, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.aggregation = aggregation
+
+    def vote(self, *, tag: int, abort: bool, hold: Tensor | None, flags: Tensor) -> None:
+        """One exchange; see ``CompressedAllReduce``. ``flags`` int32 [1] are this rank's."""
+        chair = int(self.aggregation == "majority") * CHAIR
+        mine = (self.synchronisations + self.transport.rank) % self.layout.world_size == 0
+        self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
+        self.to_servers.words[:, Word.FLAGS] = 0
+        self._exchange(tag, abort, hold, flags)
+
+    def _serve(self, hold: Tensor) -> None:
+        if self.aggregation == "majority":  # nothing is left of the last vote
+            self.server.compensated.zero_()
+            self.server.scale.zero_()
+        super()._serve(hold)
+        if self.aggregation == "majority":
+            self.server.scale.fill_(1.0)
+            self.served.scales.fill_(1.0)
