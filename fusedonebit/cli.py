@@ -49,8 +49,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--optimizer",
         default="onebit-adam",
         metavar="NAME",
-        help="adamw, onebit-adam, lamb, onebit-lamb, onebit-lamb-frozen, marsit, or one of those that Marsit is "
-        "measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
+        help="adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, onebit-lamb-frozen, marsit, or one of "
+        "those that Marsit is measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
     )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=_whole("--nproc", 1), default=1, help="processes to start (not with torchrun)")
@@ -64,7 +64,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="K",
         help="rounds of marsit of which one is of full precision; 0: none",
     )
-    add("--local-steps", type=_whole("--local-steps", 1), default=1, help="steps of a round of marsit and the like")
+    add("--local-steps", type=_whole("--local-steps", 1), default=1, help="steps of a round of marsit and the like; of zero-one-adam the most (at least 4)")
     add("--model", default="small", help="tiny, small, medium or large")
     add("--batch-size", type=_whole("--batch-size", 1), default=16, help="sequences per process")
     add("--seq-len", type=_whole("--seq-len", 1), default=64, help="bytes per sequence")
@@ -72,7 +72,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--lr",
         type=_rate,
         default=None,
-        help="peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, for LAMB 2e-2)",
+        help="peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, for LAMB 2e-2, for Lion 1e-3)",
     )
     add("--seed", type=_whole("--seed", 0), default=0, help="of the initial values and the batches")
     add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, pictures and checkpoints")

@@ -108,6 +108,26 @@ class EveryStep:
         return 1
 
 
+@dataclass(frozen=True)
+class AlignedRounds:
+    """Another policy's rounds, cut so that one ends at every multiple of ``every`` steps: where models are looked at.
+
+    Args:
+        policy: The other one.
+        every: After so many steps, and twice and thrice so many, all ranks have the same parameters.
+    """
+
+    policy: SyncPolicy
+    every: int
+
+    def __post_init__(self) -> None:
+        _check("every", self.every, 1)
+
+    def steps(self, done: Progress) -> int:
+        """See ``SyncPolicy``."""
+        return min(self.policy.steps(done), self.every - done.steps % self.every)
+
+
 _FIRST = 2
 """DeepSpeed's number of our first step: its own first one changes nothing, but is counted."""
 

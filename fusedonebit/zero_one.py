@@ -139,6 +139,11 @@ class ZeroOneOptimizer(AveragingOptimizer):
         """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
         return self._phase == "uncompressed"
 
+    @property
+    def synchronised(self) -> bool:
+        """Whether all ranks have the same parameters now: between two rounds, not within one."""
+        return self._local == 0
+
     def _enter_phase(self) -> None:
         """Asks the policies where a round begins; the same on all ranks."""
         if self._local == 0:

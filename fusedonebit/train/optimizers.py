@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
+from .. import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from ..baselines import AGGREGATIONS, BaselineAdam
 from ..comm import Topology, make_transport
 from ..inspection import fp32_bytes
+from ..policies import AlignedRounds, DoublingRounds, DoublingVariance
 
 Parameters = Iterable[tuple[str, Tensor]]
 
@@ -21,6 +22,7 @@ BETAS = (0.9, 0.99)
 EPS = 1e-8
 LAMB_EPS = 1e-6
 WEIGHT_DECAY = 0.01
+LION_WEIGHT_DECAY = 0.03
 PAPER: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "global", "variance_floor": 0.0, "guard": "off"}
 """1-bit LAMB's own numerics: what its figures are drawn with."""
 
@@ -32,6 +34,8 @@ class Settings:
     lr: float
     freeze_step: int | Literal["auto"]
     lr_warmup_steps: int
+    steps: int
+    looked_at_every: int
     topology: Topology | Literal["auto"] = "ring"
     full_precision_every: int = 100
     local_steps: int = 1
@@ -89,6 +93,26 @@ def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimize
         freeze_step=settings.freeze_step,
         lr_warmup_steps=settings.lr_warmup_steps,
     )
+
+
+def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    """The variance is renewed until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
+    assert settings.freeze_step != "auto"  # refused with this one
+    frozen, doubled = settings.freeze_step, max(1, settings.steps // 10)
+    rounds = DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))
+    return ZeroOneAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        variance_policy=DoublingVariance(scaler=max(16, frozen // 2), until=frozen),
+        sync_policy=AlignedRounds(rounds, settings.looked_at_every),
+    )
+
+
+def _onebit_lion(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return OneBitLion(params, settings.lr, weight_decay=LION_WEIGHT_DECAY)
 
 
 def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
@@ -153,6 +177,8 @@ class Entry(NamedTuple):
 OPTIMIZERS = {
     "adamw": Entry(_adamw, 3e-3),
     "onebit-adam": Entry(_onebit_adam, 3e-3),
+    "zero-one-adam": Entry(_zero_one_adam, 3e-3),
+    "onebit-lion": Entry(_onebit_lion, 1e-3),
     "lamb": Entry(_lamb, 2e-2),
     "onebit-lamb": Entry(_onebit_lamb, 2e-2),
     "onebit-lamb-frozen": Entry(partial(_onebit_lamb, layerwise="frozen"), 2e-2),

@@ -82,6 +82,8 @@ class Run:
             job.lr or usual_lr,
             job.freeze_step,
             job.lr_warmup_steps,
+            job.steps,
+            math.gcd(job.steps, job.eval_every, job.save_every),
             job.topology,
             job.full_precision_every,
             job.local_steps,
@@ -237,6 +239,8 @@ def check(job: Job, world_size: int) -> None:
         for flag, steps in (("--steps", job.steps), ("--eval-every", job.eval_every), ("--save-every", job.save_every)):
             if steps % job.local_steps:
                 raise InputError(f"{flag} must be a multiple of --local-steps {job.local_steps}, got {steps}")
+    if "zero-one-adam" in job.optimizers and job.freeze_step == "auto":
+        raise InputError("--freeze-step must be a number with zero-one-adam, got auto: its variance has a policy")
     others = sorted(set(in_rounds) - {"marsit"})
     if job.topology in ("owner", "auto") and others:
         raise InputError(f"--topology {job.topology} is marsit's alone, got it with {', '.join(others)}")

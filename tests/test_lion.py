@@ -1,0 +1,188 @@
+"""Distributed Lion: it is Lion on one worker, and a vote on several; real ranks and simulated ones."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from fusedonebit.comm import SimulatedGroup
+from ranks import run_ranks
+
+from fusedonebit import OneBitAdam, OneBitLion
+
+SIZES = ((40, 20), (20,), (7, 3, 2))
+LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(size, generator=draw).to(dtype)) for size in SIZES]
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(size, generator=draw) for size in SIZES]
+
+
+def flat(tensors: list) -> np.ndarray:
+    return torch.cat([t.detach().float().reshape(-1) for t in tensors]).numpy()
+
+
+def train(rank: int, transport, steps: int = 12, params=None, **options) -> tuple[np.ndarray, OneBitLion]:
+    params = parameters() if params is None else params
+    optimizer = OneBitLion(params, LR, BETAS, DECAY, process_group=transport, **options)
+    for step in range(steps):
+        for p, g in zip(params, gradients(rank, step), strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+    return flat(params), optimizer
+
+
+def transcription(workers: int, steps: int) -> np.ndarray:
+    """Distributed Lion, Algorithm 1, with majority vote, in float64; a tie is the chair's."""
+    x = flat(parameters()).astype(np.float64)
+    m = np.zeros((workers, len(x)))
+    for step in range(steps):
+        g = np.stack([flat(gradients(rank, step)) for rank in range(workers)]).astype(np.float64)
+        sign = np.sign(BETAS[0] * m + (1 - BETAS[0]) * g)  # line 4
+        m = BETAS[1] * m + (1 - BETAS[1]) * g  # line 5
+        votes = sign.sum(0)  # line 8
+        chair = sign[-step % workers]
+        x = x - LR * (np.sign(np.where(votes == 0, chair, votes)) + DECAY * x)  # line 11
+    return x
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_follows_the_paper_line_by_line(workers):
+    for found, _ in SimulatedGroup(workers).run(train):
+        error = np.abs(found - transcription(workers, 12)).max()
+        print(f"{workers} workers: largest error after 12 steps {error:.1e}; a flipped vote would be {2 * LR:.0e}")
+        assert error < 1e-5
+
+
+def on_real_ranks(rank: int, world_size: int, aggregation: str) -> tuple[np.ndarray, dict]:
+    found, optimizer = train(rank, None, aggregation=aggregation)
+    return found, optimizer.stats()
+
+
+@pytest.mark.parametrize("aggregation", ["majority", "mean"])
+def test_ranks_are_bit_identical_and_send_a_bit_each_way(aggregation):
+    results = run_ranks(on_real_ranks, 3, aggregation)
+    simulated = SimulatedGroup(3).run(lambda rank, transport: train(rank, transport, aggregation=aggregation)[0])
+    for (found, stats), same in zip(results, simulated, strict=True):
+        assert np.array_equal(found, results[0][0])
+        assert np.array_equal(found, same)
+        assert stats["collectives_step"] == 2
+        assert stats["phase"] == "one-bit"
+    if aggregation == "majority":
+        assert np.abs(results[0][0] - transcription(3, 12)).max() < 1e-5
+
+
+def test_the_mean_follows_the_mean_of_all_signs():
+    """Error feedback on the servers' side: what is applied adds up to what was voted, but for one residual."""
+    steps, workers = 60, 4
+    found = SimulatedGroup(workers).run(lambda r, t: train(r, t, steps, aggregation="mean")[0])[0]
+    x, m = flat(parameters()).astype(np.float64), np.zeros((workers, len(found)))
+    for step in range(steps):
+        g = np.stack([flat(gradients(rank, step)) for rank in range(workers)])
+        mean = np.sign(BETAS[0] * m + (1 - BETAS[0]) * g).mean(0)
+        m = BETAS[1] * m + (1 - BETAS[1]) * g
+        x = x - LR * (mean + DECAY * x)
+    apart = np.abs(found - x)
+    print(f"mean of signs: apart by {apart.max() / LR:.2f} steps at most after {steps}, {apart.mean() / LR:.2f} on average")
+    assert apart.max() < 6 * LR
+
+
+def test_coordinates_without_a_gradient_tremble_but_do_not_drift():
+    def run(rank, transport):
+        p = torch.nn.Parameter(torch.zeros(4096))
+        optimizer = OneBitLion([p], LR, process_group=transport)
+        for _ in range(100):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+        return p.detach()
+
+    for x in SimulatedGroup(2).run(run):
+        print(f"after 100 steps: mean {x.mean() / LR:+.2f}, spread {x.std() / LR:.1f} steps")
+        assert abs(x.mean()) < 0.6 * LR
+        assert 8 * LR < x.std() < 12 * LR
+
+
+def test_what_does_not_count_stays_still_and_groups_have_their_own_settings():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    mask = torch.rand(SIZES[0]) < 0.5
+    groups = [{"params": params[:2]}, {"params": params[2:], "maximize": True, "weight_decay": 0.0, "lr": 2 * LR}]
+    optimizer = OneBitLion(groups, LR, mask={params[0]: mask})
+    for p, g in zip(params, gradients(0, 0), strict=True):
+        p.grad = g
+    optimizer.step()
+    assert torch.equal(params[0][~mask], before[0][~mask])
+    torch.testing.assert_close(params[0][mask], before[0][mask] - LR * params[0].grad[mask].sign())
+    torch.testing.assert_close(params[2].detach(), before[2] + 2 * LR * params[2].grad.sign())
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
+    def run(rank, transport):
+        params = parameters()
+        optimizer = OneBitLion(params, LR, process_group=transport)
+        for step in range(3):
+            for p, g in zip(params, gradients(rank, step), strict=True):
+                p.grad = g
+            if (rank, step) == (1, 1):
+                params[0].grad[0, 0] = torch.nan
+            before = flat(params)
+            optimizer.step()
+            assert np.array_equal(before, flat(params)) == (step == 1)
+        return flat(params), optimizer.stats()["skipped_steps"], optimizer.momentum(params[0])
+
+    with pytest.warns(match="not finite|NaN|Inf"):
+        results = SimulatedGroup(2).run(run)
+    for found, skipped, momentum in results:
+        assert np.array_equal(found, results[0][0])
+        assert skipped == 1
+        assert momentum.isfinite().all()
+
+
+def resumed(rank: int, transport, at: int, aggregation: str) -> bool:
+    whole, _ = train(rank, transport, 8, aggregation=aggregation)
+    params = parameters()
+    _, first = train(rank, transport, at, params, aggregation=aggregation)
+    saved = copy.deepcopy(first.state_dict())
+    again = OneBitLion(params, 0.5, process_group=transport, aggregation=aggregation)
+    again.load_state_dict(saved)
+    for step in range(at, 8):
+        for p, g in zip(params, gradients(rank, step), strict=True):
+            p.grad = g
+        again.step()
+    return bool(np.array_equal(whole, flat(params)))
+
+
+@pytest.mark.parametrize("aggregation", ["majority", "mean"])
+def test_resumes_bit_for_bit(aggregation):
+    for at in (1, 5):
+        assert all(SimulatedGroup(3).run(lambda r, t, at=at: resumed(r, t, at, aggregation)))
+
+
+def test_bad_input_is_told():
+    with pytest.raises(ValueError, match="aggregation must be one of 'majority', 'mean', got 'median'"):
+        OneBitLion(parameters(), aggregation="median")
+    with pytest.raises(ValueError, match="betas must be two numbers"):
+        OneBitLion(parameters(), betas=(0.9, 1.0))
+    other = OneBitAdam(parameters(), freeze_step=1)
+    with pytest.raises(ValueError, match="the checkpoint must be of OneBitLion"):
+        OneBitLion(parameters()).load_state_dict(other.state_dict())
+    optimizer = train(0, None, 1)[1]
+    with pytest.raises(RuntimeError, match="before the first step"):
+        optimizer.add_param_group({"params": parameters(1)})
+    assert "aggregation: majority" in repr(optimizer)
+
+
+def test_small_parameters_round_as_asked():
+    for options in ({"master_weights": True}, {"stochastic_rounding": True}):
+        exact, _ = train(0, None, 40)
+        params = parameters(dtype=torch.bfloat16)
+        found, _ = train(0, None, 40, params, **options)
+        assert np.abs(found - exact).mean() < 4 * LR
