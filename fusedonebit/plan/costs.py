@@ -221,7 +221,7 @@ class Method(NamedTuple):
     write: str
 
 
-METHODS = {
+METHODS: dict[str, Method] = {
     "fp32": Method("fp32 all-reduce", "uncompressed", lambda d, n, net: all_reduce(FP32 * d, n, net), "DDP"),
     "bf16": Method("bf16 all-reduce", "uncompressed", lambda d, n, net: all_reduce(BF16 * d, n, net), "DDP, bf16 hook"),
     "flat": Method("1-bit, flat", "1-bit", flat, "OneBitAdam"),
@@ -233,6 +233,7 @@ METHODS = {
     "marsit-torus": Method("Marsit, torus", "Marsit", marsit_torus, 'topology="torus"'),
     "marsit-owner": Method("Marsit, owner", "Marsit", marsit_owner, 'topology="owner"'),
 }
+"""By the name that ``cost`` takes."""
 
 
 def cost(method: str, parameters: float, gpus: int, network: Network, full_precision_every: int = 0) -> float | None:
