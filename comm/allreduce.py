@@ -295,7 +295,7 @@ class CompressedAllReduce:
         """Whether all ranks seem to have sent the same values in the last step, for no extra collective.
 
         Returns:
-            int32 [1], equal on all ranks: 1 or 0, or -1 if it was skipped.
+            1 or 0, or -1 if it was skipped; int32 [1], equal on all ranks.
         """
         residual = self.arrived_words[:, Word.SIGNAL]
         agreement = self.gathered.signal.nan_to_num(1.0)  # a chunk of padding has none

@@ -112,7 +112,7 @@ class MarsitSGD(MarsitOptimizer):
 
     .. math::
         m = \mu m + g + \lambda x, \quad v = \eta_l m + c, \quad
-        g_t = \eta_s \left(\mathrm{sgn}(v^{(1)}) \odot \dots \odot \mathrm{sgn}(v^{(M)})\right), \quad
+        g_t = \eta_s \left(\mathrm{sgn}(v^{(1)}) \odot \cdots \odot \mathrm{sgn}(v^{(M)})\right), \quad
         x \leftarrow x - g_t, \quad c = v - g_t
 
     where each bit of the result is that of one worker, each with probability 1/M. Every
