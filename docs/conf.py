@@ -32,7 +32,7 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (r"py:.*", r"Tensor|DeviceMesh|TypeError, ValueError"),
     (r"py:.*", r"Coding|Options|Family|.*\.simulated\.T"),  # behind TYPE_CHECKING, or a type variable
 ]
-smartquotes = False  # --flags are no dashes
+smartquotes_action = "D"  # quotes stay straight
 highlight_language = "sh"  # what is indented in the pages; api/*.rst say python
 
 myst_heading_anchors = 4
@@ -41,6 +41,7 @@ autodoc_mock_imports = ["mpi4py"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"

@@ -91,7 +91,8 @@ files/examples/ecosystem/*
 """
 
 _PIECES = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_NAMED_BY_PATH = re.compile(r"\[docs/([\w-]+)\.md\]")  # on the site it is just that page
 
 
 class LinkError(Exception):
@@ -136,8 +137,9 @@ class Stage:
         for piece in _PIECES.split(text):
             if piece.startswith("<!--"):
                 continue
-            is_code = piece.lstrip(" ").startswith("`")
-            pieces.append(piece if is_code else _LINK.sub(lambda m: m[1] + self._link(m[2], source, name) + m[3], piece))
+            if not piece.lstrip(" ").startswith("`"):
+                piece = _NAMED_BY_PATH.sub(r"[\1]", _LINK.sub(lambda m: self._link(m[1], source, name), piece))
+            pieces.append(piece)
         self._write(Path(f"{name}.md"), "".join(pieces))
 
     def _link(self, link: str, source: Path, page: str) -> str:
