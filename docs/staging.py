@@ -1,4 +1,4 @@
-"""What ``make docs`` gives to Sphinx: the pages as they are in the repository, with links that lead somewhere on a site.
+"""What ``make docs`` gives to Sphinx: the pages of the repository, with links that lead somewhere on a site too.
 
 On a git host the pages link to each other, to the README and to files anywhere in the repository. Here
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -158,7 +159,8 @@ class Stage:
         if file.suffix == ".png":
             self._write(Path("files", inside), file.read_bytes())
             return f"files/{inside}"
-        name = f"topics/{file.stem}" if file.parent == DOCS and file.suffix == ".md" else f"files/{inside.with_suffix('')}"
+        is_topic = file.parent == DOCS and file.suffix == ".md"
+        name = f"topics/{file.stem}" if is_topic else f"files/{inside.with_suffix('')}"
         if self.folder / f"{name}.md" not in self.written:
             self.written.add(self.folder / f"{name}.md")  # pages link to each other
             text = file.read_text()
@@ -181,7 +183,7 @@ class Stage:
 
 def _readme_parts() -> dict[str, str]:
     text, parts = README.read_text(), {}
-    for (name, title, first), (_, _, after) in zip(PARTS, PARTS[1:], strict=False):
+    for (name, title, first), (_, _, after) in pairwise(PARTS):
         begin = text.index(f"{first}\n") if first else 0
         part = text[begin : text.index(f"{after}\n")]
         if first.startswith("###"):  # its headings are one level too low under a title
@@ -198,5 +200,3 @@ def _readme_part_of(anchor: str) -> str:
 def stage(folder: Path) -> None:
     """Fills ``folder`` with the site's sources."""
     Stage(folder).fill()
-
-
