@@ -58,7 +58,7 @@ class Block:
         return self.language in ("", "sh")
 
 
-class Uncovered(AssertionError):
+class UncoveredError(AssertionError):
     """Nothing tests a block."""
 
 
@@ -82,7 +82,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
         blocks.append(Block(page, line, language, code, "" if marker.startswith("ranks") else marker))
         marker = ""
     if hidden := re.search(r"^\s*(```|~~~).*", _PIECE.sub("", text), re.MULTILINE):
-        raise Uncovered(
+        raise UncoveredError(
             f"{page}: {hidden[0].strip()!r} begins a block in a list or the like, where nothing looks for it"
         )
     return blocks
@@ -100,7 +100,7 @@ def ranks(text: str, code: str) -> int:
 
 
 def check(block: Block) -> None:
-    """Raises Uncovered for a block that is neither run nor checked, or whose marker is not true."""
+    """Raises UncoveredError for a block that is neither run nor checked, or whose marker is not true."""
     if block.is_run or (block.is_commands and not block.marker):
         return  # the programs are run, each command is checked, by tests of their own
     if block.language == "text" and not block.marker:
@@ -110,9 +110,9 @@ def check(block: Block) -> None:
     elif found := re.fullmatch(r"make test-ecosystem runs (\w+)", block.marker):
         _check_ecosystem(block, found[1])
     elif block.marker:
-        raise Uncovered(f"{block}: there is no marker {block.marker!r}")
+        raise UncoveredError(f"{block}: there is no marker {block.marker!r}")
     else:
-        raise Uncovered(f"{block}: nothing tests a block of {block.language!r}; see tests/documentation.py")
+        raise UncoveredError(f"{block}: nothing tests a block of {block.language!r}; see tests/documentation.py")
 
 
 def _check_text(block: Block) -> None:
@@ -120,17 +120,17 @@ def _check_text(block: Block) -> None:
         r"^\s*(>>> |import |from \S+ import|(make|fusedonebit|python|torchrun|pip|mpirun) )", block.text, re.M
     )
     if code:
-        raise Uncovered(f"{block}: says that it is no code, but {code[0].strip()!r} is")
+        raise UncoveredError(f"{block}: says that it is no code, but {code[0].strip()!r} is")
 
 
 def _check_lines(block: Block, files: list[str]) -> None:
     there = set()
     for file in files:
         if not file.startswith(TESTED):
-            raise Uncovered(f"{block}: no test runs {file}")
+            raise UncoveredError(f"{block}: no test runs {file}")
         there |= set(_lines((ROOT / file).read_text()))
     if missing := [line for line in _lines(block.text) if line not in there]:
-        raise Uncovered(f"{block}: {missing[0]!r} is no line of {', '.join(files)}")
+        raise UncoveredError(f"{block}: {missing[0]!r} is no line of {', '.join(files)}")
 
 
 def _lines(code: str) -> Iterator[str]:
@@ -142,9 +142,9 @@ def _lines(code: str) -> Iterator[str]:
 def _check_ecosystem(block: Block, name: str) -> None:
     compile(block.text, str(block), "exec")
     if f"class {name}(" not in block.text and f"class {name}:" not in block.text:
-        raise Uncovered(f"{block}: does not define {name}")
+        raise UncoveredError(f"{block}: does not define {name}")
     if f'"{name}")' not in (ROOT / "tests/ecosystem/test_ecosystem.py").read_text():
-        raise Uncovered(f"{block}: tests/ecosystem/test_ecosystem.py does not take {name} from its page")
+        raise UncoveredError(f"{block}: tests/ecosystem/test_ecosystem.py does not take {name} from its page")
 
 
 def commands(block: Block) -> list[str]:

@@ -19,7 +19,7 @@ import documentation
 import pytest
 import test_readme
 import torch
-from documentation import PAGES, ROOT, Block, Uncovered, blocks_of, commands
+from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands
 
 from fusedonebit import cli
 from fusedonebit.train import launch
@@ -80,6 +80,11 @@ def test_no_block_is_left_out():
     assert sum(block.is_run for blocks in BLOCKS.values() for block in blocks) >= 8
 
 
+def check_page(text: str) -> None:
+    for block in blocks_of("page.md", text):
+        documentation.check(block)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -102,9 +107,8 @@ def test_no_block_is_left_out():
     ],
 )
 def test_a_block_that_nothing_covers_is_named(text: str, why: str):
-    with pytest.raises(Uncovered, match=re.escape(why)):
-        for block in blocks_of("page.md", f"# Page\n\n{text}"):
-            documentation.check(block)
+    with pytest.raises(UncoveredError, match=re.escape(why)):
+        check_page(f"# Page\n\n{text}")
 
 
 # ---------------------------------------------------------------- programs
@@ -131,7 +135,7 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
 # ---------------------------------------------------------------- commands
 
 
-class _Parsed(Exception):
+class _ParsedError(Exception):
     """A program has understood its arguments: it need not go on."""
 
 
@@ -141,12 +145,13 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
     real = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *given: Any) -> Any:
-        raise _Parsed(real(self, *given))
+        raise _ParsedError(real(self, *given))
 
     def run(program: Callable[..., Any], *given: Any) -> argparse.Namespace:
-        with monkeypatch.context() as patched, pytest.raises(_Parsed) as stopped:
+        with monkeypatch.context() as patched:
             patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-            program(*given)
+            with pytest.raises(_ParsedError) as stopped:
+                program(*given)
         return stopped.value.args[0]
 
     return run
@@ -170,7 +175,8 @@ def _check_pip(arguments: list[str]) -> None:
     install, what = arguments
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", what)
-    assert install == "install" and found, arguments
+    assert install == "install", arguments
+    assert found, arguments
     assert set((found[1] or "dev").split(",")) <= set(extras)
 
 
