@@ -37,6 +37,8 @@ highlight_language = "sh"  # what is indented in the pages; api/*.rst say python
 
 myst_heading_anchors = 4
 
+napoleon_use_ivar = True  # attributes in a list, not each with a heading
+
 autodoc_mock_imports = ["mpi4py"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -72,6 +74,7 @@ def _as_written(app: Sphinx, what: str, name: str, obj: object, options: object,
             if not (is_math or last.endswith("::")):
                 text += [" " * (indent - 4) + ".. code-block:: text", ""]
         text.append(line)
+    text = [re.sub(r"(: |^ *)([A-Za-z]\.)$", r"\1\\\2", line) for line in text]  # "gpus: n." begins no list
     lines[:] = _bars_escaped("\n".join(text)).split("\n")
 
 

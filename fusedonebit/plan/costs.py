@@ -31,7 +31,8 @@ class Network:
         between: Bn, bytes per second that one node sends to the others, over all its network cards.
         inside: Bi, bytes per second that one GPU sends to the others of its node.
         gpus_per_node: L.
-        between_latency, inside_latency: ae and ai, seconds of one hop (NCCL's ring, protocol Simple).
+        between_latency: ae, seconds of one hop to another node (NCCL's ring, protocol Simple).
+        inside_latency: ai, those of a hop inside a node.
         peer: ap, seconds for each peer; from a published all-to-all of 128 GPUs (nccl-tests issue 78).
         base: Seconds that any NCCL ring or tree takes to start.
 
