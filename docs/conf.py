@@ -84,6 +84,12 @@ def _bars_escaped(text: str) -> str:
     return "".join(re.sub(r"(?<!\\)\|", r"\\|", piece) if k % 2 == 0 else piece for k, piece in enumerate(pieces))
 
 
+def _without_links_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """A source's links back to the reference miss what is documented under two modules' names."""
+    if page.startswith("_modules/") and "body" in context:
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
 def _show_twins() -> None:
     """Ops are objects without a signature; their twins have it, and their documentation."""
     for name in triton_kernels.__all__:
@@ -96,6 +102,7 @@ def setup(app: Sphinx) -> None:
     staging.stage(Path(app.srcdir))
     _show_twins()
     app.connect("autodoc-process-docstring", _as_written, priority=400)  # before napoleon
+    app.connect("html-page-context", _without_links_back)
     # "Bytes, headers included: ..." of a property is a sentence, not a type.
     napoleon.GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
     app.add_html_math_renderer("mathml", (_inline_math, None), (_block_math, None))

@@ -17,6 +17,7 @@ Markers are comments, which no reader of a page sees:
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,14 @@ def _check_ecosystem(block: Block, name: str) -> None:
         raise UncoveredError(f"{block}: does not define {name}")
     if f'"{name}")' not in (ROOT / "tests/ecosystem/test_ecosystem.py").read_text():
         raise UncoveredError(f"{block}: tests/ecosystem/test_ecosystem.py does not take {name} from its page")
+
+
+def words(command: str) -> list[str]:
+    """As a shell takes it apart; what is no command is taken apart anyhow, for an error that shows it."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
 
 
 def commands(block: Block) -> list[str]:

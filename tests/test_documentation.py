@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ import documentation
 import pytest
 import test_readme
 import torch
-from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands
+from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands, words
 
 from fusedonebit import cli
 from fusedonebit.train import launch
@@ -50,8 +49,8 @@ ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 def how(command: str) -> str:
     """What the tests do with a command."""
-    name, *arguments = shlex.split(command)
-    if name == "fusedonebit":
+    name, *arguments = words(command)
+    if name == "fusedonebit" and arguments:
         return {"plan": "run", "train": "run in full", "lab": "run in full"}.get(arguments[0], "parsed")
     if name == "torchrun" and "fusedonebit.cli" in arguments:
         return "run in full"
@@ -214,7 +213,7 @@ def _check_module(module: str, arguments: list[str], parse: Callable[..., argpar
 def test_a_command_is_understood_by_what_it_calls(
     block: Block, command: str, at_hand: Path, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ):
-    name, *arguments = shlex.split(command)
+    name, *arguments = words(command)
     if name == "torchrun":
         from torch.distributed.run import get_args_parser
 
@@ -244,7 +243,7 @@ def test_a_command_is_understood_by_what_it_calls(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [line for _, line in COMMANDS if how(line) == "run in full"])
 def test_a_training_command_runs(command: str, at_hand: Path):
-    name, *arguments = shlex.split(command)
+    name, *arguments = words(command)
     launcher = [*TORCHRUN] if name == "torchrun" else [sys.executable, "-m", "fusedonebit.cli"]
     fast = FAST if "train" in arguments else []
     result = subprocess.run([*launcher, *arguments, *fast], capture_output=True, text=True, env=ENVIRONMENT)
