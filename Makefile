@@ -61,7 +61,7 @@ $(VENV)/.docs: $(READY)
 
 # What Sphinx reads, docs/conf.py first writes. A link or a name that leads nowhere is a warning, and so an error.
 docs: $(VENV)/.docs
-	@mkdir -p build/docs-source
+	@rm -rf build/docs build/docs-source && mkdir -p build/docs-source
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs build/docs-source build/docs
 	@echo "build/docs/index.html"
 
