@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab netlab test test-full test-ecosystem lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-full test-ecosystem docs lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -15,6 +15,7 @@ help:
 	@echo "make test       run the test suite (minutes)"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
+	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
 	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
@@ -53,6 +54,16 @@ $(VENV)/.ecosystem: $(READY)
 
 test-ecosystem: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest tests/ecosystem
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
+	@touch $@
+
+# What Sphinx reads, docs/conf.py first writes. A link or a name that leads nowhere is a warning, and so an error.
+docs: $(VENV)/.docs
+	@rm -rf build/docs build/docs-source && mkdir -p build/docs-source
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs build/docs-source build/docs
+	@echo "build/docs/index.html"
 
 # A type checker follows folders, not package-dir: give it the package as it is installed.
 TYPED := build/typing/fusedonebit

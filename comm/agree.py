@@ -119,7 +119,7 @@ def _first_difference(stated: Sequence[dict[str, Any]], member: str) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 63-bit checksum of a dense tensor's bits, in memory order; equal only for equal bits."""
+    """A 63-bit checksum of the bits of a dense ``tensor``, in memory order; equal only for equal bits."""
     size = tensor.element_size()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(integer)

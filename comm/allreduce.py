@@ -65,7 +65,7 @@ class CompressedAllReduce:
             them. They then receive the alltoall before they receive the allgather.
         scale: float32 [B], the result's magnitude per block.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
-        flags: int32 [1], ``Flag``s of the last step, equal on all ranks; not 0: skipped.
+        flags: int32 [1], the last step's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class CompressedAllReduce:
         """Whether all ranks seem to have sent the same values in the last step, for no extra collective.
 
         Returns:
-            int32 [1], equal on all ranks: 1 or 0, or -1 if it was skipped.
+            1 or 0, or -1 if it was skipped; int32 [1], equal on all ranks.
         """
         residual = self.arrived_words[:, Word.SIGNAL]
         agreement = self.gathered.signal.nan_to_num(1.0)  # a chunk of padding has none

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Topology = Literal["ring", "torus", "owner"]
+"""How workers are linked; see ``MarsitSGD``."""
+
 TOPOLOGIES: tuple[Topology, ...] = ("ring", "torus", "owner")
 
 

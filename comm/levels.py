@@ -38,7 +38,9 @@ class HierarchicalRounds:
         part: That of the part which is here.
         own: Where it lies on the line.
         messages: Those of all parts; after a 1-bit round their bits are the signs of the global update.
-        scale, values, flags: As of ``RoundAllReduce``, for all parts.
+        scale: As of ``RoundAllReduce``, for all parts; so are the next two.
+        values: The global update where it is no signs.
+        flags: Of the last round.
         compensated: float32 [P]; zero where other ranks have it.
     """
 

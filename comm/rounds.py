@@ -39,7 +39,7 @@ class RoundAllReduce:
         scale: float32 [B]: how far a 1-bit round went; 0 if it was skipped, or made ``values``.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
-        flags: int32 [1], ``Flag``s of the last round, equal on all ranks; not 0: skipped.
+        flags: int32 [1], the last round's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
         rounds: How many there were, t of the next.
     """
 
@@ -238,7 +238,7 @@ class RoundAllReduce:
 
     @property
     def pending(self) -> int:
-        """``Flag``s that this worker's updates have set since the last round; waits for the device."""
+        """``Flag`` bits that this worker's updates have set since the last round; waits for the device."""
         return int(union(self.messages.words[:, Word.FLAGS]))
 
     @pending.setter

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class SimulatedGroup:
-    """Ranks that meet in shared memory, and wait for each other ``timeout`` seconds at most."""
+    """``world_size`` ranks that meet in shared memory, and wait for each other ``timeout`` seconds at most."""
 
     def __init__(self, world_size: int, timeout: float = 120.0) -> None:
         self.world_size = world_size
@@ -82,7 +82,7 @@ class SimulatedGroup:
 
 
 class SimulatedTransport:
-    """The ``Transport`` of one rank of a ``SimulatedGroup``; counts bytes as ``TorchTransport`` does."""
+    """The ``Transport`` of one ``rank`` of a ``SimulatedGroup``, ``group``; counts bytes as ``TorchTransport`` does."""
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size

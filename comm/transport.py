@@ -239,7 +239,10 @@ class _Works:
 def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.device) -> Transport:
     """Returns the transport for a group: the default group if there is one, else none is needed.
 
-    A ``Transport`` is returned as it is: a simulated rank, or a library of the user's own.
+    Args:
+        group: Of ``torch.distributed``; None: the default one, if there is one. A ``Transport`` is returned as it
+            is: a simulated rank, or a library of the user's own.
+        device: On which tensors are: the group must have a backend for it.
 
     Raises:
         TypeError: if it lacks some of what a ``Transport`` has.

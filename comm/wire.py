@@ -169,7 +169,12 @@ def describe_note(note: int) -> str:
 
 
 def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damaged") -> str:
-    """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device."""
+    """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device.
+
+    Args:
+        arrived: int32 [W, 8], the headers of all ranks.
+        otherwise: What to say where all of them agree.
+    """
     words = arrived.cpu()
     for word, name in _MEANING.items():
         differing = (words[:, word] != words[0, word]).nonzero()

@@ -27,8 +27,8 @@ class OneBitAdam(OneBitOptimizer):
 
     .. math::
         c_i = \beta_1 m + (1 - \beta_1) g_i + e_i, \quad
-        m = C\Big(\tfrac1W \sum_i C(c_i) + E\Big), \quad
-        x \leftarrow x - \gamma \Big(\frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda x\Big)
+        m = C\left(\tfrac{1}{W} \sum_i C(c_i) + E\right), \quad
+        x \leftarrow x - \gamma \left(\frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda x\right)
 
     where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
     server) carry what it lost. Do not average gradients yourself: give the optimizer local ones; with

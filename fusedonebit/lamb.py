@@ -109,7 +109,7 @@ class Lamb(LambUpdate):
     .. math::
         m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
         u = \frac{m}{\sqrt v + \epsilon} + \lambda x, \\
-        c = \mathrm{clip}\Big(\frac{\|x\|}{\|u\|}, c_{min}, c_{max}\Big), \quad x \leftarrow x - \gamma c u
+        c = \mathrm{clip}\left(\frac{\|x\|}{\|u\|}, c_{min}, c_{max}\right), \quad x \leftarrow x - \gamma c u
 
     with one coefficient c per tensor, 1 where a norm is zero (1-bit LAMB, Li et al., 2021, eq. 2).
     Three kernels, whatever the number of tensors, one fp32 all-reduce. Give it local gradients; with DDP

@@ -112,7 +112,7 @@ class MarsitSGD(MarsitOptimizer):
 
     .. math::
         m = \mu m + g + \lambda x, \quad v = \eta_l m + c, \quad
-        g_t = \eta_s \big(\mathrm{sgn}(v^{(1)}) \odot \dots \odot \mathrm{sgn}(v^{(M)})\big), \quad
+        g_t = \eta_s \left(\mathrm{sgn}(v^{(1)}) \odot \cdots \odot \mathrm{sgn}(v^{(M)})\right), \quad
         x \leftarrow x - g_t, \quad c = v - g_t
 
     where each bit of the result is that of one worker, each with probability 1/M. Every
@@ -243,9 +243,9 @@ class MarsitAdam(MarsitOptimizer):
         weight_decay: Decoupled, as in AdamW.
         global_ratio: eta_s / eta_l; see ``MarsitSGD``.
         bias_correction: Adam's.
-        topology, network, rows, full_precision_every, compensation_limit, local_steps, seed, maximize, mask, nonfinite,
-            max_grad_norm, master_weights, broadcast_parameters, block_size, stochastic_rounding,
-            process_group, mesh, hierarchy, hierarchy_dtype: As for ``MarsitSGD``.
+        topology, network, rows, full_precision_every, compensation_limit, local_steps, seed: As for ``MarsitSGD``.
+        maximize, mask, nonfinite, max_grad_norm, master_weights, broadcast_parameters: As for ``MarsitSGD``.
+        block_size, stochastic_rounding, process_group, mesh, hierarchy, hierarchy_dtype: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.

@@ -37,7 +37,12 @@ from .warm_start import warm_start as take_warm_start
 
 
 class OneBitOptimizer(AveragingOptimizer):
-    """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``."""
+    """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``.
+
+    Args:
+        arguments: See ``DistributedOptimizer``; ``keywords`` too.
+        warm_start: Where the variance comes from; see ``OneBitAdam``.
+    """
 
     options: OneBitOptions
 

@@ -65,9 +65,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     .. math::
         g = \frac{m_t - \beta_1 m_{t-1}}{1 - \beta_1}, \quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g^2, \quad
-        r_t = \Big\| \frac{v_{T_w}}{v_t} \Big\|_\infty \text{, clipped to } (1 \pm r_{threshold}) r_{t-1}
+        r_t = \left\| \frac{v_{T_w}}{v_t} \right\|_\infty \text{, clipped to } (1 \pm r_{threshold}) r_{t-1}
         \text{ and } [r_{min}, r_{max}], \\
-        x \leftarrow x - \gamma \, r_t \, c_{avg} \Big( \frac{m_t}{\sqrt{v_{T_w}} + \epsilon} + \lambda x \Big)
+        x \leftarrow x - \gamma \, r_t \, c_{avg} \left( \frac{m_t}{\sqrt{v_{T_w}} + \epsilon} + \lambda x \right)
 
     so that the layers' learning rates go on adapting although only bits are known. Seven kernels and
     two collectives a step, whatever the number of tensors.

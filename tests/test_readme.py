@@ -1,4 +1,4 @@
-"""The README's program runs as it stands, and with the optimizers that the README offers instead."""
+"""The README's program runs with the optimizers that it offers instead; ``test_documentation`` runs it as it stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("optimizer", ["OneBitAdam", pytest.param("OneBitLamb", marks=pytest.mark.full), "MarsitSGD"])
+@pytest.mark.parametrize("optimizer", [pytest.param("OneBitLamb", marks=pytest.mark.full), "MarsitSGD"])
 def test_quick_start_runs_under_torchrun(tmp_path: Path, optimizer: str):
     program, *others = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     for instead in others:
@@ -31,7 +31,10 @@ def test_quick_start_runs_under_torchrun(tmp_path: Path, optimizer: str):
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", result.stdout)]
-    # 650 parameters: two messages to one peer (of an owner one), each a header, a scale and half of the padded bits.
-    messages = 1 if optimizer == "MarsitSGD" else 2
+    check_bytes(result.stdout, messages=1 if optimizer == "MarsitSGD" else 2)
+
+
+def check_bytes(printed: str, messages: int) -> None:
+    """650 parameters, two messages to one peer (of an owner one): each a header, a scale, half of the padded bits."""
+    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", printed)]
     assert messages * 650 / 16 < sent <= messages * (48 + 64)

@@ -18,7 +18,7 @@ _forced: Backend | None = None
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Makes all ops run on one backend, whatever the device.
+    """Makes all ops run on one ``backend``, whatever the device.
 
     ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
     imports triton. ``"native"``, the default for CPU tensors where there is a C compiler, is for CPU tensors
@@ -59,7 +59,7 @@ def chosen(device_type: str) -> Backend:
 
 
 def backend(device: torch.device) -> str:
-    """Names what runs on a device, for ``repr`` and ``stats()``."""
+    """Names what runs on a ``device``, for ``repr`` and ``stats()``."""
     which = chosen(device.type)
     if which == "native":
         return f"C, {native.compiler()} ({device.type})"

@@ -25,6 +25,7 @@ BLOCK_SIZES = (1024, 512, 256, 128)
 """Elements per block that kernels are built for. The smallest still packs to 16 bytes."""
 
 ScaleScope = Literal["global", "bucket", "layer", "block"]
+"""What shares a scale: all there is, a bucket, a tensor, or ``SCALE_BLOCK`` elements of one."""
 
 SCALE_BLOCK = 4096
 """Elements that share a scale where ``scale_scope="block"``: 0.8 % of the bits (one per 1024: 3.1 %)."""
@@ -40,7 +41,12 @@ class Span(NamedTuple):
 
 
 def choose_block_size(sizes: Sequence[int], world_size: int) -> int:
-    """Returns the largest block size whose padding stays below 1 %, else the one that pads least."""
+    """Returns the largest block size whose padding stays below 1 %, else the one that pads least.
+
+    Args:
+        sizes: Number of elements of each tensor.
+        world_size: W.
+    """
     layouts = [FlatLayout(tuple(sizes), world_size, block) for block in BLOCK_SIZES]
     for layout in layouts:
         if layout.numel - layout.real_numel <= layout.real_numel // 100:
@@ -206,5 +212,5 @@ def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int, least_
 
 @lru_cache(maxsize=16)
 def block_table(layout: FlatLayout, device: torch.device) -> Tensor:
-    """``FlatLayout.block_tensor`` as kernels read it, int32 [n_blocks] on a device; one for all who ask."""
+    """The ``block_tensor`` of ``layout`` as kernels read it, int32 [n_blocks] on ``device``; one for all who ask."""
     return layout.block_tensor().to(device, torch.int32)

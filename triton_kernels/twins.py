@@ -42,9 +42,12 @@ from .tiles import gather, tiles
 
 L1, L2, CONTRACTIVE = 0, 1, 2
 SCALE_NORMS = {"l1": L1, "l2": L2, "contractive": CONTRACTIVE}
+"""What ``finish`` takes as ``norm``, by the name that users give."""
+
 CONTRACTIVE_LIMIT = 1.9  # any factor below 2 makes x -> x - s*sign(x) a contraction
 
-TAIL = 8  # words behind the flattened gradients, summed with them by the warm-up's all-reduce
+TAIL = 8
+"""Words behind the flattened gradients, summed with them by the warm-up's all-reduce."""
 
 
 def pack(x: Tensor, bits: Tensor) -> None:

@@ -205,7 +205,7 @@ def thaw(
 
 
 def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, partials: Tensor) -> None:
-    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written."""
+    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written; else as for ``freeze``."""
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         v = exp_avg_sq.view(-1, block_size)[tile.blocks]
         partials[0, tile.blocks] = v.sum(1, dtype=torch.float64)
@@ -215,7 +215,10 @@ def live_variance(sizes: Sequence[int], block_size: int, exp_avg_sq: Tensor, par
 def square_sums(
     sizes: Sequence[int], block_size: int, x: Tensor, live: Tensor, live_row: Tensor, partials: Tensor
 ) -> None:
-    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written."""
+    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written.
+
+    Other arguments as for ``thaw``.
+    """
     for tile in tiles(sizes, 1, block_size, x.device):
         partials[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
 
@@ -232,7 +235,10 @@ def update_sums(
     live_row: Tensor,
     partials: Tensor,
 ) -> None:
-    """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1."""
+    """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1.
+
+    Other arguments as for ``thaw``.
+    """
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         b = tile.blocks
         d = denom(exp_avg_sq.view(-1, block_size)[b], coef[block_tensor[b]], eps_inside_sqrt)

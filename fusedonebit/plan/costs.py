@@ -31,7 +31,8 @@ class Network:
         between: Bn, bytes per second that one node sends to the others, over all its network cards.
         inside: Bi, bytes per second that one GPU sends to the others of its node.
         gpus_per_node: L.
-        between_latency, inside_latency: ae and ai, seconds of one hop (NCCL's ring, protocol Simple).
+        between_latency: ae, seconds of one hop to another node (NCCL's ring, protocol Simple).
+        inside_latency: ai, those of a hop inside a node.
         peer: ap, seconds for each peer; from a published all-to-all of 128 GPUs (nccl-tests issue 78).
         base: Seconds that any NCCL ring or tree takes to start.
 
@@ -221,7 +222,7 @@ class Method(NamedTuple):
     write: str
 
 
-METHODS = {
+METHODS: dict[str, Method] = {
     "fp32": Method("fp32 all-reduce", "uncompressed", lambda d, n, net: all_reduce(FP32 * d, n, net), "DDP"),
     "bf16": Method("bf16 all-reduce", "uncompressed", lambda d, n, net: all_reduce(BF16 * d, n, net), "DDP, bf16 hook"),
     "flat": Method("1-bit, flat", "1-bit", flat, "OneBitAdam"),
@@ -233,6 +234,7 @@ METHODS = {
     "marsit-torus": Method("Marsit, torus", "Marsit", marsit_torus, 'topology="torus"'),
     "marsit-owner": Method("Marsit, owner", "Marsit", marsit_owner, 'topology="owner"'),
 }
+"""By the name that ``cost`` takes."""
 
 
 def cost(method: str, parameters: float, gpus: int, network: Network, full_precision_every: int = 0) -> float | None:

@@ -1,0 +1,202 @@
+"""What ``make docs`` gives to Sphinx: the pages of the repository, with links that lead somewhere on a site too.
+
+On a git host the pages link to each other, to the README and to files anywhere in the repository. Here
+
+- the README is cut at four headings into the site's first pages, each of ``docs/*.md`` is a topic;
+- a file outside of ``docs/`` to which a page links (an example, a record) gets a page of its own, a picture is copied;
+- links follow: one that leads nowhere ends the build, one to a heading that is not there is Sphinx's warning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+
+PARTS = (
+    ("index", "", ""),
+    ("guide", "Using it", "### In the loop that you have"),
+    ("command-line", "The command line", "## Train something"),
+    ("results", "Results and limits", "## It does not diverge"),
+    ("", "", "## More"),  # what it lists, the table of contents does
+)
+"""Pages made of the README: name, title, and the heading at which each begins."""
+
+ALWAYS = (ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.py")))
+"""Get a page also where nobody links to them."""
+
+CONTENTS = """
+```{toctree}
+:hidden:
+:caption: Guide
+
+guide
+command-line
+results
+```
+
+```{toctree}
+:hidden:
+:caption: Topics
+:glob:
+
+topics/numerics
+topics/marsit
+topics/beyond-one-node
+topics/faults
+topics/ecosystem
+topics/planner
+topics/network-lab
+topics/performance
+topics/scale
+topics/benchmarks
+topics/*
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+api/optimizers
+api/adapters
+api/comm
+api/triton_kernels
+api/plan
+api/baselines
+```
+
+```{toctree}
+:hidden:
+:caption: More
+
+examples
+files/CHANGELOG
+```
+"""
+"""Topics that are not named come last; ``design`` and new pages are among them."""
+
+EXAMPLES = """# Examples
+
+Whole programs of less than 60 lines, each of which a test runs.
+
+```{toctree}
+:glob:
+
+files/examples/*
+files/examples/ecosystem/*
+```
+"""
+
+_PIECES = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_NAMED_BY_PATH = re.compile(r"\[docs/([\w-]+)\.md\]")  # on the site it is just that page
+
+
+class LinkError(Exception):
+    """A link leads to a file that is not there."""
+
+
+def slug(heading: str) -> str:
+    """The anchor that a git host gives to a heading, and MyST as well."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def headings(text: str) -> list[str]:
+    """All headings' texts, but for those in code."""
+    return re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+
+
+class Stage:
+    """Writes the pages into a folder, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written: set[Path] = set()
+
+    def fill(self) -> None:
+        """Writes everything, and removes what earlier builds wrote and this one did not."""
+        for name, text in _readme_parts().items():
+            self._page(name, README, text + (CONTENTS if name == "index" else ""))
+        for page in sorted(DOCS.glob("*.md")):
+            self._target(page)
+        for file in ALWAYS:
+            self._target(file)
+        self._write(Path("examples.md"), EXAMPLES)
+        for page in sorted((DOCS / "api").glob("*.rst")):
+            self._write(Path("api", page.name), page.read_text())
+        for old in self.folder.rglob("*"):
+            if old.is_file() and old not in self.written:
+                old.unlink()
+
+    def _page(self, name: str, source: Path, text: str) -> None:
+        """Writes a Markdown page without comments, and with its links rewritten, but for those in code."""
+        pieces = []
+        for piece in _PIECES.split(text):
+            if piece.startswith("<!--"):
+                continue
+            if not piece.lstrip(" ").startswith("`"):
+                piece = _NAMED_BY_PATH.sub(r"[\1]", _LINK.sub(lambda m: self._link(m[1], source, name), piece))
+            pieces.append(piece)
+        self._write(Path(f"{name}.md"), "".join(pieces))
+
+    def _link(self, link: str, source: Path, page: str) -> str:
+        if re.match(r"[a-z]+:", link):
+            return link
+        path, _, anchor = link.partition("#")
+        target = (source.parent / path).resolve() if path else source
+        if not target.is_file():
+            raise LinkError(f"{source.relative_to(ROOT)} links to {link}, which is not there")
+        where = _readme_part_of(anchor) + ".md" if target == README else self._target(target)
+        return os.path.relpath(where, Path(page).parent) + (f"#{anchor}" if anchor else "")
+
+    def _target(self, file: Path) -> str:
+        """The staged path of a file of the repository, which it writes if that was not done yet."""
+        inside = file.relative_to(ROOT)
+        if file.suffix == ".png":
+            self._write(Path("files", inside), file.read_bytes())
+            return f"files/{inside}"
+        is_topic = file.parent == DOCS and file.suffix == ".md"
+        name = f"topics/{file.stem}" if is_topic else f"files/{inside.with_suffix('')}"
+        if self.folder / f"{name}.md" not in self.written:
+            self.written.add(self.folder / f"{name}.md")  # pages link to each other
+            text = file.read_text()
+            if file.suffix != ".md":
+                orphan = "" if inside.parts[0] == "examples" else "---\norphan: true\n---\n\n"
+                text = f"{orphan}# {inside}\n\n```{file.suffix[1:]}\n{text}```\n"
+            elif not text.startswith("# "):  # a table alone
+                text = f"---\norphan: true\n---\n\n# {inside}\n\n{text}"
+            self._page(name, file, text)
+        return f"{name}.md"
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        file = self.folder / path
+        self.written.add(file)
+        data = content.encode() if isinstance(content, str) else content
+        if not file.is_file() or file.read_bytes() != data:  # Sphinx reads again what has changed
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+
+
+def _readme_parts() -> dict[str, str]:
+    text, parts = README.read_text(), {}
+    for (name, title, first), (_, _, after) in pairwise(PARTS):
+        begin = text.index(f"{first}\n") if first else 0
+        part = text[begin : text.index(f"{after}\n")]
+        if first.startswith("###"):  # its headings are one level too low under a title
+            part = re.sub(r"^###", "##", part, flags=re.MULTILINE)
+        parts[name] = f"# {title}\n\n{part}" if title else part
+    return parts
+
+
+def _readme_part_of(anchor: str) -> str:
+    found = [name for name, text in _readme_parts().items() if anchor in map(slug, headings(text))]
+    return found[0] if found else "index"
+
+
+def stage(folder: Path) -> None:
+    """Fills ``folder`` with the site's sources."""
+    Stage(folder).fill()
