@@ -64,7 +64,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="K",
         help="rounds of marsit of which one is of full precision; 0: none",
     )
-    add("--local-steps", type=_whole("--local-steps", 1), default=1, help="steps of a round of marsit and the like; of zero-one-adam the most (at least 4)")
+    add(
+        "--local-steps",
+        type=_whole("--local-steps", 1),
+        default=1,
+        help="steps of a round of marsit and the like; of zero-one-adam the most (at least 4)",
+    )
     add("--model", default="small", help="tiny, small, medium or large")
     add("--batch-size", type=_whole("--batch-size", 1), default=16, help="sequences per process")
     add("--seq-len", type=_whole("--seq-len", 1), default=64, help="bytes per sequence")
@@ -72,7 +77,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--lr",
         type=_rate,
         default=None,
-        help="peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, for LAMB 2e-2, for Lion 1e-3)",
+        help="peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, LAMB 2e-2, Lion 1e-3)",
     )
     add("--seed", type=_whole("--seed", 0), default=0, help="of the initial values and the batches")
     add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, pictures and checkpoints")

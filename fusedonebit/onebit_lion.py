@@ -170,7 +170,9 @@ class OneBitLion(DistributedOptimizer):
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header.get("algorithm") != type(self).__name__:
-            raise ValueError(f"the checkpoint must be of OneBitLion, got {header.get('algorithm', 'one of torch.optim')}")
+            raise ValueError(
+                f"the checkpoint must be of OneBitLion, got {header.get('algorithm', 'one of torch.optim')}"
+            )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         same = header["world_size"] == self._transport.world_size

@@ -91,7 +91,9 @@ def test_the_mean_follows_the_mean_of_all_signs():
         m = BETAS[1] * m + (1 - BETAS[1]) * g
         x = x - LR * (mean + DECAY * x)
     apart = np.abs(found - x)
-    print(f"mean of signs: apart by {apart.max() / LR:.2f} steps at most after {steps}, {apart.mean() / LR:.2f} on average")
+    print(
+        f"mean of signs: apart by {apart.max() / LR:.2f} steps at most after {steps}, {apart.mean() / LR:.2f} on average"
+    )
     assert apart.max() < 6 * LR
 
 
