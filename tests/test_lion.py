@@ -92,7 +92,7 @@ def test_the_mean_follows_the_mean_of_all_signs():
         x = x - LR * (mean + DECAY * x)
     apart = np.abs(found - x)
     print(
-        f"mean of signs: apart by {apart.max() / LR:.2f} steps at most after {steps}, {apart.mean() / LR:.2f} on average"
+        f"mean of signs, {steps} steps: {apart.max() / LR:.2f} steps apart at most, {apart.mean() / LR:.2f} on average"
     )
     assert apart.max() < 6 * LR
 
