@@ -97,7 +97,7 @@ class ZeroOneAdam(ZeroOneOptimizer):
         scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
         scale_scope: ScaleScope = "block",
         precondition: bool = True,
-        variance_floor: float = 0.01,
+        variance_floor: float = 1e-3,
         bias_correction: bool = True,
         maximize: bool = False,
         mask: Mapping[Tensor, Tensor] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
+from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from ..averaging import AveragingOptimizer
 from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
 from ..comm.baselines import Coding
 from ..freezing import DeadCoordinates
 from ..hyperparameters import VARIANCE_FLOOR, Options
-from ..policies import DoublingRounds
+from ..policies import AlignedRounds, DoublingRounds, DoublingVariance
 from ..triton_kernels import TAIL, Coef, adam_update, freeze
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.99)
 EPS, LAMB_EPS = 1e-8, 1e-6
+LION_BETAS, LION = (0.9, 0.99), 0.3  # the latter times Adam's learning rate
+EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
+"""Shares of the steps after which the metric is taken; their mean counts."""
 
 
 @dataclass
@@ -143,11 +147,33 @@ def _onebit_adam(of: Setting, **numerics: Any) -> Any:
 
 
 def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
-    """Rounds of one step until 1-bit Adam would freeze, then of 2, 4, ...: each length for an eighth of all steps."""
-    longer = max(1, of.task.steps // 16)
-    policy = DoublingRounds(after=of.freeze_step, scaler=longer, most=most)
-    options: dict[str, Any] = {"sync_policy": policy, "process_group": of.transport} | numerics
+    """The variance is renewed in five sixths of 1-bit Adam's warm-up; rounds are long where lr is small."""
+    steps = of.task.steps
+    rounds = DoublingRounds(after=2 * of.freeze_step, scaler=steps // 10, most=most)
+    options: dict[str, Any] = {
+        "variance_policy": DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step),
+        "sync_policy": AlignedRounds(rounds, math.gcd(*(int(share * steps) for share in EVALUATED))),
+        "process_group": of.transport,
+    } | numerics
     return ZeroOneAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+class AveragedLion(AveragedAdam):
+    """Lion (Chen et al., 2023) on averaged gradients; plain torch."""
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        g, m, layout = grad[: self.layout.numel], self._exp_avg, self.layout
+        update = torch.sign(LION_BETAS[0] * m + (1 - LION_BETAS[0]) * g)
+        m.mul_(LION_BETAS[1]).add_(g, alpha=1 - LION_BETAS[1])
+        for i, x in enumerate(self._list.params):
+            x.sub_(self._list.shaped(update, i, layout.offset(i)) * coef[i, Coef.LR])
+
+
+def _lion(of: Setting, alone: bool = False) -> Any:
+    lr = of.task.lr * LION
+    if alone:
+        return AveragedLion(of.params, lr, of.transport)
+    return OneBitLion(of.params, lr, LION_BETAS, process_group=of.transport)
 
 
 def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
@@ -202,6 +228,8 @@ CONTENDERS: dict[str, Make] = {
     "adam-frozen": partial(_adam, frozen=True, floor=VARIANCE_FLOOR),
     "onebit-adam": _onebit_adam,
     "zero-one-adam": _zero_one_adam,
+    "onebit-lion": _lion,
+    "lion": partial(_lion, alone=True),
     "lamb": _lamb,
     "lamb-frozen": partial(_lamb, frozen=True),
     "onebit-lamb": _onebit_lamb,

@@ -52,6 +52,8 @@ CLAIMS = (
     ("onebit-adam", "adam-frozen"),
     ("onebit-adam", "adam"),
     ("adam-frozen", "adam"),
+    ("zero-one-adam", "adam"),
+    ("zero-one-adam", "adam-frozen"),
     ("onebit-lamb", "lamb-frozen"),
     ("onebit-lamb", "lamb"),
     ("lamb-frozen", "lamb"),

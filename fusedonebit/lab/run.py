@@ -13,7 +13,7 @@ import torch
 
 from ..comm import SimulatedGroup, Transport
 from ..distributed import DistributedOptimizer
-from .contenders import CONTENDERS, Setting
+from .contenders import CONTENDERS, EVALUATED, Setting
 from .tasks import TASKS, Trial
 
 WARM_UP = 0.2  # of the steps, before the freeze
@@ -21,7 +21,6 @@ LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the 
 DIVERGED = 10.0  # times the loss at the freeze
 WINDOW = 10  # steps that a loss is averaged over, there and later
 EARLIER_SEED = 1000
-EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)  # shares of the steps after which the metric is taken; their mean counts
 
 
 @dataclass(frozen=True)

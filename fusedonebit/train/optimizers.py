@@ -106,7 +106,7 @@ def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimi
         BETAS,
         EPS,
         WEIGHT_DECAY,
-        variance_policy=DoublingVariance(scaler=max(16, frozen // 2), until=frozen),
+        variance_policy=DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen),
         sync_policy=AlignedRounds(rounds, settings.looked_at_every),
     )
 
