@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -54,7 +55,7 @@ FILLED_IN = {
     "optimizer.params.eps": Constant("EPS", "1e-8", "adam_epsilon"),
     "optimizer.params.weight_decay": Constant("WEIGHT_DECAY", "0.0", "weight_decay"),
     "scheduler.params.warmup_min_lr": Constant("WARMUP_MIN_LR", "0.0", "nothing: it is 0"),
-    "scheduler.params.warmup_max_lr": Constant("WARMUP_MAX_LR", "5e-5", "learning_rate"),
+    "scheduler.params.warmup_max_lr": Constant("LR", "5e-5", "learning_rate"),
     "scheduler.params.warmup_num_steps": Constant("WARMUP_STEPS", "1000", "warmup_steps"),
     "scheduler.params.total_num_steps": Constant("TOTAL_STEPS", "10000", "max_steps"),
 }
@@ -140,22 +141,25 @@ class Config:
         else:
             self._note(path, Fate.CARRIED, text)
 
-    def explained(self, path: str, text: str) -> None:
-        """Notes why a key, or a block, has not, if it is there."""
+    def explained(self, path: str, text: str, again: bool = False) -> None:
+        """Notes why a key, or a block, has not, if it is there; ``again``: whatever was said before."""
         if self.has(path):
+            self.entries = [entry for entry in self.entries if not again or entry.path != path]
             self._note(path, Fate.EXPLAINED, text)
 
     def _note(self, path: str, fate: Fate, text: str) -> None:
         if not any(entry.path == path for entry in self.entries):
             self.entries.append(Entry(path, fate, text))
 
-    def close(self) -> None:
-        """Notes everything that nobody has spoken of as unknown."""
+    def close(self, known: Iterable[str]) -> None:
+        """Notes everything that nobody has spoken of as unknown; a name like one of ``known`` is suggested."""
         spoken_of = {entry.path for entry in self.entries}
         for path in self.keys():
             parts = path.split(".")
             if not any(".".join(parts[: i + 1]) in spoken_of for i in range(len(parts))):
-                text = "not a key of DeepSpeed that this knows: look for a typing error, or take it out of the config"
+                alike = difflib.get_close_matches(parts[-1], list(known), n=1)
+                hint = f"did you mean {alike[0]}?" if alike else "look for a typing error, or take it out of the config"
+                text = f"not a key of DeepSpeed that this knows: {hint}"
                 self._note(path, Fate.UNKNOWN, text)
 
     def keys(self) -> list[str]:
@@ -183,12 +187,18 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + key
 
 
+LARGEST = 10**15
+"""No whole number in a config means anything beyond."""
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= LARGEST
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 
 def _in_unit(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..deepspeed import onebit_adam_arguments
 from .config import Config, InputError
@@ -31,7 +31,15 @@ LAMB_KEYS = {
 }
 """DeepSpeed's names of what 1-bit LAMB adds: ours, what they may be, DeepSpeed's defaults."""
 
-COMMON = {
+ZERO_ONE_KEYS = {
+    "var_freeze_step": 100_000,
+    "var_update_scaler": 16,
+    "local_step_scaler": 32_678,
+    "local_step_clipper": 16,
+}
+"""What 0/1 Adam adds, and DeepSpeed's defaults."""
+
+COMMON: dict[str, tuple[str, Any]] = {
     "lr": ("number > 0", 1e-3),
     "betas": ("betas", (0.9, 0.999)),
     "eps": ("number >= 0", 1e-8),
@@ -148,14 +156,13 @@ def _onebit_lamb(config: Config, call: Call, numerics: Numerics) -> None:
 
 
 def _zero_one_adam(config: Config, call: Call, numerics: Numerics) -> None:
-    kinds = {"var_freeze_step": 100_000, "var_update_scaler": 16, "local_step_scaler": 32_678, "local_step_clipper": 16}
-    given = {key: config.source(PARAMS + key, "whole >= 1", default) for key, default in kinds.items()}
+    given = {key: config.source(PARAMS + key, "whole >= 1", default) for key, default in ZERO_ONE_KEYS.items()}
     (variance, sync), extra = zero_one_policies(given, numerics)
     call.arguments |= {"variance_policy": variance, "sync_policy": sync} | extra
     names = [text.partition("(")[0] for text in (variance, sync)]
     call.imports.append(f"from fusedonebit.policies import {', '.join(sorted(names))}")
-    for key in kinds:
-        config.carried(PARAMS + key, f"{names[0] if key.startswith('var') else names[1]}")
+    for key in ZERO_ONE_KEYS:
+        config.carried(PARAMS + key, names[0 if key.startswith("var") else 1])
     if numerics == "deepspeed":
         _scope(config, call)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .config import AUTO, Config, InputError
 from .optimizers import Numerics
 
 BLOCKS = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast")
+
+FP16_KEYS = (
+    *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
+)
 
 OFF = "nothing to do: it is off"
 
@@ -29,7 +34,6 @@ class Precision:
     cast: str | None = None
     scaler: dict[str, str] | None = None
     update: str = "scaler.update()"
-    notes: list[str] = field(default_factory=list)
 
 
 def translate(config: Config, numerics: Numerics) -> Precision:

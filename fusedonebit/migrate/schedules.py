@@ -59,9 +59,12 @@ def translate(config: Config, call: Call) -> Schedule | None:
 def _lambda(function: list[str], comment: str) -> Schedule:
     return Schedule(
         [
+            "",
+            "",
             "def rate(update):",
             f"    # {comment}",
             *(f"    {line}" for line in function),
+            "",
             "",
             "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
         ],
@@ -69,12 +72,13 @@ def _lambda(function: list[str], comment: str) -> Schedule:
     )
 
 
-def _take_rate(call: Call, source: str, key: str) -> None:
+def _take_rate(config: Config, call: Call, source: str, key: str) -> None:
     """The schedule's own rate goes before the optimizer's."""
     given = call.arguments["lr"]
     if given != source:
         call.arguments["lr"] = source
         call.comments["lr"] = f"{key} of the schedule, which replaces params.lr ({given})"
+        config.explained("optimizer.params.lr", f"{key} of the schedule replaces it, as in DeepSpeed", again=True)
 
 
 def _rise(config: Config) -> tuple[str, str]:
@@ -99,7 +103,7 @@ def _between(config: Config, call: Call, after: str, comment: str, high: float |
     steps, rise = _rise(config)
     low = config.source(PARAMS + "warmup_min_lr", "number >= 0", 0.0)
     if config.has(PARAMS + "warmup_max_lr") or high is not None:
-        _take_rate(call, config.source(PARAMS + "warmup_max_lr", "number > 0", high), "warmup_max_lr")
+        _take_rate(config, call, config.source(PARAMS + "warmup_max_lr", "number > 0", high), "warmup_max_lr")
     config.carried(PARAMS + "warmup_min_lr", "in rate()")
     config.carried(PARAMS + "warmup_max_lr", f"{call.name}(lr=)")
     lines = ["step = max(update - 1, 0)", f"share = {rise} if step < {steps} else {after.format(warmup=steps)}"]
@@ -145,7 +149,7 @@ def _range_test(config: Config, call: Call) -> Schedule:
     for key in ("step_size", "step_rate", "staircase"):
         config.carried(f"{PARAMS}lr_range_test_{key}", "in rate()")
     config.carried(f"{PARAMS}lr_range_test_min_lr", f"{call.name}(lr=)")
-    _take_rate(call, low, "lr_range_test_min_lr")
+    _take_rate(config, call, low, "lr_range_test_min_lr")
     share = f"update // {size}" if stairs else f"update / {size}"
     return _lambda([f"return 1 + {rate} * ({share})"], "LRRangeTest: rises for ever")
 
@@ -172,7 +176,7 @@ def _one_cycle(config: Config, call: Call) -> Schedule:
     config.carried(PARAMS + "cycle_min_lr", f"{call.name}(lr=)")
     for key in MOMENTUM:
         config.explained(PARAMS + key, "only the learning rate goes in a cycle; betas stay, as the frozen variance does")
-    _take_rate(call, repr(low), "cycle_min_lr")
+    _take_rate(config, call, repr(low), "cycle_min_lr")
     rise, fall = f"update / {first}", f"({first + second} - update) / {max(second, 1)}"
     rise = f"math.floor({rise} * {stairs}) / {stairs}" if stairs else rise
     fall = f"math.floor({fall} * {falling}) / {falling}" if falling else fall

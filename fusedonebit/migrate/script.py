@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import optimizers, precision, reasons, schedules
-from .config import AUTO, Config, Fate
+from .config import AUTO, FILLED_IN, Config, Fate
 from .optimizers import Call, Numerics
 from .precision import Precision
 from .schedules import Schedule
@@ -28,7 +28,7 @@ def translate(config: Config, numerics: Numerics) -> str:
     if mixed.cast:
         call.arguments["master_weights"] = "True"
     reasons.explain(config)
-    config.close()
+    config.close(KNOWN)
     lines = [f"# From {_one_line(config.name)}, by `fusedonebit migrate`. {CHOICE[numerics]}", *_imports(call, mixed, schedule), ""]
     lines += [
         "# Yours: model, on its device and with equal values on all ranks; batches, of this rank;",
@@ -101,7 +101,7 @@ def _setup(call: Call, mixed: Precision, schedule: Schedule | None) -> list[str]
         lines.append(f"    {name}={source},{comment}")
     lines.append(")")
     if schedule:
-        lines += ["", *schedule.lines]
+        lines += schedule.lines
     if mixed.autocast or mixed.scaler is not None:
         lines.append("device = next(model.parameters()).device.type")
     if mixed.scaler is not None:
@@ -146,6 +146,16 @@ def _ledger(config: Config) -> list[str]:
             lines += [f"#   {_one_line(entry.path)}: {_one_line(entry.text)}" for entry in entries]
     return lines
 
+
+KNOWN = {
+    *reasons.REASONS,
+    *reasons.ZERO_KEYS,
+    *(path.rpartition(".")[2] for path in FILLED_IN),
+    *(*optimizers.COMMON, *optimizers.LAMB_KEYS, *optimizers.SHARED, *optimizers.ZERO_ONE_KEYS, "freeze_step"),
+    *(*precision.BLOCKS, *precision.FP16_KEYS),
+    *("optimizer", "scheduler", "type", "params", "zero_optimization", "gradient_allreduce_op", "data_types"),
+}
+"""Names that a typing error may have meant."""
 
 WORDS = {
     Fate.CARRIED: "carried over",
