@@ -96,7 +96,7 @@ def load_deepspeed(
         checkpoint: The folder that DeepSpeed wrote (with its ``latest``, or of one tag), a ``*_model_states.pt`` in
             it, what that holds, or the ``state_dict()`` of DeepSpeed's optimizer. Files are read with
             ``weights_only=True``: code in them does not run.
-        model: Takes up the file's weights and buffers first; None: you load them before.
+        model: Takes up the file's weights and buffers; None: you load them, before.
 
     Raises:
         OSError, TypeError, ValueError: on every rank, if it can't be read, or is of another model or optimizer.
@@ -109,27 +109,22 @@ def load_deepspeed(
         read = _read(optimizer, whole)
         saved = _ours(optimizer, read, _freeze_step(optimizer, whole))
         facts = [(f"the checksum of weights {i}", str(checksum(w.contiguous()))) for i, w in read.masters.items()]
-        _take_model(model, whole)
+        if model is not None and "module" not in whole:
+            raise ValueError('model must be None for a checkpoint without "module": load its weights yourself')
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught if not isinstance(caught, KeyError) else ValueError(f"the checkpoint lacks the key {caught}")
     mine, hint = error, "give every rank the same checkpoint"
     error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
     if error is not None or read is None:
         raise error or RuntimeError("nothing was read")
-    _take_weights(optimizer, read)
     optimizer.load_state_dict(saved)
+    if model is not None:
+        model.load_state_dict(whole["module"])
+    _take_weights(optimizer, read)
     taken = _taken(optimizer, read, whole)
     if taken.lost:
         warn(str(taken))
     return taken
-
-
-def _take_model(model: torch.nn.Module | None, whole: Mapping[str, Any]) -> None:
-    if model is None:
-        return
-    if "module" not in whole:
-        raise ValueError('model must be None for a checkpoint without "module": load the model\'s weights yourself')
-    model.load_state_dict(whole["module"])
 
 
 @torch.no_grad()
@@ -151,8 +146,8 @@ def _from_disk(path: Path) -> Mapping[str, Any]:
         raise
     except Exception as error:
         raise ValueError(
-            f"{path} can't be read as plain tensors and values: {error}; if you trust it, give load_deepspeed "
-            "what torch.load(path, map_location='cpu', weights_only=False) returns"
+            f"{path} can't be read as plain tensors and values: {str(error).splitlines()[0]} "
+            "If you trust it, give load_deepspeed what torch.load(path, map_location='cpu', weights_only=False) returns"
         ) from error
     if not isinstance(whole, Mapping):
         raise TypeError(f"{path} must hold a dict, got {type(whole).__name__}")
@@ -165,7 +160,9 @@ def _file_of(folder: Path) -> Path:
     folder = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
     files = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not files:
-        raise FileNotFoundError(f"{folder} must be a folder that DeepSpeed wrote, but has no mp_rank_00_model_states.pt")
+        raise FileNotFoundError(
+            f"{folder} must be a folder that DeepSpeed wrote, but has no mp_rank_00_model_states.pt"
+        )
     if len(files) > 1:
         raise ValueError(
             f"{folder} is of a model that was cut over {len(files)} ranks; give each of them its own file of these: "
@@ -176,7 +173,9 @@ def _file_of(folder: Path) -> Path:
 
 def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
     if optimizer._shards.count > 1:
-        raise ValueError("load_deepspeed needs whole parameters, but they are sharded; load before fully_shard, then save")
+        raise ValueError(
+            "load_deepspeed needs whole parameters, but they are sharded; load before fully_shard, then save"
+        )
     wrapped = whole["optimizer"] if "module" in whole else whole
     if wrapped is None:
         raise ValueError(
@@ -186,7 +185,8 @@ def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
     inner = wrapped.get("optimizer_state_dict", wrapped)
     if not isinstance(inner, Mapping) or not {"state", "param_groups"} <= set(inner):
         raise ValueError(
-            f"the checkpoint must be of DeepSpeed's engine or optimizer, but its keys are {', '.join(map(str, wrapped))}"
+            "the checkpoint must be of DeepSpeed's engine or optimizer, but its keys are "
+            + ", ".join(map(str, wrapped))
         )
     flat = wrapped.get("fp32_groups_flat")
     weights = wrapped.get("fp32_groups") if flat is None else [[w] for w in flat]
@@ -229,13 +229,23 @@ def _by_parameter(
         for place, index in enumerate(saved["params"]):
             parts = fitting if flat else [fitting[place]]
             what = f"group {number}" if flat else f"parameter {parts[0][0]}"
-            for key, value in inner["state"].get(index, {}).items():
-                cut = key in ("exp_avg", "exp_avg_sq")
-                for (i, _), part in zip(parts, _cut(value, parts, f"{key} of {what}") if cut else [value] * len(parts)):
-                    states.setdefault(i, {})[key] = part
+            for i, state in _cut_state(inner["state"].get(index, {}), parts, what).items():
+                states[i] = state
             if weights is not None:
-                masters |= dict(zip((i for i, _ in parts), _cut(weights[number][place], parts, f"weights of {what}")))
+                pieces = _cut(weights[number][place], parts, f"weights of {what}")
+                masters |= {i: piece for (i, _), piece in zip(parts, pieces, strict=True)}
     return states, masters
+
+
+def _cut_state(state: Mapping[str, Any], parts: Sequence[tuple[int, Tensor]], what: str) -> dict[int, dict[str, Any]]:
+    """The same for a state, of which only the moments are per element."""
+    cut: dict[int, dict[str, Any]] = {i: {} for i, _ in parts} if state else {}
+    for key, value in state.items():
+        moment = key in ("exp_avg", "exp_avg_sq")
+        pieces = _cut(value, parts, f"{key} of {what}") if moment else [value] * len(parts)
+        for (i, _), piece in zip(parts, pieces, strict=True):
+            cut[i][key] = piece
+    return cut
 
 
 def _cut(value: Any, parts: Sequence[tuple[int, Tensor]], what: str) -> list[Tensor]:

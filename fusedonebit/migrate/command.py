@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--numerics",
         choices=("recommended", "deepspeed"),
         default="recommended",
-        help="this package's defaults, which do not diverge where DeepSpeed's do, or DeepSpeed's own to rounding",
+        help="this package's defaults, which do not diverge where DeepSpeed's do, or DeepSpeed's own formulas",
     )
 
 

@@ -154,7 +154,7 @@ class Config:
     def close(self, known: Iterable[str]) -> None:
         """Notes everything that nobody has spoken of as unknown; a name like one of ``known`` is suggested."""
         spoken_of = {entry.path for entry in self.entries}
-        for path in self.keys():
+        for path in self.paths():
             parts = path.split(".")
             if not any(".".join(parts[: i + 1]) in spoken_of for i in range(len(parts))):
                 alike = difflib.get_close_matches(parts[-1], list(known), n=1)
@@ -162,14 +162,14 @@ class Config:
                 text = f"not a key of DeepSpeed that this knows: {hint}"
                 self._note(path, Fate.UNKNOWN, text)
 
-    def keys(self) -> list[str]:
+    def paths(self) -> list[str]:
         """The path of every value in the config; a block is its values."""
         return list(_paths(self.values))
 
     def count(self, fate: Fate) -> int:
         """How many of those keys have this fate."""
         fates = {entry.path: entry.fate for entry in self.entries}
-        return sum(next((fates[p] for p in _prefixes(path) if p in fates), None) is fate for path in self.keys())
+        return sum(next((fates[p] for p in _prefixes(path) if p in fates), None) is fate for path in self.paths())
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -239,7 +239,9 @@ def read(path: str) -> Config:
     try:
         values = json.loads(text, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
-        raise InputError(f"{name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}{HINT}") from error
+        raise InputError(
+            f"{name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}{HINT}"
+        ) from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name} is not JSON that can be read: {error}") from error
     if not isinstance(values, dict):

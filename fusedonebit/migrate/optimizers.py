@@ -172,7 +172,10 @@ def zero_one_policies(given: dict[str, str], numerics: Numerics) -> tuple[tuple[
     freeze, scaler = given["var_freeze_step"], given["var_update_scaler"]
     local, most = given["local_step_scaler"], given["local_step_clipper"]
     if numerics == "recommended":
-        return (f"DoublingVariance(scaler={scaler}, last_step={freeze})", f"DoublingRounds(scaler={local}, most={most})"), {}
+        return (
+            f"DoublingVariance(scaler={scaler}, last_step={freeze})",
+            f"DoublingRounds(scaler={local}, most={most})",
+        ), {}
     policies = (f"DeepSpeedVariance({freeze}, {scaler})", f"DeepSpeedRounds({freeze}, {local}, {most})")
     keys = ("scale_norm", "scale_scope", "precondition", "variance_floor", "bias_correction")
     return policies, {key: deepspeeds()[key] for key in keys}

@@ -78,7 +78,12 @@ def _is_on(config: Config, block: str) -> bool:
 
 def _autocast_type(config: Config) -> str:
     number = config.value("torch_autocast.dtype", "text", "bfloat16")
-    known = {"bfloat16": "torch.bfloat16", "bf16": "torch.bfloat16", "float16": "torch.float16", "fp16": "torch.float16"}
+    known = {
+        "bfloat16": "torch.bfloat16",
+        "bf16": "torch.bfloat16",
+        "float16": "torch.float16",
+        "fp16": "torch.float16",
+    }
     number = number.removeprefix("torch.")
     if number not in known:
         raise config.error("torch_autocast.dtype", '"bfloat16" or "float16"', number)
@@ -123,4 +128,6 @@ def _rest(config: Config) -> None:
         config.explained(path, reason)
     for key in config.block("amp"):
         if key != "enabled":
-            config.explained(f"amp.{key}", "an argument of Apex's amp.initialize; torch.autocast chooses types by itself")
+            config.explained(
+                f"amp.{key}", "an argument of Apex's amp.initialize; torch.autocast chooses types by itself"
+            )

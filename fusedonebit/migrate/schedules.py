@@ -175,7 +175,9 @@ def _one_cycle(config: Config, call: Call) -> Schedule:
         config.carried(PARAMS + key, "in rate()")
     config.carried(PARAMS + "cycle_min_lr", f"{call.name}(lr=)")
     for key in MOMENTUM:
-        config.explained(PARAMS + key, "only the learning rate goes in a cycle; betas stay, as the frozen variance does")
+        config.explained(
+            PARAMS + key, "only the learning rate goes in a cycle; betas stay, as the frozen variance does"
+        )
     _take_rate(config, call, repr(low), "cycle_min_lr")
     rise, fall = f"update / {first}", f"({first + second} - update) / {max(second, 1)}"
     rise = f"math.floor({rise} * {stairs}) / {stairs}" if stairs else rise

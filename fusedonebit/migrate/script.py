@@ -9,8 +9,8 @@ from .precision import Precision
 from .schedules import Schedule
 
 CHOICE = {
-    "recommended": "Numerics: ours; DeepSpeed's own, to rounding: --numerics deepspeed (docs/migrating-from-deepspeed.md).",
-    "deepspeed": "Numerics: DeepSpeed 0.19.6's, to rounding, its faults included; ours: --numerics recommended.",
+    "recommended": "Numerics: ours, which hold where DeepSpeed's diverge; --numerics deepspeed takes DeepSpeed's.",
+    "deepspeed": "Numerics: DeepSpeed 0.19.6's formulas, which may diverge; --numerics recommended takes ours.",
 }
 
 
@@ -29,10 +29,14 @@ def translate(config: Config, numerics: Numerics) -> str:
         call.arguments["master_weights"] = "True"
     reasons.explain(config)
     config.close(KNOWN)
-    lines = [f"# From {_one_line(config.name)}, by `fusedonebit migrate`. {CHOICE[numerics]}", *_imports(call, mixed, schedule), ""]
-    lines += [
+    lines = [
+        f"# From {_one_line(config.name)}, by `fusedonebit migrate`: docs/migrating-from-deepspeed.md.",
+        f"# {CHOICE[numerics]}",
+        *_imports(call, mixed, schedule),
+        "",
         "# Yours: model, on its device and with equal values on all ranks; batches, of this rank;",
         "# and loss_of(model, batch). No engine: don't wrap the model, the optimizer averages.",
+        "# Where you had parameter groups, give the optimizer the same in place of model.parameters().",
     ]
     lines += [f'{c.name} = {c.default}  # "auto": what TrainingArguments had as {c.argument}' for c in config.constants]
     lines += accumulation
@@ -48,7 +52,14 @@ def _one_line(name: str) -> str:
 def _imports(call: Call, mixed: Precision, schedule: Schedule | None) -> list[str]:
     standard = sorted(set(schedule.imports if schedule else []))
     ours = [*call.imports, *(["from fusedonebit.amp import GradScaler"] if mixed.scaler is not None else [])]
-    return [*standard, *([""] if standard else []), "import torch", *([] if call.mpi else ["import torch.distributed as dist"]), "", *sorted(ours)]
+    return [
+        *standard,
+        *([""] if standard else []),
+        "import torch",
+        *([] if call.mpi else ["import torch.distributed as dist"]),
+        "",
+        *sorted(ours),
+    ]
 
 
 def _clipping(config: Config, call: Call) -> None:
@@ -130,15 +141,20 @@ def _loop(mixed: Precision, schedule: Schedule | None) -> list[str]:
         lines += ["    scale = scaler.get_scale()"] if dynamic else []
         lines += ["    scaler.step(optimizer)", f"    {mixed.update}"]
         if dynamic:
-            lines += ["    if scaler.get_scale() >= scale:  # after an overflow DeepSpeed's schedule waits", f"        {step}"]
+            lines += [
+                "    if scaler.get_scale() >= scale:  # after an overflow DeepSpeed's schedule waits",
+                f"        {step}",
+            ]
         elif step:
             lines.append(f"    {step}")
     return [*lines, "    optimizer.zero_grad()"]
 
 
 def _ledger(config: Config) -> list[str]:
-    counts = [f"{config.count(fate)} {word}" for fate, word in WORDS.items() if config.count(fate) or fate is Fate.UNKNOWN]
-    lines = [f"# All {len(config.keys())} keys of {_one_line(config.name)}: {', '.join(counts)}."]
+    counts = [
+        f"{config.count(fate)} {word}" for fate, word in WORDS.items() if config.count(fate) or fate is Fate.UNKNOWN
+    ]
+    lines = [f"# All {len(config.paths())} keys of {_one_line(config.name)}: {', '.join(counts)}."]
     for fate in Fate:
         entries = [entry for entry in config.entries if entry.fate is fate]
         if entries:
