@@ -53,6 +53,7 @@ def go_on(rank: int, world_size: int, kind: str, before: int, after: int) -> tup
     return max(errors), moved, taken, optimizer.phase
 
 
+@pytest.mark.full
 @needs_deepspeed
 @pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb"])
 @pytest.mark.parametrize("before", [3, 9], ids=["from the warm-up", "from the compression stage"])
