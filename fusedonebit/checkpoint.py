@@ -118,8 +118,9 @@ def has_lines(header: State) -> bool:
 
 
 def own_names(optimizer: DistributedOptimizer, header: State) -> tuple[str, ...]:
-    """What each rank has of its own in a checkpoint; of another algorithm nothing."""
-    return optimizer._of_one_rank if header.get("algorithm") == type(optimizer).__name__ else ()
+    """What each rank has of its own in a checkpoint; of another algorithm, or another library, nothing."""
+    own = header.get("algorithm") == type(optimizer).__name__ and "world_size" in header
+    return optimizer._of_one_rank if own else ()
 
 
 def read_header(text: str) -> dict[str, Any]:

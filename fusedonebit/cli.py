@@ -1,4 +1,4 @@
-"""The command line: ``fusedonebit train``, ``lab`` and ``plan``."""
+"""The command line: ``fusedonebit train``, ``lab``, ``plan`` and ``migrate``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from .migrate import command as migration
+from .migrate.config import InputError as ConfigError
 from .plan import command as planner
 
 USAGE_ERROR = 2
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_lab(commands)
     _add_plan(commands)
+    _add_migrate(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -114,6 +117,25 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )
     planner.add_arguments(plan)
     plan.set_defaults(run=_plan)
+
+
+def _add_migrate(commands: argparse._SubParsersAction) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="what a DeepSpeed config is in Python, key by key",
+        description="Print the Python lines that stand for a DeepSpeed config with OneBitAdam, OneBitLamb or "
+        "ZeroOneAdam, and say of every key what became of it. Exit status 1: some key is unknown; 2: a bad file.",
+        formatter_class=_Defaults,
+    )
+    migration.add_arguments(migrate)
+    migrate.set_defaults(run=_migrate)
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    try:
+        return migration.run(arguments)
+    except ConfigError as error:
+        return _refuse(str(error))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -165,6 +165,16 @@ class ZeroOneOptimizer(AveragingOptimizer):
             raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
         return Round(renews=False, steps=steps)
 
+    def _progress_after(self, steps: int) -> Progress:
+        """Where the policies would be after so many steps: a run that begins with another's state goes on there."""
+        done = Progress(0, 0, 0, 0)
+        while done.steps < steps:
+            renews = self.options.variance_policy.renews(done)
+            length = 1 if renews else self.options.sync_policy.steps(done)
+            since = 0 if renews else done.since_renewal + 1
+            done = Progress(min(steps, done.steps + length), done.rounds + 1, done.renewals + renews, since)
+        return done
+
     def _end_round(self) -> None:
         done, renewed = self._done, self._round.renews
         since = 0 if renewed else done.since_renewal + 1
@@ -467,7 +477,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's
             self._entered = self._step.clone()
-            self._done = Progress(*[header["updates"]] * 3, 0)
+            self._done = self._progress_after(header["updates"])
             return
         self._done, self._round = Progress(*header["done"]), Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
