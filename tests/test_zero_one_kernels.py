@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from backends import DTYPES, assert_equal_backends, problem
-from fusedonebit.triton_kernels import unpack
+from fusedonebit.triton_kernels import Coef, unpack
 from reference_ops import Problem
 
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
@@ -88,6 +88,26 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told():
         assert all(tensor.isfinite().all() for tensor in (*arguments[0], arguments[4], arguments[8]))
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way[1]])
+def test_no_momentum_is_added_that_would_leave_the_buffer_not_finite_and_that_is_told(way):
+    """beta1*m overflows on top of an update that does not; and without eps, m/denom is 0/0 where there is nothing."""
+
+    def make() -> tuple:
+        p = problem([600], 2, 128)
+        p.coef[:, Coef.EPS] = p.grads[0][:50] = p.exp_avg_sq[:50] = 0.0
+        p.compensated[100:300] = 3.0e38
+        arguments = local_step_arguments(p, way)
+        arguments[4][:50] = 0.0
+        arguments[4][100:300] = 0.5e38
+        return arguments
+
+    assert_equal_backends("local_step", make)
+    arguments = make()
+    torch.ops.fusedonebit.local_step(*arguments)
+    assert arguments[8].isfinite().all()
+    assert arguments[-1].item() == 1
+
+
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 def test_rebuild_momentum_equals_its_twin(sizes, world_size):
     for precondition, inside in itertools.product((False, True), (False, True)):
@@ -109,6 +129,25 @@ def test_lion_compress_equals_its_twin(sizes, world_size, dtype):
             return lion_arguments(problem(sizes, world_size, dtype=dtype, special=special, masks=masks), hold=hold)
 
         assert_equal_backends("lion_compress", make)
+
+
+def test_what_does_not_count_is_never_told_whatever_its_moments_and_gradients_hold():
+    def make(name):
+        p = problem([256, 300, 128], 2, 128, masks={1: torch.arange(300) % 3 > 0}, excluded=[0])
+        arguments = local_step_arguments(p, WAYS[1]) if name == "local_step" else lion_arguments(p)
+        exp_avg = arguments[4 if name == "local_step" else 3]
+        for line in (exp_avg, p.compensated, p.exp_avg_sq):
+            line[~p.live_mask] = torch.nan
+        for i, tensor in enumerate((*p.params, *p.grads)):
+            at = p.layout.offset(i % 3)
+            tensor[~p.live_mask[at : at + tensor.numel()]] = torch.inf
+        return arguments
+
+    for name in ("local_step", "lion_compress"):
+        assert_equal_backends(name, lambda name=name: make(name))
+        arguments = make(name)
+        getattr(torch.ops.fusedonebit, name)(*arguments)
+        assert not arguments[-1].any()
 
 
 def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():

@@ -67,7 +67,7 @@ def lion_compress(
         c = m * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
         finite = (tl.abs(new) <= LARGEST) & (tl.abs(c) <= LARGEST)
         held = tl.load(hold) != 0
-        bad = tl.max(tl.max((~finite).to(tl.int32), axis=1), axis=0)
+        bad = tl.max(tl.max((~finite & mask).to(tl.int32), axis=1), axis=0)
         if (bad != 0) & (not held):
             tl.atomic_or(flags, NONFINITE)
         c = tl.where(finite, c, m)
