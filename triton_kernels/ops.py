@@ -122,8 +122,8 @@ SCHEMAS: dict[str, str] = {
         f"{_LIVE}, Tensor(a!) exp_avg) -> ()"
     ),
     "lion_compress": (
-        f"(Tensor[] grads, {_SIZES}, Tensor(a!) exp_avg, {_TABLES}, {_LIVE}, Tensor step, Tensor hold, Tensor(b!) bits, "
-        "Tensor(c!) flags) -> ()"
+        f"(Tensor[] grads, {_SIZES}, Tensor(a!) exp_avg, {_TABLES}, {_LIVE}, Tensor step, Tensor hold, "
+        "Tensor(b!) bits, Tensor(c!) flags) -> ()"
     ),
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
