@@ -19,7 +19,7 @@ WAYS = [
 
 def local_step_arguments(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> tuple:
     moves, last, leaks, precondition = way
-    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
+    exp_avg = p.normal(p.layout.numel)
     return (
         *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
         *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
@@ -36,7 +36,7 @@ def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> t
 
 
 def lion_arguments(p: Problem, step: float = 7.0, hold: int = 0) -> tuple:
-    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
+    exp_avg = p.normal(p.layout.numel)
     exp_avg[::3] = 0.0
     for g in p.grads:
         g[::3] *= 0.0
