@@ -40,8 +40,6 @@ def converted(values: dict[str, Any], numerics: str = "recommended") -> tuple[st
 
 def run(script: str, batches: int = BATCHES) -> dict[str, Any]:
     """Runs a script on a toy model in this process alone; returns its names."""
-    if "ZeroOneAdam" in script and not hasattr(fusedonebit, "ZeroOneAdam"):
-        pytest.skip("there is no ZeroOneAdam yet")
     if "MPITransport" in script and importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py")
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb
 from fusedonebit.migrate import Taken, load_deepspeed
+from fusedonebit.policies import EveryStep
 
 FREEZE = 6  # DeepSpeed's: five updates before it
 RESIDUALS = "residuals of compression, which DeepSpeed itself drops"
@@ -217,14 +218,17 @@ def test_unfused_wrappers_weights_and_lambs_averages_are_taken_up():
     assert [float(saved_again[i]["unit"]) for i in range(2)] == [0.75, 0.75]
 
 
-@pytest.mark.skipif(not hasattr(fusedonebit, "ZeroOneAdam"), reason="there is no ZeroOneAdam yet")
 def test_zero_one_adam_takes_up_its_moments():
     params = ds.make()
-    optimizer = fusedonebit.ZeroOneAdam(params)
+    optimizer = fusedonebit.ZeroOneAdam(params, sync_policy=EveryStep())
     counters = {"var_interval": 2, "var_counter": 1, "local_step_interval": 1, "local_step_counter": 0, "lrs": 0}
     with pytest.warns(FusedOneBitWarning, match="how long the intervals had become"):
         taken = load_deepspeed(optimizer, ds.by_hand(9, params, **counters))
     assert taken.updates == 8
+    for i, p in enumerate(params):
+        saved = ds.by_hand(9, params)["state"][i]
+        assert torch.equal(optimizer.momentum(p), saved["exp_avg"])
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], saved["exp_avg_sq"])
 
 
 def test_frozen_parameters_and_groups_are_matched_as_deepspeed_counts_them():
