@@ -187,7 +187,13 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _coefficient_table(self) -> Tensor:
         renews = self._phase == "uncompressed"
         coef = self._coefficients(self._taken, self._step, self._entered + renews)
-        return coef if renews else self._floored(coef)
+        if not renews:
+            return self._floored(coef)
+        if self._eps_inside_sqrt and self._done.renewals < self._done.rounds:
+            # Rebuilt momentum has a size where v has none: what it was multiplied with must not be divided by less.
+            # (sqrt(a) + sqrt(b) is at least sqrt(a + b).)
+            coef[:, Coef.EPS] += self._least_square(coef).sqrt().float()
+        return coef
 
     @property
     def _eps_inside_sqrt(self) -> bool:
@@ -197,10 +203,13 @@ class ZeroOneOptimizer(AveragingOptimizer):
         """Denominators sqrt(v + share*mean(v)); what never had a variance, until it has one, does not move."""
         if not self._eps_inside_sqrt:
             return coef
-        mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
-        coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
+        coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + self._least_square(coef).float()
         coef[:, Coef.ONE_MINUS_BETA1] *= self._mean_sq > 0
         return coef
+
+    def _least_square(self, coef: Tensor) -> Tensor:
+        """What the floor adds to v, corrected: float64 [tensors]."""
+        return self.options.variance_floor * self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
