@@ -124,7 +124,7 @@ def test_every_so_manieth_step_held_out_losses_and_the_last_step_are_recorded(tm
 
 
 def test_layers_are_recorded_ever_more_rarely(tmp_path: Path):
-    optimizer, named = small(OneBitLamb, freeze_step=2)
+    optimizer, _ = small(OneBitLamb, freeze_step=2)
     recorder = Recorder(tmp_path, optimizer, every=1)
     seen = [step for step in range(1, 100_001) if recorder._looks_at_layers(step)]
     assert seen[:5] == [1, 2, 3, 4, 5]
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
         with pytest.raises(ValueError, match=f"{name} must be an int >= "):
             Recorder(tmp_path, optimizer, **bad)
     recorder = Recorder(tmp_path, optimizer)
-    with pytest.raises(ValueError, match="step must be an int >= 0, got 1.5"):
+    with pytest.raises(ValueError, match=r"step must be an int >= 0, got 1\.5"):
         recorder.log(1.5)
     recorder.close()
     with pytest.raises(ValueError, match="is closed; make a new one"):
@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
 
 def test_after_an_error_the_optimizer_is_not_asked_again(tmp_path: Path):
     optimizer, _ = small(freeze_step=2)
-    with pytest.raises(KeyError), Recorder(tmp_path, optimizer, every=10) as recorder:
-        recorder.log(1, loss=1.0)
-        raise KeyError
+    recorder = Recorder(tmp_path, optimizer, every=10)
+    recorder.log(1, loss=1.0)
+    recorder.__exit__(KeyError, KeyError(), None)
     assert lines(tmp_path) == []

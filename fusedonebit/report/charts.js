@@ -11,7 +11,12 @@ const charts = []; // those over steps share a zoom and a crosshair
 
 const colour = (i) => `var(--run-${i % 8})`;
 const dash = (i) => DASHES[Math.floor(i / 8) % DASHES.length];
-const phaseColour = (name) => `var(--phase-${data.phases.indexOf(name) % 8})`;
+const KNOWN_PHASES = ["warmup", "compression", "uncompressed", "one-bit", "local"];
+const otherPhases = data.phases.filter((name) => !KNOWN_PHASES.includes(name));
+const phaseColour = (name) => {
+  const i = KNOWN_PHASES.indexOf(name);
+  return `var(--phase-${i >= 0 ? i : 5 + (otherPhases.indexOf(name) % 3)})`;
+};
 const visible = () => data.runs.filter((run) => state.shown[run.index]);
 
 function node(tag, attributes = {}, text = null) {
@@ -129,7 +134,8 @@ class Chart {
     const strips = spec.x === "steps" ? runs.filter((run) => run.bands.length) : [];
     this.strip = strips.length > 4 ? 3 : 6;
     this.top = MARGIN.top + strips.length * (this.strip + 1) + (strips.length ? 3 : 0);
-    const ends = range || [bound(xs, Math.min), bound(xs, Math.max)];
+    const whole = [runs.map((run) => run.first), runs.map((run) => run.last)]; // alike in all charts over steps
+    const ends = range || (spec.x === "steps" ? [bound(whole[0], Math.min), bound(whole[1], Math.max)] : [bound(xs, Math.min), bound(xs, Math.max)]);
     this.x = scale(ends[0], ends[1], MARGIN.left, WIDTH - MARGIN.right, spec.x === "bytes");
     this.y = scale(low, high, HEIGHT - MARGIN.bottom, this.top, this.log);
     this.phases(strips);

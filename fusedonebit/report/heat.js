@@ -27,7 +27,9 @@ function heatScale(kind) {
     const share = (v) => Math.log(Math.max(v, 1e-6) / low) / Math.log(high / low);
     return { low, high, share, stops: () => (dark.matches && !printing ? AROUND_DARK : AROUND_LIGHT), ticks: logTicks(low, high) };
   }
-  const least = values.filter((v) => v > 0).reduce((a, b) => Math.min(a, b), high || 1), log = high / least > 20;
+  // One layer's tiny value must not darken all others: 98 % of the values decide where the colours begin.
+  const above = values.filter((v) => v > 0).sort((a, b) => a - b);
+  const least = above.length ? above[Math.floor(above.length / 50)] : 1, log = high / least > 8;
   low = log ? least : 0;
   if (!(high > low)) high = low ? low * 1.1 : 1;
   const share = (v) => (log ? Math.log(Math.max(v, low) / low) / Math.log(high / low) : v / high);
@@ -63,7 +65,7 @@ class Heat {
     if (this.card.hidden) return;
     svg.replaceChildren();
     svg.setAttribute("aria-label", `${this.kind.title} of ${run.label}, ${map.layers.length} layers over steps. A table below has each layer's figures.`);
-    const range = state.range || [Math.min(map.steps[0], run.bands.length ? run.bands[0][0] : map.steps[0]), run.last];
+    const range = state.range || [run.first, run.last];
     this.x = scale(range[0], range[1], left, right, false);
     draw(svg, "rect", { x: left, y: top, width: right - left, height, fill: "var(--grid)" });
     const image = draw(svg, "image", { x: left, y: top, width: right - left, height, preserveAspectRatio: "none", style: "image-rendering: pixelated" });

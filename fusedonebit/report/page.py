@@ -74,7 +74,7 @@ def _data(runs: Sequence[Run], progress: Callable[[], None]) -> tuple[dict[str, 
 
 
 def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
-    curves = {}
+    curves, workers = {}, run.header.get("world_size")
     for key in (*CURVES, *own):
         series = run.get(key)
         if not series.steps:
@@ -94,7 +94,9 @@ def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
     return {
         "index": index,
         "label": run.label,
+        "first": run.first_step,
         "last": run.last_step,
+        "workers": workers if isinstance(workers, int) else None,
         "curves": curves,
         "bands": bands(run),
         "skips": skips(run),

@@ -58,6 +58,11 @@ class Run:
     _in_order: bool = True
 
     @property
+    def first_step(self) -> int:
+        """The first recorded step."""
+        return min(series.steps[0] for series in self.series.values()) if self.series else self._last
+
+    @property
     def last_step(self) -> int:
         """The last recorded step."""
         return self._last

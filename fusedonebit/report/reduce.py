@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from .read import Run, Series
@@ -36,7 +37,7 @@ def thin(series: Series, most: int) -> tuple[list[int], list[float]]:
         bins = max(1, (most - 2) // 2)
         ends = [len(inner) * b // bins for b in range(bins + 1)]
         chosen = {kept[0], kept[-1]}
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in pairwise(ends):
             part = inner[start:stop]
             if part:
                 chosen |= {min(part, key=ys.__getitem__), max(part, key=ys.__getitem__)}
@@ -57,15 +58,19 @@ def spread(items: list[Any], most: int) -> list[Any]:
 
 
 def running_mean(series: Series) -> Series:
-    """The exponential mean of finite values, ``MEAN_POINTS`` of it: what a noisy curve does."""
-    keep, mean, weight, result = 1 - 1 / max(1.0, len(series.values) / MEAN_WIDTH), 0.0, 0.0, Series()
+    """The exponential mean of finite values, ``MEAN_POINTS`` of it: what a noisy curve does.
+
+    Its memory is a ``MEAN_WIDTH``-th of the records, and at first a fifth of those so far: it begins where they do.
+    """
+    share, mean, count, result = min(1.0, MEAN_WIDTH / max(1, len(series.values))), 0.0, 0, Series()
     every = max(1, len(series.values) // MEAN_POINTS)
     last = len(series.values) - 1
     for i, (step, y) in enumerate(zip(series.steps, series.values, strict=True)):
         if math.isfinite(y):
-            mean, weight = keep * mean + (1 - keep) * y, keep * weight + (1 - keep)
-        if weight and (i % every == 0 or i == last):
-            result.add(step, mean / weight)
+            mean += max(share, 5 / (count + 5)) * (y - mean)
+            count += 1
+        if count and (i % every == 0 or i == last):
+            result.add(step, mean)
     return result
 
 
@@ -85,7 +90,7 @@ def bands(run: Run) -> list[list[Any]]:
         return stretches
     ends = [len(series.steps) * b // MOST_BANDS for b in range(MOST_BANDS + 1)]
     steps, names = [], []
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in pairwise(ends):
         seen = dict.fromkeys(run.phases[int(i)] for i in sorted(set(series.values[start:stop])))
         steps += [series.steps[start], series.steps[stop - 1]]
         names += [" + ".join(seen)] * 2
@@ -150,10 +155,23 @@ def heat(run: Run, key: str, most_cells: int, middle: float | None) -> dict[str,
                     row, was = rows[place[str(name)]], rows[place[str(name)]][column]
                     if was is None or _says_more(value, was, middle):
                         row[column] = short(value, 4)
-    # A row that never says anything but what says nothing is still a layer; a map of them is no map.
     if all(x is None or x == (middle or 0.0) for row in rows for x in row):
-        return None
-    return {"layers": names, "steps": [group[-1][0] for group in groups], "rows": rows}
+        return None  # a map of what says nothing is no map
+    steps = [group[-1][0] for group in groups]
+    if middle is None:
+        _end_with_the_phase(run, steps, rows)
+    return {"layers": names, "steps": steps, "rows": rows}
+
+
+def _end_with_the_phase(run: Run, steps: list[int], rows: list[list[float | None]]) -> None:
+    """What is compressed ends with its phase: an empty column where another begins between two records."""
+    firsts = [first for first, _, _ in bands(run)][1:]
+    for first in reversed(firsts):
+        column = bisect_right(steps, first)
+        if column and steps[column - 1] < first:
+            steps.insert(column, first)
+            for row in rows:
+                row.insert(column, None)
 
 
 def _says_more(value: float, was: float, middle: float | None) -> bool:

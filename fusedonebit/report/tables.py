@@ -46,8 +46,8 @@ def results(runs: Sequence[Run]) -> str:
     heads += ("bytes in all", "fp32 / sent", "skipped", "by the guard", "tokens/s")
     rows = "".join(_result(i, run) for i, run in enumerate(runs))
     return (
-        f"<table><caption>Train loss: mean of the last {TAIL} records that are numbers. Bytes are those one rank sends; "
-        "fp32 / sent: how many times more averaging float32 gradients would have sent.</caption>"
+        f"<table><caption>Train loss: mean of the last {TAIL} records that are numbers. Bytes are those "
+        "one rank sends; fp32 / sent: how many times more averaging float32 gradients would have sent.</caption>"
         f"<thead><tr>{_cells(heads, 'th scope=col')}</tr></thead><tbody>{rows}</tbody></table>"
     )
 
@@ -145,7 +145,8 @@ def _text(value: Any) -> str:
 
 
 def _details(run: Run) -> str:
-    return f"<details><summary>{escape(run.label)}, as it says itself</summary><pre>{escape(run.header['repr'])}</pre></details>"
+    told = escape(run.header["repr"])
+    return f"<details><summary>{escape(run.label)}, as it says itself</summary><pre>{told}</pre></details>"
 
 
 def layers(maps: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
