@@ -230,7 +230,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a run was made with: date, optimizer and its options, versions, where and on how many ranks it runs."""
-    stats = getattr(optimizer, "stats", dict)()
+    stats: dict[str, Any] = getattr(optimizer, "stats", dict)()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     options = getattr(optimizer, "options", None)
     started = dist.is_available() and dist.is_initialized()

@@ -14,8 +14,8 @@ from . import tables
 from .read import Run, Series
 from .reduce import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
 
-CURVES = ("loss", "held_out_loss", "bytes_step", "bytes_total", "bytes_fp32", "residual_over_momentum")
-CURVES += ("sign_agreement", "tokens_per_s", "lr")
+CURVES = ["loss", "held_out_loss", "bytes_step", "bytes_total", "bytes_fp32", "residual_over_momentum"]
+CURVES += ["sign_agreement", "tokens_per_s", "lr"]
 
 KNOWN = (*CURVES, "skipped_steps", "vetoed_steps", "rewarms")
 """What is not a user's own number."""
@@ -74,7 +74,8 @@ def _data(runs: Sequence[Run], progress: Callable[[], None]) -> tuple[dict[str, 
 
 
 def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
-    curves, workers = {}, run.header.get("world_size")
+    curves: dict[str, dict[str, Any]] = {}
+    workers = run.header.get("world_size")
     for key in (*CURVES, *own):
         series = run.get(key)
         if not series.steps:

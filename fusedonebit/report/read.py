@@ -142,7 +142,8 @@ def _metrics_of(given: str) -> Path:
 
 
 def _read_folder(path: Path, progress: Callable[[int], None]) -> list[Run]:
-    folder, runs, damaged, seen = path.parent, {}, 0, 0
+    folder, damaged, seen = path.parent, 0, 0
+    runs: dict[str, Run] = {}
     try:
         for number, (line, record) in enumerate(read_lines(path)):
             seen += len(line) + 1

@@ -42,8 +42,8 @@ def in_bytes(value: float | None) -> str:
 
 def results(runs: Sequence[Run]) -> str:
     """One row per run: how far it came, losses, bytes, skipped steps, speed."""
-    heads = ("run", "steps", "phase at the end", "train loss", "held-out loss", "best held out", "bytes/step")
-    heads += ("bytes in all", "fp32 / sent", "skipped", "by the guard", "tokens/s")
+    heads = ["run", "steps", "phase at the end", "train loss", "held-out loss", "best held out", "bytes/step"]
+    heads += ["bytes in all", "fp32 / sent", "skipped", "by the guard", "tokens/s"]
     rows = "".join(_result(i, run) for i, run in enumerate(runs))
     return (
         f"<table><caption>Train loss: mean of the last {TAIL} records that are numbers. Bytes are those "
