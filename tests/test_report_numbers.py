@@ -120,8 +120,20 @@ def test_a_map_is_empty_where_a_new_warmup_lies_between_two_records():
     made = heat(run_of(*told), "residual_over_momentum", 100, None)
     assert made is not None
     assert list(zip(made["steps"], made["rows"][0], strict=True)) == [
-        (2, 0.5), (4, 0.5), (5, None), (9, None), (10, 0.5), (12, 0.5),
+        (2, 0.5), (4, 0.5), (5, None), (10, 0.5), (12, 0.5),
     ]  # fmt: skip
+
+
+def test_a_map_has_no_gaps_where_phases_alternate(tmp_path: Path):
+    layers = {"name": ["a"], "residual_over_momentum": [0.5]}
+    seen = [
+        record(i, phase=("local", "one-bit")[i % 2], **({"layers": layers} if i % 10 == 1 else {})) for i in range(900)
+    ]
+    made = heat(run_of(*seen), "residual_over_momentum", 1000, None)
+    assert made is not None
+    assert None not in made["rows"][0]
+    told = [record(i, phase="abc"[i % 3] if i % 100 < 99 else "full", layers=layers) for i in range(1, 3001)]
+    assert bands(run_of(*told)) == [[1, 3000, "b + c + a + full"]]  # as they came
 
 
 def test_many_runs_get_fewer_points_each():

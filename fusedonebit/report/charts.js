@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const NS = document.getElementById("ns").namespaceURI; // not spelt out: the page names no address
 const state = { shown: data.runs.map(() => true), range: null, smooth: true, log: {} };
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
-const MARGIN = { left: 62, right: 14, top: 8, bottom: 34 };
+const MARGIN = { left: 62, right: 24, top: 8, bottom: 34 };
 const WIDTH = 640, HEIGHT = 280;
 const charts = []; // those over steps share a zoom and a crosshair
 
@@ -39,7 +39,7 @@ function draw(parent, tag, attributes = {}, text = null) {
 function number(x) {
   if (x === null || x === undefined) return "–";
   const size = Math.abs(x);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return x.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(x.toPrecision(3)).toExponential().replace("e+", "e");
   if (Number.isInteger(x)) return x.toLocaleString("en");
   return String(Number(x.toPrecision(4)));
 }
@@ -168,7 +168,7 @@ class Chart {
         if (b < a) return;
         const height = runs.length === 1 ? bottom - y : this.strip; // one alone has room for bands
         const band = draw(this.svg, "rect", { x: a, y, width: Math.max(b - a, 0.5), height, fill: phaseColour(name) });
-        if (runs.length === 1) band.setAttribute("opacity", 0.5);
+        if (runs.length === 1) band.setAttribute("opacity", 0.3);
         draw(band, "title", {}, `${run.label}: ${name}, steps ${first} to ${last}`);
         if (i > 0 && run.bands.length <= 6 && a > MARGIN.left) {
           draw(this.svg, "line", { class: "change", x1: a, x2: a, y1: y + this.strip, y2: bottom, stroke: colour(run.index) });

@@ -38,13 +38,27 @@ function heatScale(kind) {
 
 let printing = false;
 
+/** Names without the leading and trailing parts that all of them share: those say nothing, and take the room. */
+function withoutCommon(names) {
+  const parts = names.map((name) => name.split(".")), least = Math.min(...parts.map((p) => p.length));
+  let head = 0, tail = 0;
+  while (names.length > 1 && head < least - 1 && parts.every((p) => p[head] === parts[0][head])) head++;
+  const last = (p, i) => p[p.length - 1 - i];
+  while (names.length > 1 && tail < least - head - 1 && parts.every((p) => last(p, tail) === last(parts[0], tail))) tail++;
+  const own = parts.map((p) => (head ? "…" : "") + p.slice(head, p.length - tail).join(".") + (tail ? "…" : ""));
+  return { names: own, head: parts[0].slice(0, head).join("."), tail: tail ? parts[0].slice(-tail).join(".") : "" };
+}
+
 class Heat {
   constructor(map, kind, shared, parent) {
     Object.assign(this, { map, kind, shared, run: data.runs[map.run] });
     this.card = node("section", { class: "card" });
     this.card.appendChild(node("h3", {}, `${this.run.label}: ${kind.title}`));
-    this.card.appendChild(node("p", { class: "quiet" }, kind.note));
-    const longest = map.layers.reduce((n, name) => Math.max(n, name.length), 0);
+    const { names, head, tail } = withoutCommon(map.layers);
+    this.names = names;
+    const common = [head && `begin with ${head}`, tail && `end with ${tail}`].filter(Boolean).join(" and ");
+    this.card.appendChild(node("p", { class: "quiet" }, kind.note + (common && ` All names ${common}.`)));
+    const longest = this.names.reduce((n, name) => Math.max(n, name.length), 0);
     this.left = Math.min(Math.max(longest * 6.1, 40), 230) + 8;
     this.letters = Math.floor((this.left - 8) / 6.1);
     this.row = map.layers.length <= 40 ? 14 : Math.max(560 / map.layers.length, 2);
@@ -75,7 +89,7 @@ class Heat {
       if (b > a) draw(draw(svg, "rect", { x: a, y: MARGIN.top, width: b - a, height: 7, fill: phaseColour(name) }), "title", {}, name);
     }
     const every = Math.ceil(11 / this.row);
-    map.layers.forEach((name, i) => {
+    this.names.forEach((name, i) => {
       if (i % every === 0) draw(svg, "text", { x: left - 6, y: top + (i + 0.5) * this.row + 4, "text-anchor": "end" }, this.shorten(name));
     });
     for (const tick of this.x.ticks) {

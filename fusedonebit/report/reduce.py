@@ -15,7 +15,10 @@ MOST_POINTS = 1500
 
 ALL_POINTS = 9_000
 MOST_MARKS = 500
-MOST_BANDS = 300
+MOST_BANDS = 120
+WINDOWS = (MOST_BANDS, 60, 30, 15)
+"""In so many windows phases are looked at together where they alternate more often."""
+
 ALL_CELLS = 110_000
 """Of all heat maps together."""
 
@@ -88,12 +91,16 @@ def bands(run: Run) -> list[list[Any]]:
     stretches = _stretches(series.steps, [run.phases[int(i)] for i in series.values])
     if len(stretches) <= MOST_BANDS:
         return stretches
-    ends = [len(series.steps) * b // MOST_BANDS for b in range(MOST_BANDS + 1)]
+    # A window as long as the phases' cycle sees all of it, and so do its neighbours.
+    return next(s for count in WINDOWS if len(s := _in_windows(run, series, count)) <= count // 10 or count < 20)
+
+
+def _in_windows(run: Run, series: Series, count: int) -> list[list[Any]]:
     steps, names = [], []
-    for start, stop in pairwise(ends):
-        seen = dict.fromkeys(run.phases[int(i)] for i in sorted(set(series.values[start:stop])))
+    for start, stop in pairwise(len(series.steps) * b // count for b in range(count + 1)):
+        seen = sorted(set(series.values[start:stop]))
         steps += [series.steps[start], series.steps[stop - 1]]
-        names += [" + ".join(seen)] * 2
+        names += [" + ".join(run.phases[int(i)] for i in seen)] * 2
     return _stretches(steps, names)
 
 
@@ -165,10 +172,11 @@ def heat(run: Run, key: str, most_cells: int, middle: float | None) -> dict[str,
 
 def _end_with_the_phase(run: Run, steps: list[int], rows: list[list[float | None]]) -> None:
     """What is compressed ends with its phase: an empty column where another begins between two records."""
-    firsts = [first for first, _, _ in bands(run)][1:]
-    for first in reversed(firsts):
+    stretches = bands(run)
+    told = {name for first, last, name in stretches if bisect_right(steps, last) > bisect_right(steps, first - 1)}
+    for first, _, name in reversed(stretches[1:]):
         column = bisect_right(steps, first)
-        if column and steps[column - 1] < first:
+        if name not in told and column and steps[column - 1] < first:
             steps.insert(column, first)
             for row in rows:
                 row.insert(column, None)
