@@ -127,7 +127,8 @@ def test_a_map_is_empty_where_a_new_warmup_lies_between_two_records():
 def test_a_map_has_no_gaps_where_phases_alternate(tmp_path: Path):
     layers = {"name": ["a"], "residual_over_momentum": [0.5]}
     seen = [
-        record(i, phase=("local", "one-bit")[i % 2], **({"layers": layers} if i % 10 == 1 else {})) for i in range(1, 900)
+        record(i, phase=("local", "one-bit")[i % 2], **({"layers": layers} if i % 10 == 1 else {}))
+        for i in range(1, 900)
     ]
     made = heat(run_of(*seen), "residual_over_momentum", 1000, None)
     assert made is not None

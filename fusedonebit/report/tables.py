@@ -14,6 +14,7 @@ ABSENT = "–"
 TAIL = 20
 """Records whose mean is the train loss of the results."""
 
+DATES = ("started", "resumed")
 MOST_GROUPS = 4
 """Of the parameter groups at most so many are compared."""
 
@@ -94,21 +95,29 @@ def _last(run: Run, key: str) -> float | None:
 def settings(runs: Sequence[Run]) -> str:
     """One row per setting and version, those that differ marked; and what each optimizer says of itself."""
     facts = [facts_of(run) for run in runs]
-    keys = list(dict.fromkeys(key for told in facts for key in told))
+    keys = sorted(dict.fromkeys(key for told in facts for key in told), key=_kind)  # stable: else as they were told
     if not keys:
         return "<p>None were recorded: these files are of an older version.</p>"
     rows = []
     for key in keys:
         values = [told.get(key) for told in facts]
-        differs = len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
+        known = {json.dumps(value, sort_keys=True, default=str) for value in values if value is not None}
+        differs = len(known) > 1 and key not in DATES  # what only one kind of optimizer has is no difference
         cells = "".join(f"<td>{ABSENT if value is None else escape(_text(value))}</td>" for value in values)
         mark = ' class="differs"' if differs else ""
         rows.append(f"<tr{mark}><th scope=row>{escape(key)}</th>{cells}</tr>")
     heads = _cells(["", *(run.label for run in runs)], "th scope=col")
-    caption = "Marked: what differs between the runs." if len(runs) > 1 else "As the run was last started."
+    caption = "Marked: what differs between the runs that have it." if len(runs) > 1 else "As the run was last started."
     table = f"<table class=settings><caption>{caption}</caption><thead><tr>{heads}</tr></thead>"
     told = "".join(_details(run) for run in runs if isinstance(run.header.get("repr"), str))
     return f'<div class="scroll">{table}<tbody>{"".join(rows)}</tbody></table></div>{told}'
+
+
+def _kind(key: str) -> int:
+    kinds = ("run: ", "", "option: ", "group: ", "group ", "version: ")
+    return (
+        max((i for i, kind in enumerate(kinds) if key.startswith(kind)), default=0) if key not in DATES else len(kinds)
+    )
 
 
 def facts_of(run: Run) -> dict[str, Any]:
@@ -141,6 +150,8 @@ def _dict(header: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
