@@ -114,10 +114,8 @@ def settings(runs: Sequence[Run]) -> str:
 
 
 def _kind(key: str) -> int:
-    kinds = ("run: ", "", "option: ", "group: ", "group ", "version: ")
-    return (
-        max((i for i, kind in enumerate(kinds) if key.startswith(kind)), default=0) if key not in DATES else len(kinds)
-    )
+    places = {"run: ": 0, "option: ": 2, "group": 3, "version: ": 4}
+    return 5 if key in DATES else next((place for start, place in places.items() if key.startswith(start)), 1)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
