@@ -1,4 +1,4 @@
-"""The command line: ``fusedonebit train``, ``lab``, ``plan`` and ``migrate``."""
+"""The command line: ``fusedonebit train``, ``report``, ``lab``, ``plan`` and ``migrate``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from . import __version__
 from .migrate import command as migration
 from .migrate.config import InputError as ConfigError
 from .plan import command as planner
+from .report import command as reporter
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell reports SIGINT
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
+    _add_report(commands)
     _add_lab(commands)
     _add_plan(commands)
     _add_migrate(commands)
@@ -90,6 +92,17 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     train.set_defaults(run=_train)
 
 
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report",
+        help="one page of what runs have recorded",
+        description="Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, "
+        "bytes, compression error, layers over time, settings and versions.",
+    )
+    reporter.add_arguments(report)
+    report.set_defaults(run=_report)
+
+
 def _add_lab(commands: argparse._SubParsersAction) -> None:
     lab = commands.add_parser(
         "lab",
@@ -135,6 +148,13 @@ def _migrate(arguments: argparse.Namespace) -> int:
     try:
         return migration.run(arguments)
     except ConfigError as error:
+        return _refuse(str(error))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    try:
+        return reporter.run(arguments)
+    except reporter.InputError as error:
         return _refuse(str(error))
 
 
