@@ -95,7 +95,8 @@ class ZeroOneOptimizer(AveragingOptimizer):
         layout, options, device = self.layout, self.options, self.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
         self._grad = torch.zeros(layout.numel + TAIL, device=device)
-        self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
+        self._exp_avg_sq_sums = self._sums
         self._reduce = CompressedAllReduce(
             layout,
             self._transport,
@@ -223,7 +224,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._make_floats()
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
+        self._mean_sq = self._means(self._sums)
         self._end_round()
         return flags
 
@@ -499,8 +500,8 @@ class ZeroOneOptimizer(AveragingOptimizer):
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
-        self._exp_avg_sq_sums.copy_(sums)
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
+        self._sums.copy_(sums)
+        self._mean_sq = self._means(self._sums)
         if header.get("lines"):
             self._reduce.serve_again()
 

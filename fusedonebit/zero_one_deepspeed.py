@@ -23,6 +23,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
+    _was_frozen: bool
+
     def _is_frozen(self) -> bool:
         policy = self.options.variance_policy
         assert isinstance(policy, DeepSpeedVariance)
