@@ -23,7 +23,7 @@ class SignVote(CompressedAllReduce):
     scales, with error feedback on their side.
 
     Args:
-        layout, transport: As for ``CompressedAllReduce``.
+        arguments: ``layout`` and ``transport``, as for ``CompressedAllReduce``.
         aggregation: "majority" or "mean".
         options: As for ``CompressedAllReduce``. ``compensated`` is left alone.
     """
