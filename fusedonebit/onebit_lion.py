@@ -151,7 +151,7 @@ class OneBitLion(DistributedOptimizer):
         hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
         self._flags.zero_()
         lion_compress(grads, *where, self._exp_avg, *tables, self._step, hold, reduce.to_servers.bits, self._flags)
-        reduce.vote(tag=self._coefficients.tag, abort=abort, hold=agreed.hold, flags=self._flags)
+        reduce.vote(self._step, tag=self._coefficients.tag, abort=abort, hold=agreed.hold, flags=self._flags)
         self._list.before_update()
         update = reduce.bits, reduce.scale, None, False
         apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)
