@@ -15,6 +15,8 @@ from matplotlib import pyplot as plt
 COLOURS = {
     "adamw": "#4c566a",
     "onebit-adam": "#d1495b",
+    "zero-one-adam": "#2f6fb0",
+    "onebit-lion": "#c9931e",
     "lamb": "#2a9d8f",
     "onebit-lamb": "#e07a1f",
     "onebit-lamb-frozen": "#8d6a9f",
