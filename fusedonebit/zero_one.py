@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .averaging import AveragingOptimizer
-from .comm import CompressedAllReduce, Flag, LocalTransport, describe_mismatch
+from .comm import CompressedAllReduce, Flag, LocalTransport, agree, describe_mismatch
+from .construction import failure
 from .first_look import FirstLook
 from .freezing import denominator
 from .hyperparameters import Options, check_choice, check_unit
-from .policies import Progress, SyncPolicy, VariancePolicy, stated
+from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, next_round, planned, stated
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .triton_kernels import (
     TAIL,
@@ -58,25 +59,9 @@ class ZeroOneOptions(Options):
         check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         check_unit("variance_floor", self.variance_floor)
-        if not callable(getattr(self.variance_policy, "renews", None)):
-            raise TypeError(
-                "variance_policy must have a method renews(done), as fusedonebit.policies.DoublingVariance does, got "
-                f"{self.variance_policy!r}"
-            )
-        if not callable(getattr(self.sync_policy, "steps", None)):
-            raise TypeError(
-                "sync_policy must have a method steps(done), as fusedonebit.policies.DoublingRounds does, got "
-                f"{self.sync_policy!r}"
-            )
+        check_policies(self.variance_policy, self.sync_policy)
         if self.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
-
-
-class Round(NamedTuple):
-    """What is done in a round: ``renews`` the variance, in one step, or synchronise after so many."""
-
-    renews: bool
-    steps: int
 
 
 class ZeroOneOptimizer(AveragingOptimizer):
@@ -105,7 +90,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
             live=self._live,
         )
         tensors = max(1, len(layout.sizes))
-        self._round = Round(renews=True, steps=1)
+        self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._local = self._tag = 0
         self._done = Progress(0, 0, 0, 0)
         self._as_floats = True
@@ -137,35 +122,45 @@ class ZeroOneOptimizer(AveragingOptimizer):
     @property
     def averages_gradients(self) -> bool:
         """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
-        return self._phase == "uncompressed"
+        if self._begun:
+            return self._phase == "uncompressed"
+        if self._local:
+            return False
+        return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
+
+    @property
+    def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
+        return self.options.variance_policy, self.options.sync_policy
 
     def _enter_phase(self) -> None:
-        """Asks the policies where a round begins; the same on all ranks."""
+        """Takes up the next round where one begins; the same on all ranks."""
         if self._local == 0:
-            self._round = self._next_round()
+            if not self._plan:
+                self._plan_from(self._done)
+            self._round = self._plan.pop(0)
         last = self._local == self._round.steps - 1
+        if last and not self._plan:
+            # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
+            failure(lambda: self._plan_from(self._done.after(self._round, 1)))
         self._phase = "uncompressed" if self._round.renews else "one-bit" if last else "local"
 
-    def _next_round(self) -> Round:
-        done, options = self._done, self.options
-        if options.variance_policy.renews(done):
-            return Round(renews=True, steps=1)
-        if done.renewals == 0:
-            raise RuntimeError(
-                f"variance_policy must renew the variance in the first round, but {stated(options.variance_policy)} "
-                "does not: there is none yet; let it, or load the state of an earlier run"
-            )
-        steps = options.sync_policy.steps(done)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
-        return Round(renews=False, steps=steps)
+    def _plan_from(self, done: Progress) -> None:
+        """Asks for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        plan: list[Round] = []
+        error: Exception | None = None
+        try:
+            plan = planned(*self._policies, done)
+        except Exception as caught:
+            error = caught
+        facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
+        hint = "policies must answer alike on all ranks, as functions of their argument alone"
+        agree(self._transport, facts, self.device, error, hint)
+        self._plan = plan
 
     def _end_round(self) -> None:
-        done, renewed = self._done, self._round.renews
-        since = 0 if renewed else done.since_renewal + 1
-        self._done = Progress(done.steps + 1, done.rounds + 1, done.renewals + renewed, since)
+        self._done = self._done.after(self._round, 1)
+        self._as_floats = self._round.renews
         self._local = self._tag = 0
-        self._as_floats = renewed
 
     # ---------------------------------------------------------------- the step
 
@@ -386,7 +381,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         if self._phase == "uncompressed":
             return super()._describe(flag)
         what = describe_mismatch(self._reduce.arrived_words, "a message arrived damaged")
-        return self._say_where(f"{what} (or the length of the round: policies must answer alike on all ranks)")
+        return self._say_where(what)
 
     # ---------------------------------------------------------------- checkpoints
 

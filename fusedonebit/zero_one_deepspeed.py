@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .policies import DeepSpeedVariance
 from .triton_kernels import Coef, rebuild_momentum
-from .zero_one import Round
 from .zero_one_adam import ZeroOneAdam
 
 
@@ -28,14 +27,14 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         assert isinstance(policy, DeepSpeedVariance)
         return policy.frozen(self._done)
 
-    def _next_round(self) -> Round:
+    def _enter_phase(self) -> None:
+        super()._enter_phase()
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
             self._reduce.settle()
             self._reduce.worker.forget()
             self._reduce.server.forget()
         self._was_frozen = self._is_frozen()
-        return super()._next_round()
 
     def _build(self) -> None:
         super()._build()

@@ -177,7 +177,7 @@ def grads(optimizer: ZeroOneAdam) -> np.ndarray:
 
 
 def off(ours: np.ndarray, reference: np.ndarray, live: np.ndarray, least: float = 1e-30) -> float:
-    """The largest error, relative to the value, to the root of the mean square, or to ``least``, the largest of them."""
+    """The largest error, relative to the largest of: the value, the root of the mean square, ``least``."""
     ours, reference = ours[live], reference[live]
     if not reference.size:
         return 0.0
