@@ -6,8 +6,8 @@ the variance is not renewed. And then weight decay is part of what workers add u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -39,6 +39,13 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     def _build(self) -> None:
         super()._build()
         self._was_frozen = False
+
+    def _header(self) -> dict[str, Any]:
+        return super()._header() | {"was_frozen": self._was_frozen}
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        super()._resume(header)
+        self._was_frozen = header.get("was_frozen", False)
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._is_frozen():
