@@ -100,6 +100,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._moved = torch.zeros(2, tensors, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
         self._held_error: Exception | None = None
         self._first_look = FirstLook(device) if self._transport.world_size > 1 else None
 
@@ -174,12 +175,11 @@ class ZeroOneOptimizer(AveragingOptimizer):
         return self.options.variance_floor > 0
 
     def _floored(self, coef: Tensor) -> Tensor:
-        """Denominators sqrt(v + share*mean(v)); what never had a variance, until it has one, does not move."""
-        if not self._eps_inside_sqrt:
-            return coef
-        mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
-        coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
-        coef[:, Coef.ONE_MINUS_BETA1] *= self._mean_sq > 0
+        """Denominators sqrt(v + share*mean(v)); a tensor that never had a variance waits for one, or would explode."""
+        if self._eps_inside_sqrt:
+            mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
+            coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
+        coef[:, [Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE]] *= (self._mean_sq > 0)[:, None]
         return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -360,12 +360,23 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport, self._shards)
+        scale, most = LossScale.of(self), self.options.max_grad_norm
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, None if alone else self._lost)
         if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
+            self._tell_scaler(agreed.overflowed, alone)
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
         return agreed
+
+    def _tell_scaler(self, ranks: Tensor | None, alone: bool) -> None:
+        """That ``ranks`` of all have found an inf; while a worker is alone it keeps that to itself, or scales part."""
+        assert ranks is not None
+        if alone:
+            self._lost += ranks
+            self._overflowed.zero_()
+        else:
+            self._overflowed = (ranks > 0).float().reshape(1)
+            self._lost.zero_()
 
     def _mixed_tag(self) -> int:
         """A hash of the round's length and of the hyper-parameters of all of its steps so far."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .policies import DeepSpeedVariance
+from .scaling import LossScale
 from .triton_kernels import Coef, rebuild_momentum
 from .zero_one_adam import ZeroOneAdam
 
@@ -26,6 +27,9 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         policy = self.options.variance_policy
         assert isinstance(policy, DeepSpeedVariance)
         return policy.frozen(self._done)
+
+    def _floored(self, coef: Tensor) -> Tensor:
+        return coef
 
     def _enter_phase(self) -> None:
         super()._enter_phase()
@@ -90,6 +94,10 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         """The last step of a round is as the others; what all have added up is compressed apart."""
         self._list.before_update()
         self._step_alone(grads, coef)
+        if LossScale.of(self).found_inf is not None:
+            ranks = self._lost.clone()
+            self._transport.all_reduce(ranks)
+            self._tell_scaler(ranks, alone=False)
         nothing, reduce = [self._nothing] * len(grads), self._reduce
         reduce(nothing, coef=reduce._plain_coef(), tag=self._mixed_tag(), abort=abort, pending=self._pending)
         self._apply(coef, None, moved=True)

@@ -237,7 +237,7 @@ def within(rank: int, world_size: int, folder: str) -> tuple[type | None, str, t
     by_dcp = caught(lambda: dcp.save(model, optimizer, folder))
     saved = through_a_file(optimizer.state_dict())
     change_header(saved, lambda header: header.update(world_size=3))
-    other, reader = make_model()
+    _, reader = make_model()
     return *by_dcp, *caught(lambda: reader.load_state_dict(saved))
 
 
