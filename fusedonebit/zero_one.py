@@ -22,7 +22,7 @@ from .comm import CompressedAllReduce, Flag, LocalTransport, agree, describe_mis
 from .construction import failure
 from .first_look import FirstLook
 from .freezing import denominator
-from .hyperparameters import Options, check_choice, check_unit
+from .hyperparameters import Options, check_choice, check_flag, check_unit
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, next_round, planned, stated
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .triton_kernels import (
@@ -58,6 +58,7 @@ class ZeroOneOptions(Options):
         super().check()
         check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_flag("precondition", self.precondition)
         check_unit("variance_floor", self.variance_floor)
         check_policies(self.variance_policy, self.sync_policy)
         if self.capturable:
@@ -175,11 +176,11 @@ class ZeroOneOptimizer(AveragingOptimizer):
         return self.options.variance_floor > 0
 
     def _floored(self, coef: Tensor) -> Tensor:
-        """Denominators sqrt(v + share*mean(v)); a tensor that never had a variance waits for one, or would explode."""
+        """Denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
         if self._eps_inside_sqrt:
             mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
             coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
-        coef[:, [Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE]] *= (self._mean_sq > 0)[:, None]
+        coef[:, [Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE]] *= self._seen[:, None]
         return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -191,7 +192,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
-        self._make_floats()
+        self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
         self._mean_sq = self._means(self._exp_avg_sq_sums)
@@ -223,30 +224,47 @@ class ZeroOneOptimizer(AveragingOptimizer):
         count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
         return total / count.clamp(min=1)
 
-    def _make_floats(self) -> None:
-        """Momentum from the last synchronisation (line 9), with the v that its updates were divided by."""
+    @property
+    def _seen(self) -> Tensor:
+        """Tensors that have had a variance, bool [tensors]: others wait for one, or would explode."""
+        return self._mean_sq > 0
+
+    def _make_floats(self, renews: bool) -> None:
+        """Momentum from the last synchronisation (line 9), in terms of what the coming step divides it by.
+
+        Bits have no zero: where v is next to nothing, as in rows of an embedding that nobody has looked up, they leave
+        noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
+        denominator; before a renewal, which divides by Adam's own, eps in the extreme, times that.
+        """
         if self._as_floats:
             return
         layout, reduce, options = self.layout, self._reduce, self.options
+        own = self._coefficients(self._taken, self._step, self._entered)
+        floored = self._floored(own.clone())
         rebuild_momentum(
             layout.sizes,
             layout.block_size,
             reduce.bits,
-            reduce.scale / self._summed,
+            reduce.scale / self._summed * self._seen[self._block_tensor.long()],
             self._exp_avg_sq if options.precondition else None,
-            self._eps_inside_sqrt,
-            self._floored(self._coefficients(self._taken, self._step, self._entered)),
+            self._eps_inside_sqrt and not renews,
+            own if renews else floored,
             self._block_tensor,
             self._live.bits,
             self._live.row,
             self._exp_avg,
         )
+        if renews and self._eps_inside_sqrt and not options.precondition:
+            for i, size in enumerate(layout.sizes):
+                part = slice(layout.offset(i), layout.offset(i) + size)
+                v = self._exp_avg_sq[part]
+                self._exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
         reduce.scale.zero_()
         self._as_floats = True
 
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
-        self._make_floats()
+        self._make_floats(renews=False)
         flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
         self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
 
@@ -493,7 +511,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed
+        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed * self._seen[i]
         if not options.precondition:
             return part
         k = self._floored(self._coefficients(self._taken, self._step, self._entered))[i]

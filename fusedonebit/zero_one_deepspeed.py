@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from .policies import DeepSpeedVariance
@@ -28,8 +29,9 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         assert isinstance(policy, DeepSpeedVariance)
         return policy.frozen(self._done)
 
-    def _floored(self, coef: Tensor) -> Tensor:
-        return coef
+    @property
+    def _seen(self) -> Tensor:
+        return torch.ones_like(self._mean_sq, dtype=torch.bool)
 
     def _enter_phase(self) -> None:
         super()._enter_phase()

@@ -52,6 +52,7 @@ class Reference:
         self.v, self.served = np.zeros_like(x), np.zeros_like(x)
         self.x_common, self.t, self.renewals = x.copy(), 0, 0
         self.sizes: list[float] = []
+        self.of_bits = False
         self.kept = 1.0
         self.signs: np.ndarray | None = None
         self.bits: np.ndarray | None = None
@@ -71,6 +72,9 @@ class Reference:
     def renew(self, g: np.ndarray, lr: float) -> None:
         """Line 15, and what our renewal is besides: AdamW's step."""
         g = g.mean(0)
+        if self.of_bits:  # what it was divided by until now was floored, what it will be is not
+            self.m = self.m * self.denominators(floored=False) / self.denominators(floored=True)
+        self.of_bits = False
         self.renewals += 1
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g * g
         self.m = BETAS[0] * self.m + (1 - BETAS[0]) * g
@@ -112,7 +116,7 @@ class Reference:
             update = result / denom
         x = self.kept * self.x_common - np.mean(self.sizes) * update * self.live  # line 10
         self.x = np.stack([x] * self.workers)
-        self.sizes = []
+        self.sizes, self.of_bits = [], True
 
     def compressed(self, c: np.ndarray, segment: np.ndarray) -> np.ndarray:
         count = np.maximum(np.bincount(segment, self.live), 1)

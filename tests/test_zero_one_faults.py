@@ -35,12 +35,12 @@ EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 BETA1, EPS = 0.8, 1e-8
 
 
-def denominators(optimizer: ZeroOneAdam, renewals: int) -> np.ndarray:
+def denominators(optimizer: ZeroOneAdam, renewals: int, share: float = 0.01) -> np.ndarray:
     """What updates are divided by in rounds of bits."""
     found = []
     for v in variances(optimizer):
         v_hat = v.double() / (1 - 0.9**renewals)
-        found.append((v_hat + 0.01 * v_hat.mean() + EPS**2).sqrt().reshape(-1))
+        found.append((v_hat + share * v_hat.mean() + EPS**2).sqrt().reshape(-1))
     return torch.cat(found).numpy()
 
 
@@ -54,8 +54,8 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     values, variance = fingerprint(parameters(optimizer)), fingerprint(variances(optimizer))
     m, had = whole(momenta(optimizer)), whole(residuals(optimizer))  # which settles
     served = optimizer._reduce.server_residual.clone()
-    denom, due, outcome = denominators(optimizer, 2 if begin < 7 else 3), torch.zeros_like(m), (None, "")
-    kept = m.clone()
+    denom, due, outcome = denominators(optimizer, 2 if begin <= 7 else 3), torch.zeros_like(m), (None, "")
+    kept, own = m.clone(), torch.from_numpy(denominators(optimizer, 2, 0.0) / denom)  # a renewal divides by its own
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for step in range(begin, begin + length):
@@ -74,7 +74,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     settled = {
         "still": fingerprint(parameters(optimizer)) == values and fingerprint(variances(optimizer)) == variance,
         "servers": torch.equal(optimizer._reduce.server_residual, served),
-        "momentum": float((whole(momenta(optimizer)) - (kept if place == "renewing" else 0)).abs().max()),
+        "momentum": float((whole(momenta(optimizer)) - (kept * own if place == "renewing" else 0)).abs().max()),
         "lost": float((gained - (0 if place == "renewing" else due)).abs().max() / due.abs().max()),
         "counts": (stats["step"], stats["skipped_steps"]),
         "outcome": outcome,
