@@ -350,7 +350,7 @@ def _adamw_updates(states: Sequence[State]) -> int:
 
 
 def _moment(header: State) -> list[tuple[str, str]]:
-    keys = ("phase", "updates", "synchronisations", "started")
+    keys = ("phase", "updates", "synchronisations", "started", "local", "done")
     return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
 
 

@@ -12,17 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .averaging import AveragingOptimizer
-from .comm import CompressedAllReduce, Flag, LocalTransport, describe_mismatch
+from .comm import CompressedAllReduce, Flag, LocalTransport, agree, describe_mismatch
+from .construction import failure
 from .first_look import FirstLook
 from .freezing import denominator
-from .hyperparameters import Options, check_choice, check_unit
-from .policies import Progress, SyncPolicy, VariancePolicy, stated
+from .hyperparameters import Options, check_choice, check_flag, check_unit
+from .policies import (
+    Progress,
+    Round,
+    SyncPolicy,
+    VariancePolicy,
+    check_policies,
+    next_round,
+    planned,
+    progress_after,
+    stated,
+)
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .triton_kernels import (
     TAIL,
@@ -57,26 +68,11 @@ class ZeroOneOptions(Options):
         super().check()
         check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_flag("precondition", self.precondition)
         check_unit("variance_floor", self.variance_floor)
-        if not callable(getattr(self.variance_policy, "renews", None)):
-            raise TypeError(
-                "variance_policy must have a method renews(done), as fusedonebit.policies.DoublingVariance does, got "
-                f"{self.variance_policy!r}"
-            )
-        if not callable(getattr(self.sync_policy, "steps", None)):
-            raise TypeError(
-                "sync_policy must have a method steps(done), as fusedonebit.policies.DoublingRounds does, got "
-                f"{self.sync_policy!r}"
-            )
+        check_policies(self.variance_policy, self.sync_policy)
         if self.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
-
-
-class Round(NamedTuple):
-    """What is done in a round: ``renews`` the variance, in one step, or synchronise after so many."""
-
-    renews: bool
-    steps: int
 
 
 class ZeroOneOptimizer(AveragingOptimizer):
@@ -106,7 +102,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
             live=self._live,
         )
         tensors = max(1, len(layout.sizes))
-        self._round = Round(renews=True, steps=1)
+        self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._local = self._tag = 0
         self._done = Progress(0, 0, 0, 0)
         self._as_floats = True
@@ -116,6 +112,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._moved = torch.zeros(2, tensors, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
         self._held_error: Exception | None = None
         self._first_look = FirstLook(device) if self._transport.world_size > 1 else None
 
@@ -138,79 +135,69 @@ class ZeroOneOptimizer(AveragingOptimizer):
     @property
     def averages_gradients(self) -> bool:
         """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
-        return self._phase == "uncompressed"
+        if self._begun:
+            return self._phase == "uncompressed"
+        if self._local:
+            return False
+        return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
 
     @property
     def synchronised(self) -> bool:
         """Whether all ranks have the same parameters now: between two rounds, not within one."""
         return self._local == 0
 
+    @property
+    def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
+        return self.options.variance_policy, self.options.sync_policy
+
     def _enter_phase(self) -> None:
-        """Asks the policies where a round begins; the same on all ranks."""
+        """Takes up the next round where one begins; the same on all ranks."""
         if self._local == 0:
-            self._round = self._next_round()
+            if not self._plan:
+                self._plan_from(self._done)
+            self._round = self._plan.pop(0)
         last = self._local == self._round.steps - 1
+        if last and not self._plan:
+            # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
+            failure(lambda: self._plan_from(self._done.after(self._round, 1)))
         self._phase = "uncompressed" if self._round.renews else "one-bit" if last else "local"
 
-    def _next_round(self) -> Round:
-        done, options = self._done, self.options
-        if options.variance_policy.renews(done):
-            return Round(renews=True, steps=1)
-        if done.renewals == 0:
-            raise RuntimeError(
-                f"variance_policy must renew the variance in the first round, but {stated(options.variance_policy)} "
-                "does not: there is none yet; let it, or load the state of an earlier run"
-            )
-        steps = options.sync_policy.steps(done)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
-        return Round(renews=False, steps=steps)
-
-    def _progress_after(self, steps: int) -> Progress:
-        """Where the policies would be after so many steps: a run that begins with another's state goes on there."""
-        done = Progress(0, 0, 0, 0)
-        while done.steps < steps:
-            renews = self.options.variance_policy.renews(done)
-            length = 1 if renews else self.options.sync_policy.steps(done)
-            since = 0 if renews else done.since_renewal + 1
-            done = Progress(min(steps, done.steps + length), done.rounds + 1, done.renewals + renews, since)
-        return done
+    def _plan_from(self, done: Progress) -> None:
+        """Asks for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        plan: list[Round] = []
+        error: Exception | None = None
+        try:
+            plan = planned(*self._policies, done)
+        except Exception as caught:
+            error = caught
+        facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
+        hint = "policies must answer alike on all ranks, as functions of their argument alone"
+        agree(self._transport, facts, self.device, error, hint)
+        self._plan = plan
 
     def _end_round(self) -> None:
-        done, renewed = self._done, self._round.renews
-        since = 0 if renewed else done.since_renewal + 1
-        self._done = Progress(done.steps + 1, done.rounds + 1, done.renewals + renewed, since)
+        self._done = self._done.after(self._round, 1)
+        self._as_floats = self._round.renews
         self._local = self._tag = 0
-        self._as_floats = renewed
 
     # ---------------------------------------------------------------- the step
 
     def _coefficient_table(self) -> Tensor:
         renews = self._phase == "uncompressed"
         coef = self._coefficients(self._taken, self._step, self._entered + renews)
-        if not renews:
-            return self._floored(coef)
-        if self._eps_inside_sqrt and self._done.renewals < self._done.rounds:
-            # Rebuilt momentum has a size where v has none: what it was multiplied with must not be divided by less.
-            # (sqrt(a) + sqrt(b) is at least sqrt(a + b).)
-            coef[:, Coef.EPS] += self._least_square(coef).sqrt().float()
-        return coef
+        return coef if renews else self._floored(coef)
 
     @property
     def _eps_inside_sqrt(self) -> bool:
         return self.options.variance_floor > 0
 
     def _floored(self, coef: Tensor) -> Tensor:
-        """Denominators sqrt(v + share*mean(v)); what never had a variance, until it has one, does not move."""
-        if not self._eps_inside_sqrt:
-            return coef
-        coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + self._least_square(coef).float()
-        coef[:, Coef.ONE_MINUS_BETA1] *= self._mean_sq > 0
+        """Denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
+        if self._eps_inside_sqrt:
+            mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
+            coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
+        coef[:, [Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE]] *= self._seen[:, None]
         return coef
-
-    def _least_square(self, coef: Tensor) -> Tensor:
-        """What the floor adds to v, corrected: float64 [tensors]."""
-        return self.options.variance_floor * self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
@@ -221,7 +208,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
-        self._make_floats()
+        self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
         self._mean_sq = self._means(self._sums)
@@ -253,30 +240,47 @@ class ZeroOneOptimizer(AveragingOptimizer):
         count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
         return total / count.clamp(min=1)
 
-    def _make_floats(self) -> None:
-        """Momentum from the last synchronisation (line 9), with the v that its updates were divided by."""
+    @property
+    def _seen(self) -> Tensor:
+        """Tensors that have had a variance, bool [tensors]: others wait for one, or would explode."""
+        return self._mean_sq > 0
+
+    def _make_floats(self, renews: bool) -> None:
+        """Momentum from the last synchronisation (line 9), in terms of what the coming step divides it by.
+
+        Bits have no zero: where v is next to nothing, as in rows of an embedding that nobody has looked up, they leave
+        noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
+        denominator; before a renewal, which divides by Adam's own, eps in the extreme, times that.
+        """
         if self._as_floats:
             return
         layout, reduce, options = self.layout, self._reduce, self.options
+        own = self._coefficients(self._taken, self._step, self._entered)
+        floored = self._floored(own.clone())
         rebuild_momentum(
             layout.sizes,
             layout.block_size,
             reduce.bits,
-            reduce.scale / self._summed,
+            reduce.scale / self._summed * self._seen[self._block_tensor.long()],
             self._exp_avg_sq if options.precondition else None,
-            self._eps_inside_sqrt,
-            self._floored(self._coefficients(self._taken, self._step, self._entered)),
+            self._eps_inside_sqrt and not renews,
+            own if renews else floored,
             self._block_tensor,
             self._live.bits,
             self._live.row,
             self._exp_avg,
         )
+        if renews and self._eps_inside_sqrt and not options.precondition:
+            for i, size in enumerate(layout.sizes):
+                part = slice(layout.offset(i), layout.offset(i) + size)
+                v = self._exp_avg_sq[part]
+                self._exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
         reduce.scale.zero_()
         self._as_floats = True
 
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
-        self._make_floats()
+        self._make_floats(renews=False)
         flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
         self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
 
@@ -390,12 +394,23 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport, self._shards)
+        scale, most = LossScale.of(self), self.options.max_grad_norm
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, None if alone else self._lost)
         if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
+            self._tell_scaler(agreed.overflowed, alone)
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
         return agreed
+
+    def _tell_scaler(self, ranks: Tensor | None, alone: bool) -> None:
+        """That ``ranks`` of all have found an inf; while a worker is alone it keeps that to itself, or scales part."""
+        assert ranks is not None
+        if alone:
+            self._lost += ranks
+            self._overflowed.zero_()
+        else:
+            self._overflowed = (ranks > 0).float().reshape(1)
+            self._lost.zero_()
 
     def _mixed_tag(self) -> int:
         """A hash of the round's length and of the hyper-parameters of all of its steps so far."""
@@ -411,7 +426,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         if self._phase == "uncompressed":
             return super()._describe(flag)
         what = describe_mismatch(self._reduce.arrived_words, "a message arrived damaged")
-        return self._say_where(f"{what} (or the length of the round: policies must answer alike on all ranks)")
+        return self._say_where(what)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -487,7 +502,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's
             self._entered = self._step.clone()
-            self._done = self._progress_after(header["updates"])
+            self._done = progress_after(*self._policies, header["updates"])
             return
         self._done, self._round = Progress(*header["done"]), Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
@@ -512,7 +527,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed
+        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed * self._seen[i]
         if not options.precondition:
             return part
         k = self._floored(self._coefficients(self._taken, self._step, self._entered))[i]
