@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .averaging import AveragingOptimizer
 from .comm import CompressedAllReduce, Flag, LocalTransport, agree, describe_mismatch
+from .comm.wire import Word
 from .construction import failure
 from .first_look import FirstLook
 from .freezing import denominator
@@ -98,6 +99,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._entered = torch.zeros((), device=device)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones((), device=device)  # steps of the round whose bits the momentum is
+        self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._moved = torch.zeros(2, tensors, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
@@ -115,9 +117,13 @@ class ZeroOneOptimizer(AveragingOptimizer):
                 "add_param_group must be called before the first round that does not renew the variance: the new "
                 "parameters would have none; construct a new optimizer"
             )
-        done, entered = self._done, self._entered
+        kept, momenta = (self._done, self._entered, self._plan), {p: self.momentum(p) for p in self._list.owners}
         super().add_param_group(param_group)
-        self._done, self._entered = done, entered
+        self._done, self._entered, self._plan = kept
+        for p, m in momenta.items():
+            i = self._index(p)
+            self._list.shaped(self._exp_avg, i, self.layout.offset(i)).copy_(m)
+        self._sum_variance()
 
     # ---------------------------------------------------------------- rounds
 
@@ -195,7 +201,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
+        self._mean_sq = self._means()
         self._end_round()
         return flags
 
@@ -217,8 +223,16 @@ class ZeroOneOptimizer(AveragingOptimizer):
             None,
         )
 
-    def _means(self, sums: Tensor) -> Tensor:
-        """Of each tensor the mean over its live elements, float64 [tensors], from sums float64 [B]."""
+    def _sum_variance(self) -> None:
+        """As renewals do while they go."""
+        sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
+        self._exp_avg_sq_sums = sums
+        self._mean_sq = self._means()
+
+    def _means(self) -> Tensor:
+        """Of each tensor the mean of v over its live elements, float64 [tensors]."""
+        sums = self._exp_avg_sq_sums
+        assert sums is not None
         owner = self._block_tensor.long()
         total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
         count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
@@ -259,8 +273,14 @@ class ZeroOneOptimizer(AveragingOptimizer):
                 part = slice(layout.offset(i), layout.offset(i) + size)
                 v = self._exp_avg_sq[part]
                 self._exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
-        reduce.scale.zero_()
+        self._drop_bits()
         self._as_floats = True
+
+    def _drop_bits(self) -> None:
+        """The momentum is floats now; of the bits only ``stats`` wants to know how large they were."""
+        reduce = self._reduce
+        self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
+        reduce.scale.zero_()
 
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
@@ -486,7 +506,8 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's
             self._entered = self._step.clone()
-            self._done = Progress(*[header["updates"]] * 3, 0)
+            updates = header["updates"]
+            self._done = Progress(updates, updates, updates, 0)
             return
         self._done, self._round = Progress(*header["done"]), Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
@@ -498,16 +519,17 @@ class ZeroOneOptimizer(AveragingOptimizer):
         self._reduce.resume(header["synchronisations"], header["digests"] if same else [0])
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
-        sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
-        self._exp_avg_sq_sums.copy_(sums)
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
+        self._sum_variance()
         if header.get("lines"):
             self._reduce.serve_again()
 
     # ---------------------------------------------------------------- what users look at
 
     def momentum(self, param: Tensor) -> Tensor:
-        """The momentum of one parameter, float32 of its shape; equal on all ranks but within a round."""
+        """The momentum of one parameter, float32 of its shape; equal on all ranks but within a round.
+
+        Before a round's last step it is that of the step before: what is left of the newer is in ``worker_error``.
+        """
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
@@ -536,8 +558,11 @@ class ZeroOneOptimizer(AveragingOptimizer):
             ``OneBitAdam`` tells them, of the last synchronisation in bits.
         """
         reduce = self._reduce
-        compensated, worker_error, server_error = reduce.norms()
+        compensated, _, server_error = reduce.norms()
         over_momentum, agreement = reduce.signals() if self._done.rounds > self._done.renewals else (0.0, 0.0)
+        if self._as_floats and float(self._result_norm) > 0:
+            errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+            over_momentum = float(errors.square().mean().sqrt() / self._result_norm)
         return super().stats() | {
             "rounds": self._done.rounds,
             "renewals": self._done.renewals,
@@ -545,7 +570,7 @@ class ZeroOneOptimizer(AveragingOptimizer):
             "round_steps": self._round.steps,
             "wire_bytes": reduce.wire_bytes,
             "compensated_norm": compensated,
-            "worker_error_norm": worker_error,
+            "worker_error_norm": float(reduce.to_servers.signal[0]),  # within a round c has grown since
             "server_error_norm": server_error,
             "residual_over_momentum": over_momentum,
             "sign_agreement": agreement,

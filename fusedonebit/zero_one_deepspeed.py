@@ -24,6 +24,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
+    _was_frozen: bool
+
     def _is_frozen(self) -> bool:
         policy = self.options.variance_policy
         assert isinstance(policy, DeepSpeedVariance)
@@ -70,7 +72,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._list.before_update()
         self._update(self._anchor, coef, reduce.flags)
         self._list.after_update()
-        reduce.scale.zero_()
+        self._drop_bits()
         self._end_round()
         self._as_floats = True
         return reduce.flags
