@@ -72,7 +72,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._list.before_update()
         self._update(self._anchor, coef, reduce.flags)
         self._list.after_update()
-        reduce.scale.zero_()
+        self._drop_bits()
         self._end_round()
         self._as_floats = True
         return reduce.flags

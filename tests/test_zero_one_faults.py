@@ -164,6 +164,32 @@ def test_an_overflow_on_one_rank_lowers_the_scale_on_all_and_parameters_stay_equ
     assert results[0]["skipped"][end] == (0 if PLACES[place] != end else 1)
 
 
+def overflow_in_deepspeeds(rank: int, transport: Transport) -> tuple[list[str], list[float], str]:
+    config = {"lr": 1e-2, "var_freeze_step": 3, "local_step_scaler": 3, "local_step_clipper": 4}
+    optimizer = ZeroOneAdam.from_deepspeed(make_parameters(), config, transport)
+    scaler, phases, scales = amp.GradScaler("cpu", 2.0**10, growth_interval=50), [], []
+    for step in range(19):
+        set_gradients(optimizer, rank, step)
+        for p in parameters(optimizer):
+            p.grad = scaler.scale(p.grad)
+        if step == 11 and rank == 1:
+            parameters(optimizer)[0].grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        phases.append(optimizer.phase)
+        scales.append(scaler.get_scale())
+    return phases, scales, fingerprint(parameters(optimizer))
+
+
+def test_an_overflow_within_a_round_of_deepspeeds_lowers_the_scale_on_all_at_its_end():
+    (phases, scales, prints), (_, others, other) = SimulatedGroup(2).run(overflow_in_deepspeeds)
+    assert phases[11] == "local"
+    assert phases[-1] == "one-bit"
+    end = phases.index("one-bit", 11)
+    assert scales == others == [2.0**10] * end + [2.0**9] * (19 - end)
+    assert prints == other
+
+
 def unscaled(rank: int, transport: Transport, scale: float | None) -> str:
     optimizer = make(make_parameters(), ROUNDS, process_group=transport)
     scaler = amp.GradScaler("cpu", scale, enabled=scale is not None) if scale else None

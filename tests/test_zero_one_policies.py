@@ -404,7 +404,7 @@ def test_a_policy_that_never_renews_is_told_at_the_first_step():
 
 
 @pytest.mark.parametrize("name", ["variance_policy", "sync_policy"])
-@pytest.mark.parametrize("value", [object(), None, 3, "other", "class"], ids=str)
+@pytest.mark.parametrize("value", ["nothing", None, 3, "other", "class"])
 def test_an_object_without_the_method_is_refused(name, value):
     good = {"variance_policy": policies.DoublingVariance(), "sync_policy": policies.EveryStep()}
     other = {"variance_policy": "sync_policy", "sync_policy": "variance_policy"}[name]
