@@ -165,7 +165,7 @@ class Recorder:
                 self._bytes_before = self._last_bytes if record["bytes_total"] < self._last_bytes else 0
             record["bytes_total"] += self._bytes_before
         if any(told.get(key) for key in SIGNALS):
-            record |= {key: _short(told[key]) for key in SIGNALS}
+            record |= {key: _short(told[key]) for key in SIGNALS if key in told}
         if "layers" in told:
             layers = {key: [_short(_layer_name(x)) for x in row] for key, row in told["layers"].items() if any(row)}
             if len(layers) > 1:  # in the warm-up of 1-bit Adam there is nothing but names
