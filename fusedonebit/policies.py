@@ -267,9 +267,10 @@ def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Pr
     """Where the policies are after so many steps: a run that begins with the state of another one goes on there."""
     done = Progress(0, 0, 0, 0)
     while done.steps < steps:
-        this = next_round(variance, sync, done)
+        renews = variance.renews(done)
+        this = Round(renews, 1 if renews else sync.steps(done))
         done = done.after(this, min(this.steps, steps - done.steps))
-    return done
+    return done._replace(renewals=max(done.renewals, 1))  # there is a variance, whoever has made it
 
 
 def stated(value: object) -> str:

@@ -40,7 +40,7 @@ class Reference:
     """All workers and servers, in float64, over the flat line of elements."""
 
     def __init__(self, layout: FlatLayout, x: np.ndarray, live: np.ndarray, options: dict[str, Any]) -> None:
-        self.layout, self.live, self.options = layout, live, {"scale_scope": "block", "variance_floor": 0.01} | options
+        self.layout, self.live, self.options = layout, live, {"scale_scope": "block", "variance_floor": 1e-3} | options
         self.workers = layout.world_size
         self.owner = np.repeat(layout.block_tensor().numpy(), layout.block_size)
         segments = layout.scale_segments(self.options["scale_scope"]).numpy()

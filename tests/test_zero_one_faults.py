@@ -35,7 +35,7 @@ EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 BETA1, EPS = 0.8, 1e-8
 
 
-def denominators(optimizer: ZeroOneAdam, renewals: int, share: float = 0.01) -> np.ndarray:
+def denominators(optimizer: ZeroOneAdam, renewals: int, share: float = 1e-3) -> np.ndarray:
     """What updates are divided by in rounds of bits."""
     found = []
     for v in variances(optimizer):
