@@ -23,7 +23,6 @@ from zero_one_rounds import (
 from fusedonebit import DisagreementError, ZeroOneAdam, policies
 from fusedonebit.policies import Progress
 
-
 # ---------------------------------------------------------------- policies of one's own
 
 
