@@ -61,8 +61,8 @@ def test_0_1_adam_holds_against_adam_on_the_transformer_with_few_bytes_and_round
     fewer_bytes = 1 - sum(r["bytes"] for r in runs) / sum(r["bytes"] for r in adams)
     fewer_rounds = 1 - sum(r["rounds"] for r in runs) / sum(r["steps"] for r in onebit)
     print(
-        f"0/1 Adam: {found['percent']:+.2f} ± {found['error']:.2f} % worse than Adam, {fewer_bytes:.1%} fewer bytes than "
-        f"in float32, {fewer_rounds:.1%} fewer rounds than 1-bit Adam"
+        f"0/1 Adam: {found['percent']:+.2f} ± {found['error']:.2f} % worse than Adam, {fewer_bytes:.1%} fewer bytes "
+        f"than in float32, {fewer_rounds:.1%} fewer rounds than 1-bit Adam"
     )
     assert found["seeds"] == len(runs) == 5
     assert found["holds"]
