@@ -10,7 +10,7 @@ import torch
 from fusedonebit.comm import SimulatedGroup
 from ranks import run_ranks
 
-from fusedonebit import OneBitAdam, OneBitLion, amp, ddp
+from fusedonebit import OneBitAdam, OneBitLion, amp, dcp, ddp
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
@@ -231,3 +231,41 @@ def test_ddp_scaled_losses_and_a_compiler_change_nothing():
         assert skipped == 1
         # Scales are powers of two: what is unscaled is what was never scaled.
         assert found == plain[0][0]
+
+
+# ---------------------------------------------------------------- checkpoints for other numbers of ranks
+
+
+def saved_by_dcp(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray, bool]:
+    params = parameters()
+    model = torch.nn.ParameterList(params)
+    _, optimizer = train(rank, None, 5, params, aggregation="mean")
+    dcp.save(model, optimizer, folder)
+    again = torch.nn.ParameterList(parameters(1))
+    resumed = OneBitLion(again.parameters(), 0.5, aggregation="mean")
+    dcp.load(again, resumed, folder)
+    for step in range(5, 8):
+        for own, other, g in zip(params, again, gradients(rank, step), strict=True):
+            own.grad, other.grad = g, g.clone()
+        optimizer.step()
+        resumed.step()
+    same = np.array_equal(flat(params), flat(list(again)))
+    dcp.load(model, optimizer, folder)
+    return flat(params), flat([optimizer.momentum(p) for p in params]), same
+
+
+def loaded_by_dcp(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    model = torch.nn.ParameterList(parameters(1))
+    optimizer = OneBitLion(model.parameters(), LR, aggregation="mean")
+    dcp.load(model, optimizer, folder)
+    return flat(list(model)), flat([optimizer.momentum(p) for p in model])
+
+
+def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_momenta(tmp_path):
+    wrote = run_ranks(saved_by_dcp, 2, str(tmp_path / "saved"))
+    assert all(same for *_, same in wrote), "on as many ranks it goes on bit for bit"
+    mean = (wrote[0][1] + wrote[1][1]) / 2
+    for ranks in (1, 3):
+        for weights, momentum in run_ranks(loaded_by_dcp, ranks, str(tmp_path / "saved")):
+            assert np.array_equal(weights, wrote[0][0])
+            assert np.abs(momentum - mean).max() < 1e-7
