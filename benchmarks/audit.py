@@ -28,7 +28,15 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import finish_kernels, kernels, lamb_kernels, marsit_kernels, update_kernels
+from fusedonebit.triton_kernels import (
+    finish_kernels,
+    kernels,
+    lamb_kernels,
+    lion_kernels,
+    marsit_kernels,
+    update_kernels,
+    zero_one_kernels,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -53,7 +61,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels, lion_kernels)
 
 
 @dataclass
@@ -90,7 +98,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     count = _bytes_per_scanned_block if case.kernel in PER_LAYER else bytes_per_block
     counted = count(ttir, case.loops) / case.elements
     if target.backend == "hip":
-        return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir))
+        return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir, case.halves))
     registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Audit(
@@ -100,7 +108,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
         _narrowest(ptx, "ld", case.packed),
         _narrowest(ptx, "st", case.packed),
         counted,
-        _narrow_indices(ttir),
+        _narrow_indices(ttir, case.halves),
         len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*?\.b32\b", ptx)),
     )
 
@@ -166,12 +174,12 @@ def _bytes_per_scanned_block(ttir: str, loops: Loops) -> float:
     return total
 
 
-def _narrow_indices(ttir: str) -> int:
-    """Arithmetic on the program id that is not in 64 bits, and so would wrap past 2^31."""
+def _narrow_indices(ttir: str, halves: int) -> int:
+    """Arithmetic on the program id that is not in 64 bits, and so would wrap past 2^31; ``halves`` may be cut."""
     ids = re.findall(r"%(\w+) = tt\.get_program_id", ttir)
     uses = [line for line in ttir.splitlines() for i in ids if re.search(rf"[ (,]%{i}\b(?! =)", line)]
     cut = len(re.findall(r"arith\.trunci .* i64 to i32", ttir))
-    return cut + sum("arith.extsi" not in line and "arith.cmpi" not in line for line in uses)
+    return abs(cut - halves) + sum("arith.extsi" not in line and "arith.cmpi" not in line for line in uses)
 
 
 def _size(kind: str) -> float:
@@ -282,10 +290,9 @@ def run() -> dict[str, dict[str, Audit]]:
 def whole_steps(results: dict[str, dict[str, Audit]]) -> Iterator[tuple[str, int, float, float]]:
     """Optimizer, world size, bytes per parameter of a compression-stage step on sm_90, and their limit."""
     bytes_of = {name: a.bytes_per_element for name, a in results["sm_90"].items()}
-    for name, (kernels_of_step, limit) in STEPS.items():
+    for name, step in STEPS.items():
         for world_size in (2, 8, 64):
-            counted = step_bytes(bytes_of, kernels_of_step, world_size)
-            yield name, world_size, counted, limit + 8.2 / world_size
+            yield name, world_size, step_bytes(bytes_of, step, world_size), step.limit_of(world_size)
 
 
 def main() -> int:

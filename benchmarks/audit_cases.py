@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 BLOCK = 1024
 WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
@@ -26,6 +26,8 @@ _WORD_TYPES |= dict.fromkeys(("words", "arrived_words"), "*i32") | {"threshold":
 _LOCAL_TYPES = dict.fromkeys(("params", "grads"), "*i64") | dict.fromkeys(("scale", "limit", "factor"), "*fp32")
 TYPES_OF = dict.fromkeys(PACKED, _WORD_TYPES)
 TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"params": "*i64", "values": "*fp32"}}
+TYPES_OF |= {"local_step": dict.fromkeys(("params", "grads"), "*i64") | {"flags": "*i32"}}
+TYPES_OF |= {"lion_compress": {"step": "*fp32", "flags": "*i32"}}
 """Where a kernel's argument has another type than its namesakes."""
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
@@ -39,6 +41,10 @@ RATIO = ADAM | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False, "DEEPS
 FROZEN_BF16 = {"VARIANCE": 1}
 LAYERS = {"DEEPSPEED": False, "LANES": 1024}
 LOCAL = FP32 | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "MOMENTUM": True, "ADAM": False, "DECAYS": False, "MOVES": False}
+OWN_STEP = ADAM | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "PRECONDITION": True, "MOVES": True, "LAST": False}
+OWN_STEP |= {"LEAKS": False}
+ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
+REBUILD = {"EPS_INSIDE": False, "PRECONDITION": True, "BLOCK": BLOCK}
 BF16 = {"DTYPE": 1, "GRAD_DTYPE": 1}
 MIXED = {"DTYPE": 3, "GRAD_DTYPE": 3}
 UNALIGNED = {"ALIGNED": False, "GRAD_ALIGNED": False}
@@ -54,6 +60,7 @@ class Case:
     Attributes:
         loops: How often a loop in it runs per block; of each loop, in their order, where they differ.
         share: Elements of the line that belong to an element of a block: W where a kernel works on all chunks at once.
+        halves: Indices that are cut to 32 bits on purpose, as the words that a hash makes random bits of.
     """
 
     kernel: str
@@ -61,6 +68,7 @@ class Case:
     loops: Loops = 1
     num_warps: int = 4
     share: int = 1
+    halves: int = 0
 
     @property
     def packed(self) -> bool:
@@ -123,6 +131,15 @@ CASES = {
     "place_owned, W=2": Case("place_owned", {"BLOCK": WORDS}, loops=2),
     "place_owned, W=8": Case("place_owned", {"BLOCK": WORDS}, loops=8),
     "add_values": Case("add_values", FP32 | NEAREST | {"REPLACES": False}),
+    "add_values, replaces": Case("add_values", FP32 | NEAREST | {"REPLACES": True}),
+    "local_step": Case("local_step", OWN_STEP | {"PRECONDITION": False}),
+    "local_step, preconditioned": Case("local_step", OWN_STEP),
+    "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"LAST": True}),
+    "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
+    "rebuild_momentum": Case("rebuild_momentum", REBUILD | {"PRECONDITION": False}),
+    "rebuild_momentum, preconditioned": Case("rebuild_momentum", REBUILD),
+    "lion_compress": Case("lion_compress", FP32, halves=2),
+    "lion_compress, bf16": Case("lion_compress", FP32 | {"DTYPE": 1}, halves=2),
 }
 VARIANTS = {
     "finish, layers": Case("finish", FINISH, num_warps=8),
@@ -160,6 +177,17 @@ VARIANTS = {
     "place_owned, W=1": Case("place_owned", {"BLOCK": WORDS, "world_size": 1}),
     "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1, "ROUNDING": True}),
     "add_values, mixed": Case("add_values", FP32 | NEAREST | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
+    "local_step, DeepSpeed's, last": Case(
+        "local_step", OWN_STEP | {"PRECONDITION": False, "LEAKS": True, "LAST": True}
+    ),
+    "local_step, only momentum": Case("local_step", OWN_STEP | ONLY_MOMENTUM),
+    "local_step, only momentum, plain": Case("local_step", OWN_STEP | ONLY_MOMENTUM | {"PRECONDITION": False}),
+    "local_step, mixed": Case("local_step", OWN_STEP | MIXED | UNALIGNED | {"EPS_INSIDE": True, "LAST": True}),
+    "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK": 128}),
+    "rebuild_momentum, eps inside": Case("rebuild_momentum", REBUILD | {"EPS_INSIDE": True}),
+    "rebuild_momentum, small blocks": Case("rebuild_momentum", REBUILD | {"BLOCK": 128}),
+    "lion_compress, mixed": Case("lion_compress", FP32 | {"DTYPE": 3, "ALIGNED": False}),
+    "lion_compress, small blocks": Case("lion_compress", FP32 | {"BLOCK": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
@@ -167,29 +195,64 @@ PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "apply_momentum, preconditioned")
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *PRECONDITIONED_STEP[1:])
 PLAIN_STEP = ("momentum_compress", "finish", "apply_momentum")
+
+
+class Step(NamedTuple):
+    """What one step of an optimizer launches.
+
+    Attributes:
+        kernels: Of a worker, on all parameters.
+        limit: Of their bytes per parameter, those of the server on very many ranks included.
+        served: Kernels of the server, on 1/W of the parameters; their name may want the number of ranks.
+        steps: Steps that all of this is for.
+    """
+
+    kernels: tuple[str, ...]
+    limit: float
+    served: tuple[str, ...] = ("server_reduce", "finish")
+    steps: int = 1
+
+    def limit_of(self, world_size: int) -> float:
+        """Bytes per parameter and step: the server's are 8.2 at most."""
+        return self.limit + 8.2 / world_size / self.steps * bool(self.served)
+
+
+LAST_STEP = "local_step, preconditioned, last"
+
+
+def zero_one_round(steps: int) -> Step:
+    """A round of 0/1 Adam, two steps or more: the last one synchronises, those before are each rank's own.
+
+    The momentum is made of the last round's bits, the parameters are kept, and restored before the move.
+    """
+    before = ("rebuild_momentum, preconditioned", "flatten", *["local_step, preconditioned"] * (steps - 2), LAST_STEP)
+    return Step((*before, *PRECONDITIONED_STEP, "add_values, replaces"), 32.1 + 12.8 / steps, steps=steps)
+
+
 STEPS = {
-    "1-bit Adam, preconditioned": (PRECONDITIONED_STEP, 24.9),
-    "1-bit LAMB, preconditioned": ((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
-    "1-bit LAMB, frozen, preconditioned": (PRECONDITIONED_STEP, 24.9),
-    "1-bit Adam, preconditioned, bf16 variance": (HALF_STEP, 22.9),
-    "1-bit LAMB, preconditioned, bf16 variance": (
+    "1-bit Adam, preconditioned": Step(PRECONDITIONED_STEP, 24.9),
+    "1-bit LAMB, preconditioned": Step((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, preconditioned": Step(PRECONDITIONED_STEP, 24.9),
+    "1-bit Adam, preconditioned, bf16 variance": Step(HALF_STEP, 22.9),
+    "1-bit LAMB, preconditioned, bf16 variance": Step(
         (*HALF_STEP, "lamb_ratio, preconditioned, bf16 variance", "lamb_rescale"),
         33.1,
     ),
-    "1-bit Adam, plain": (PLAIN_STEP, 24.9),
-    "1-bit LAMB, plain": ((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
-    "1-bit LAMB, frozen, plain": (PLAIN_STEP, 24.9),
+    "1-bit Adam, plain": Step(PLAIN_STEP, 24.9),
+    "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.1),
+    "1-bit LAMB, frozen, plain": Step(PLAIN_STEP, 24.9),
+    "ZeroOneAdam, local step": Step(("local_step, preconditioned",), 32.1, served=()),
+    "ZeroOneAdam, synchronising step after a round of one": Step(PRECONDITIONED_STEP, 24.9),
+    **{f"ZeroOneAdam, mean over a round of {steps}": zero_one_round(steps) for steps in (2, 4, 16)},
+    "OneBitLion": Step(("lion_compress", "apply_momentum, preconditioned"), 20.6, served=("server_reduce",)),
 }
-"""Kernels of a compression-stage step besides the server's, and its limit in bytes less 8.2/W.
-
-"preconditioned": ``precondition=True``; "plain": without.
-"""
+"""A compression-stage step of each optimizer. "preconditioned": ``precondition=True``; "plain": without."""
 
 
-def step_bytes(bytes_of: Mapping[str, float], kernels_of_step: Sequence[str], world_size: int) -> float:
+def step_bytes(bytes_of: Mapping[str, float], step: Step, world_size: int) -> float:
     """Bytes per parameter of a whole compression-stage step of one rank, from those per element of each kernel."""
-    served = bytes_of[f"server_reduce, W={world_size}"] + bytes_of["finish"]
-    return sum(bytes_of[name] for name in kernels_of_step) + served / world_size
+    served = [bytes_of.get(name) or bytes_of[f"{name}, W={world_size}"] for name in step.served]
+    return (sum(bytes_of[name] for name in step.kernels) + sum(served) / world_size) / step.steps
 
 
 MERGE_LIMIT = 0.4

@@ -58,7 +58,7 @@ def _peers(device: torch.device) -> dict[str, Maker]:
 def _bounds(numel: int, gigabytes_per_second: float) -> dict[str, float]:
     """Milliseconds in which a copy moves the bytes of each optimizer's step."""
     return {
-        name: step_bytes(audited(), STEPS[case_name][0], WORLD_SIZE) * numel / gigabytes_per_second / 1e6
+        name: step_bytes(audited(), STEPS[case_name], WORLD_SIZE) * numel / gigabytes_per_second / 1e6
         for name, case_name in AUDITED.items()
     }
 

@@ -50,6 +50,11 @@ KERNELS = (
     Kernel("lamb_ratio"),
     Kernel("lamb_ratio, preconditioned"),
     Kernel("lamb_rescale"),
+    Kernel("local_step"),
+    Kernel("local_step, preconditioned"),
+    Kernel("rebuild_momentum, preconditioned"),
+    Kernel("lion_compress"),
+    Kernel("lion_compress, bf16", dtype=BF16),
 )
 COLUMNS = {"kernel": "<34", "elements": ">13,", "B/element": ">9.3f"} | TIMES | {"GB/s": ">8.1f", "of a copy": ">9.3f"}
 

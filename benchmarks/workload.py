@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 
-PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio")
+PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""
 CALLS = (
     "pack",
@@ -34,6 +34,9 @@ CALLS = (
     "pick_owned",
     "place_owned",
     "add_values",
+    "local_step",
+    "rebuild_momentum",
+    "lion_compress",
 )
 OF_TWO_WORKERS = ("server_reduce", "pick_owned", "place_owned")
 """Ops that one worker alone has no use for."""
@@ -287,6 +290,34 @@ class Workload:
         layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
         where = (self.table.bits, self.table.row, self.skip)
         return partial(ops.add_values, self.params, layout.sizes, layout.block_size, values, False, *where, None)
+
+    def local_step(self) -> partial[None]:
+        layout, flags = self.layout, torch.zeros(1, dtype=torch.int32, device=self.device)
+        m, v = self._moments()
+        # |m/denom| stays below the scale nearly everywhere, so that the buffer does not run away.
+        arguments = (
+            *(self.params, self.grads, layout.sizes, layout.block_size, m, v, False, self.preconditioned),
+            *(torch.zeros(layout.numel, device=self.device), self._scale(5.0, layout.n_blocks), self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, flags),
+        )
+        return partial(ops.local_step, *arguments)
+
+    def rebuild_momentum(self) -> partial[None]:
+        m, v = self._moments()
+        arguments = (
+            *(self.layout.sizes, self.layout.block_size, self._bytes(self.world_size)),
+            *(self._scale(0.1, self.layout.n_blocks), v if self.preconditioned else None, False, self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row, m),
+        )
+        return partial(ops.rebuild_momentum, *arguments)
+
+    def lion_compress(self) -> partial[None]:
+        step, flags = torch.zeros((), device=self.device), torch.zeros(1, dtype=torch.int32, device=self.device)
+        arguments = (
+            *(self.grads, self.layout.sizes, self.layout.block_size, self._moments()[0], self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row, step, self.skip, self._bytes(self.world_size), flags),
+        )
+        return partial(ops.lion_compress, *arguments)
 
     def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""

@@ -43,6 +43,23 @@ def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, l
         assert float(counted) <= limit + 8.2 / int(world_size)
 
 
+@pytest.mark.parametrize(
+    ("name", "limit", "served"),
+    [
+        ("ZeroOneAdam, local step", 32.1, 0.0),
+        ("ZeroOneAdam, synchronising step after a round of one", 24.9, 8.2),
+        ("ZeroOneAdam, mean over a round of 2", 38.5, 4.1),
+        ("ZeroOneAdam, mean over a round of 16", 32.9, 8.2 / 16),
+        ("OneBitLion", 20.6, 8.2),
+    ],
+)
+def test_steps_of_zero_one_adam_and_lion_are_counted(printed: str, name: str, limit: float, served: float):
+    steps = re.findall(rf"^{name}, whole step, fp32, W=(\d+): ([\d.]+) bytes per parameter", printed, re.MULTILINE)
+    assert [int(world_size) for world_size, _ in steps] == [2, 8, 64]
+    for world_size, counted in steps:
+        assert limit - 1 <= float(counted) <= limit + served / int(world_size)
+
+
 def test_marsits_operator_moves_less_than_promised_besides_the_read_of_the_local_value(printed: str):
     line = r"^Marsit's operator, per element and hop: ([\d.]+) bytes besides the read of the local value \(limit 0.4\)$"
     (counted,) = re.findall(line, printed, re.MULTILINE)
@@ -93,5 +110,5 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
                 # 0: the kernel has no such access (pack stores bytes only, unpack loads them only).
                 # Packed words: a thread of AMD's 256 has two.
                 packed = (128, 64) if name.split(",")[0] in ("merge_signs", "pick_owned", "place_owned") else (128,)
-                assert numbers["load_bits"] in ((0,) if name == "unpack" else packed), name
+                assert numbers["load_bits"] in ((0,) if name in ("unpack", "rebuild_momentum") else packed), name
                 assert numbers["store_bits"] in ((0,) if name == "pack" else packed), name

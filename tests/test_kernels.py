@@ -13,9 +13,11 @@ from fusedonebit.triton_kernels import (
     finish_kernels,
     kernels,
     lamb_kernels,
+    lion_kernels,
     marsit_kernels,
     update_kernels,
     using,
+    zero_one_kernels,
 )
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
@@ -242,7 +244,7 @@ class NotRun:
         return lambda *arguments, **constants: None
 
 
-MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels)
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels, lion_kernels)
 
 
 def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

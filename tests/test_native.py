@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from backends import bits_of, tensors
-from fusedonebit.triton_kernels import backend, kernels, lamb_kernels, marsit_kernels, native, update_kernels, using
+from fusedonebit.triton_kernels import (
+    backend,
+    kernels,
+    lamb_kernels,
+    lion_kernels,
+    marsit_kernels,
+    native,
+    update_kernels,
+    using,
+    zero_one_kernels,
+)
 from fusedonebit.triton_kernels.arithmetic import _sqrt as sqrt
 from fusedonebit.triton_kernels.arithmetic import newton_sqrt
 from reference_ops import Problem
@@ -19,6 +29,7 @@ from reference_ops import Problem
 from fusedonebit import OneBitAdam, triton_kernels
 
 CPU = torch.device("cpu")
+MODULES = (kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels, lion_kernels)
 ALONE = """
 import torch
 from fusedonebit import OneBitAdam
@@ -47,9 +58,9 @@ def alone(**environment: str) -> list[str]:
 
 
 def test_a_c_kernel_takes_what_the_triton_kernel_of_its_name_takes_in_the_same_order():
-    assert len(native.declarations()) == 13
+    assert len(native.declarations()) == 16
     for name, arguments in native.declarations().items():
-        module = next(m for m in (kernels, update_kernels, lamb_kernels, marsit_kernels) if hasattr(m, name))
+        module = next(m for m in MODULES if hasattr(m, name))
         assert [argument.name for argument in arguments] == list(getattr(module, name).arg_names), name
 
 

@@ -15,6 +15,7 @@ from marsit_arguments import add_arguments, local_arguments, merge_arguments, ow
 from reference_ops import Problem, packed, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels as ops
 
@@ -66,6 +67,9 @@ def example(name: str) -> list[tuple]:
         "pick_owned": [owned_arguments(p.layout, 1)],
         "place_owned": [placed_arguments(p.layout)],
         "add_values": [add_arguments(p, False), add_arguments(p, True, rounding=step)],
+        "local_step": [local_step_arguments(p, way) for way in WAYS],
+        "rebuild_momentum": [rebuild_arguments(p, False), rebuild_arguments(p, True, True)],
+        "lion_compress": [lion_arguments(p), lion_arguments(p, hold=1)],
     }[name]
 
 

@@ -7,50 +7,13 @@ import itertools
 import pytest
 import torch
 from backends import DTYPES, assert_equal_backends, problem
-from fusedonebit.triton_kernels import unpack
+from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference_ops import Problem
+from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
-WAYS = [
-    (True, False, False, True),
-    (True, True, False, True),
-    (True, False, True, False),
-    (True, True, True, False),
-    (False, True, False, True),
-    (False, True, False, False),
-    (True, False, False, False),
-]
-"""Of calling ``local_step``: moves, last, leaks, precondition."""
-
-
-def local_step_arguments(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> tuple:
-    moves, last, leaks, precondition = way
-    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
-    return (
-        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
-        *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, torch.zeros(1, dtype=torch.int32)),
-    )
-
-
-def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> tuple:
-    return (
-        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale),
-        *(p.exp_avg_sq if precondition else None, inside, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        torch.full((p.layout.numel,), torch.nan),
-    )
-
-
-def lion_arguments(p: Problem, step: float = 7.0, hold: int = 0) -> tuple:
-    exp_avg = torch.where(p.live_mask, p.normal(p.layout.numel), 0.0)
-    exp_avg[::3] = 0.0
-    for g in p.grads:
-        g[::3] *= 0.0
-    return (
-        *(p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.coef, p.block_tensor),
-        *(p.table.bits, p.table.row, torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
-        *(p.bits, torch.zeros(1, dtype=torch.int32)),
-    )
 
 
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
@@ -88,6 +51,26 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told():
         assert all(tensor.isfinite().all() for tensor in (*arguments[0], arguments[4], arguments[8]))
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way[1]])
+def test_no_momentum_is_added_that_would_leave_the_buffer_not_finite_and_that_is_told(way):
+    """beta1*m overflows on top of an update that does not; and without eps, m/denom is 0/0 where there is nothing."""
+
+    def make() -> tuple:
+        p = problem([600], 2, 128)
+        p.coef[:, Coef.EPS] = p.grads[0][:50] = p.exp_avg_sq[:50] = 0.0
+        p.compensated[100:300] = 3.0e38
+        arguments = local_step_arguments(p, way)
+        arguments[4][:50] = 0.0
+        arguments[4][100:300] = 0.5e38
+        return arguments
+
+    assert_equal_backends("local_step", make)
+    arguments = make()
+    torch.ops.fusedonebit.local_step(*arguments)
+    assert arguments[8].isfinite().all()
+    assert arguments[-1].item() == 1
+
+
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 def test_rebuild_momentum_equals_its_twin(sizes, world_size):
     for precondition, inside in itertools.product((False, True), (False, True)):
@@ -111,6 +94,25 @@ def test_lion_compress_equals_its_twin(sizes, world_size, dtype):
         assert_equal_backends("lion_compress", make)
 
 
+def test_what_does_not_count_is_never_told_whatever_its_moments_and_gradients_hold():
+    def make(name):
+        p = problem([256, 300, 128], 2, 128, masks={1: torch.arange(300) % 3 > 0}, excluded=[0])
+        arguments = local_step_arguments(p, WAYS[1]) if name == "local_step" else lion_arguments(p)
+        exp_avg = arguments[4 if name == "local_step" else 3]
+        for line in (exp_avg, p.compensated, p.exp_avg_sq):
+            line[~p.live_mask] = torch.nan
+        for i, tensor in enumerate((*p.params, *p.grads)):
+            at = p.layout.offset(i % 3)
+            tensor[~p.live_mask[at : at + tensor.numel()]] = torch.inf
+        return arguments
+
+    for name in ("local_step", "lion_compress"):
+        assert_equal_backends(name, lambda name=name: make(name))
+        arguments = make(name)
+        getattr(torch.ops.fusedonebit, name)(*arguments)
+        assert not arguments[-1].any()
+
+
 def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
     def ones(step):
         p = problem([80_000])
@@ -123,3 +125,58 @@ def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
     a, b = ones(3.0), ones(4.0)
     print(f"means of coins {a.mean():.4f} {b.mean():.4f}, of their product {(a * b).mean():.4f}")
     assert max(abs(a.mean()), abs(b.mean()), abs((a * b).mean())) < 0.015
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_their_twins():
+    def some() -> Problem:
+        p = problem((1024, 300, 130, 256), 2, 128)
+        for line in (p.params, p.grads):
+            storage = torch.zeros(1025)
+            storage[1:] = line[0]
+            line[0] = storage[1:]
+        p.params = [p.params[0], p.params[1].bfloat16(), p.params[2].half(), p.params[3]]
+        p.grads = [p.grads[0], p.grads[1].half(), p.grads[2].bfloat16(), torch.empty(0)]
+        return p
+
+    for way in WAYS:
+        assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way))
+    assert_equal_backends("lion_compress", lambda: lion_arguments(some()))
+
+
+@pytest.mark.full
+def test_several_tiles_equal_the_twins():
+    def some() -> Problem:
+        return problem((70_000, 40, 30_000), 1, special=True, masks={2: torch.arange(30_000) % 7 > 0})
+
+    for way in WAYS[1:3]:
+        assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way))
+    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), True))
+    assert_equal_backends("lion_compress", lambda: lion_arguments(some(), 12_345.0))
+
+
+layouts = st.tuples(
+    st.lists(st.integers(0, 400), min_size=1, max_size=5), st.integers(1, 5), st.sampled_from(BLOCK_SIZES)
+)
+
+
+@settings(max_examples=15)
+@given(layouts, st.sampled_from(WAYS), st.booleans(), st.integers(0, 1), st.randoms(use_true_random=False))
+def test_any_layout_and_mask_equals_the_twins(layout, way, inside, hold, random):
+    sizes, world_size, block = layout
+    masks = {i: torch.rand(n) < random.random() for i, n in enumerate(sizes) if n and random.random() < 0.4}
+    excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]
+    dtypes, special = [random.choice(DTYPES) for _ in sizes], random.random() < 0.5
+
+    def some() -> Problem:
+        p = problem(sizes, world_size, block, special=special, masks=masks, excluded=excluded)
+        p.params = [x.to(dtype) for x, dtype in zip(p.params, dtypes, strict=True)]
+        p.grads = [g.to(dtype) for g, dtype in zip(p.grads, reversed(dtypes), strict=True)]
+        p.exp_avg_sq[::7], p.exp_avg_sq[::11] = 1e-42, 0.0
+        return p
+
+    assert_equal_backends("local_step", lambda: local_step_arguments(some(), way, inside, hold))
+    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), way[3], inside))
+    assert_equal_backends("lion_compress", lambda: lion_arguments(some(), hold=hold))

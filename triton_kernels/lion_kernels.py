@@ -24,6 +24,13 @@ NONFINITE = tl.constexpr(1)
 
 
 @triton.jit
+def _bytes_at(bits, stride, b, blocks_per_chunk, BLOCK: tl.constexpr):
+    """Where a block's bits lie; computed where they are written, so that no register holds it meanwhile."""
+    chunk = b // blocks_per_chunk
+    return bits + chunk * stride + (b - chunk * blocks_per_chunk) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+
+
+@triton.jit
 def lion_compress(
     pointers,  # int64 [2, tensors]: address of each gradient (0: zeros) and its dtype
     tensors,  # their number
@@ -50,10 +57,8 @@ def lion_compress(
     b = tl.program_id(0).to(tl.int64)
     i = elements(BLOCK)
     row = tl.load(live_row + b)
-    chunk = b // blocks_per_chunk
-    byte = bits + chunk * bits_stride + (b - chunk * blocks_per_chunk) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     if row == 1:
-        tl.store(byte, bytes_of(i >= 0))
+        tl.store(_bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK), tl.full([BLOCK // 8], 0xFF, tl.uint8))
     else:
         base, kinds, start, k = tensor_of(b, block_tensor, block_start, pointers, tensors, coef)
         mask = i >= 0
@@ -67,11 +72,12 @@ def lion_compress(
         c = m * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
         finite = (tl.abs(new) <= LARGEST) & (tl.abs(c) <= LARGEST)
         held = tl.load(hold) != 0
-        bad = tl.max(tl.max((~finite).to(tl.int32), axis=1), axis=0)
-        if (bad != 0) & (not held):
-            tl.atomic_or(flags, NONFINITE)
+        tl.store(exp_avg + b * BLOCK + i, tl.where(finite & mask & (not held), new, m))
         c = tl.where(finite, c, m)
         coin = (mixed(random_words(step, b, i, BLOCK)) >> 16) & 1
-        positive = tl.where(c == 0, coin == 1, c > 0)
-        tl.store(byte, bytes_of(positive | ~mask))
-        tl.store(exp_avg + b * BLOCK + i, tl.where(finite & mask & (not held), new, m))
+        c = tl.where(c == 0, coin.to(tl.float32) - 0.5, c)
+        byte = _bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK)
+        tl.store(byte, bytes_of(tl.where(mask, c, 0.0) >= 0))
+        bad = tl.max(tl.max((~finite & mask).to(tl.int32), axis=1), axis=0)
+        if (bad != 0) & (not held):
+            tl.atomic_or(flags, NONFINITE)

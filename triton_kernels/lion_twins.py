@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, only_live, random_bits
+from .arithmetic import column, live_mask, only_live, random_bits
 from .coefficients import Coef
 from .tiles import gather, tiles
 from .twins import pack
@@ -55,13 +55,12 @@ def lion_compress(
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         new = m * column(k, Coef.BETA2) + g * column(k, Coef.ONE_MINUS_BETA2)
         c = m * column(k, Coef.BETA1) + g * column(k, Coef.ONE_MINUS_BETA1)
-        finite = torch.isfinite(new) & torch.isfinite(c)
-        if not (hold or finite.all()):
+        mask, finite = live_mask(live, live_row, tile), torch.isfinite(new) & torch.isfinite(c)
+        if not (hold or (finite if mask is None else finite | ~mask).all()):
             flags |= NONFINITE
         c = torch.where(finite, c, m)
         coin = (random_bits(step, tile, block_size) & 1) * 2.0 - 1
         c = only_live(torch.where(c == 0, coin, c), live, live_row, tile)
         pack(c.reshape(-1), bits[tile.chunk, tile.bytes])
-        new = torch.where(finite & (hold == 0), new, m)
-        counted = only_live(torch.ones_like(new), live, live_row, tile) > 0
-        moments[tile.blocks] = torch.where(counted, new, m)
+        moved = finite & (hold == 0) if mask is None else finite & (hold == 0) & mask
+        moments[tile.blocks] = torch.where(moved, new, m)

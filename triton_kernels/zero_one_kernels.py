@@ -71,6 +71,8 @@ def local_step(
         m = tl.load(exp_avg + at)
         d = denom(tl.load(exp_avg_sq + at), k, EPS_INSIDE)
         c = residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
+        held = tl.load(hold) != 0
+        finite = i >= 0
         if MOVES:
             source, sources, start, k = tensor_of(b, block_tensor, block_start, grads, tensors, coef)
             if row == 0:
@@ -87,10 +89,6 @@ def local_step(
             if LEAKS:
                 added = added + x * tl.load(k + WEIGHT_DECAY) * d
             finite = (tl.abs(c + added) <= LARGEST) & (tl.abs(u) <= LARGEST)
-            held = tl.load(hold) != 0
-            bad = tl.max(tl.max((~finite & mask).to(tl.int32), axis=1), axis=0)
-            if (bad != 0) & (not held):
-                tl.atomic_or(flags, NONFINITE)
             counts = finite & mask & (not held)
             moved = tl.where(counts, x * tl.load(k + DECAY) - u * tl.load(k + STEP_SIZE), x)
             if row == 0:
@@ -103,10 +101,16 @@ def local_step(
             kept = m
             if PRECONDITION:
                 kept = tl.div_rn(m, d)
-            c = c + kept * tl.load(k + BETA1)
+            total = c + kept * tl.load(k + BETA1)
+            fits = tl.abs(total) <= LARGEST
+            finite = finite & fits
+            c = tl.where(fits, total, c)
         elif MOVES:
             tl.store(exp_avg + at, m)
         tl.store(compensated + at, tl.where(mask, c, 0.0))
+        bad = tl.max(tl.max((~finite & mask).to(tl.int32), axis=1), axis=0)
+        if (bad != 0) & (not held):
+            tl.atomic_or(flags, NONFINITE)
 
 
 @triton.jit

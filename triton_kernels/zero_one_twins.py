@@ -42,7 +42,7 @@ def local_step(
     ``c`` is the buffer u of the paper on top of the residual that the last synchronisation has left, which is
     deferred: it is formed when ``c`` is read again. Before the step that synchronises, ``last``, beta1*m is
     added as well: ``momentum_compress`` then only adds that step's gradient. An element whose update is not
-    finite has none, keeps its moment, and sets the flag.
+    finite has none, keeps its moment, and sets the flag; nor is beta1*m added where ``c`` would not be finite.
 
     Args:
         params: Parameters of any float dtype, dense, written where ``moves``.
@@ -70,8 +70,8 @@ def local_step(
         k = coef[block_tensor[b]]
         m, d = moments[b], denom(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt)
         c = residual(flat[b], worker_scale[b], False)
+        mask, finite = live_mask(live, live_row, tile), torch.ones_like(c, dtype=torch.bool)
         if moves:
-            mask = live_mask(live, live_row, tile)
             g = only_live(gather(grads, tile, block_size), live, live_row, tile)
             x = gather(params, tile, block_size)
             new = m * column(k, Coef.BETA1) + g * column(k, Coef.ONE_MINUS_BETA1)
@@ -79,19 +79,21 @@ def local_step(
             added = u if precondition else new
             if leaks:
                 added = added + x * column(k, Coef.WEIGHT_DECAY) * d
-            counts = torch.isfinite(c + added) & torch.isfinite(u)
-            bad = ~counts if mask is None else ~counts & mask
-            if bad.any() and not hold:
-                flags |= NONFINITE
-            counts = (counts if mask is None else counts & mask) & (hold == 0)
+            finite = torch.isfinite(c + added) & torch.isfinite(u)
+            counts = (finite if mask is None else finite & mask) & (hold == 0)
             scatter(torch.where(counts, x * column(k, Coef.DECAY) - u * column(k, Coef.STEP_SIZE), x), params, tile)
             m = torch.where(counts, new, m)
             c = torch.where(counts, c + added, c)
         if last:
-            c = c + (m / d if precondition else m) * column(k, Coef.BETA1)
+            total = c + (m / d if precondition else m) * column(k, Coef.BETA1)
+            fits = torch.isfinite(total)
+            finite, c = finite & fits, torch.where(fits, total, c)
         elif moves:
             moments[b] = m
         flat[b] = only_live(c, live, live_row, tile)
+        bad = ~finite if mask is None else ~finite & mask
+        if bad.any() and not hold:
+            flags |= NONFINITE
 
 
 def rebuild_momentum(

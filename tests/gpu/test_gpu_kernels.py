@@ -18,6 +18,7 @@ from fusedonebit.triton_kernels import TAIL, FlatLayout, using
 from fusedonebit.triton_kernels.marsit_twins import threshold_of
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
 from torch import Tensor
+from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels
 
@@ -255,6 +256,36 @@ def test_add_values_equals_its_twin(check, sizes, dtype):
     for replaces, skip in ((False, 0), (True, 0), (False, 1)):
         p = problem(sizes, 2, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if replaces else None)
         check("add_values", sizes, lambda p=p, r=replaces, s=skip: add_arguments(p, r, s))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_local_step_equals_its_twin(check, sizes, way, dtype):
+    for hold, inside in ((0, False), (0, True), (1, False)):
+        p = problem(sizes, 2, 128, dtype, special=True, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
+        p.exp_avg_sq[::7] = 1e-42  # denormal
+        p.exp_avg_sq[::11] = 0.0
+        check("local_step", sizes, lambda p=p, i=inside, h=hold: local_step_arguments(p, way, i, h))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rebuild_momentum_equals_its_twin(check, sizes, world_size):
+    for precondition, inside in ((False, False), (True, False), (True, True)):
+        p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
+        p.exp_avg_sq[::7] = 1e-42
+        check("rebuild_momentum", sizes, lambda p=p, c=precondition, i=inside: rebuild_arguments(p, c, i))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_lion_compress_equals_its_twin(check, sizes, world_size, dtype):
+    for special, hold in ((False, 0), (True, 0), (True, 1)):
+        masks = {0: torch.arange(sizes[0]) % 3 > 0} if special else None
+        p = problem(sizes, world_size, 128, dtype, special, masks=masks)
+        check("lion_compress", sizes, lambda p=p, h=hold: lion_arguments(p, 12_345.0, h))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,12 +20,12 @@ static void toss(float *restrict c, int64_t b, const float *step, int64_t n)
             c[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16 & 1 ? 1.0f : -1.0f;
 }
 
-/* The new momentum and the update; where they are not finite m itself. Returns whether all were. */
+/* The new momentum and the update; where they are not finite m itself. Returns whether one that counts was not. */
 static int blend(float *restrict new_m, float *restrict c, const float *restrict m, const float *restrict g,
-                 const float *k, int64_t n)
+                 const float *k, const uint8_t *live, int64_t row, int64_t n)
 {
     const float beta1 = k[BETA1], rest1 = k[ONE_MINUS_BETA1], beta2 = k[BETA2], rest2 = k[ONE_MINUS_BETA2];
-    int32_t good = 1;
+    int32_t good = 1, bad = 0;
     EACH_LINE(i, n)
         LANES {
             new_m[i + j] = m[i + j] * beta2 + g[i + j] * rest2;
@@ -34,9 +34,11 @@ static int blend(float *restrict new_m, float *restrict c, const float *restrict
     for (int64_t i = 0; i < n; i++)
         good &= finite(new_m[i]) & finite(c[i]);
     for (int64_t i = 0; !good && i < n; i++)
-        if (!finite(new_m[i]) || !finite(c[i]))
+        if (!finite(new_m[i]) || !finite(c[i])) {
+            bad |= counts(live, row, i, n);
             new_m[i] = c[i] = m[i];
-    return good;
+        }
+    return bad;
 }
 
 void lion_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, float *exp_avg,
@@ -55,7 +57,7 @@ void lion_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t 
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         float *m = exp_avg + b * BLOCK;
         load_user(g, at, live, live_row[b], BLOCK);
-        if (!blend(new_m, c, m, g, at.k, BLOCK) && !*hold)
+        if (blend(new_m, c, m, g, at.k, live, live_row[b], BLOCK) && !*hold)
             __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
         toss(c, b, step, BLOCK);
         only_live(c, live, live_row[b], BLOCK);

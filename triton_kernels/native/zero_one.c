@@ -31,8 +31,8 @@ static void own_step(struct own_step *s, const float *restrict m, const float *r
 }
 
 /* Which elements of a block are updated; returns whether one that counts is not finite. */
-static int choose_good(struct own_step *s, const float *restrict c, const uint8_t *live, int64_t row, int64_t held,
-                       int64_t n)
+static int32_t choose_good(struct own_step *s, const float *restrict c, const uint8_t *live, int64_t row,
+                           int64_t held, int64_t n)
 {
     int32_t bad = 0;
     for (int64_t i = 0; i < n; i++)
@@ -42,7 +42,23 @@ static int choose_good(struct own_step *s, const float *restrict c, const uint8_
         bad |= there & !s->good[i];
         s->good[i] &= there & !held;
     }
-    return bad && !held;
+    return bad;
+}
+
+/* c += x*beta1 where that is finite; returns whether one that counts is not. */
+static int32_t add_momentum(float *restrict c, float *restrict x, float beta1, const uint8_t *live, int64_t row,
+                            int64_t n)
+{
+    int32_t fit = 1, bad = 0;
+    EACH_LINE(i, n)
+        LANES x[i + j] = c[i + j] + x[i + j] * beta1;
+    for (int64_t i = 0; i < n; i++)
+        fit &= finite(x[i]);
+    for (int64_t i = 0; !fit && i < n; i++)
+        bad |= !finite(x[i]) && counts(live, row, i, n);
+    EACH_LINE(i, n)
+        LANES c[i + j] = finite(x[i + j]) ? x[i + j] : c[i + j];
+    return bad;
 }
 
 void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t *grads, int64_t tensors,
@@ -56,13 +72,14 @@ void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t
     struct own_step s;
     for (int64_t b = begin; b < end; b++) {
         int64_t row = live_row[b];
+        int32_t bad = 0;
         float *c = compensated + b * BLOCK, scale = worker_scale[b];
         if (row == EMPTY) {
             memset(c, 0, BLOCK * sizeof *c);
             continue;
         }
         struct place to = tensor_of(b, params, tensors, coef, block_tensor, block_start, DTYPE);
-        const float beta1 = to.k[BETA1], decay = to.k[DECAY], step = to.k[STEP_SIZE];
+        const float decay = to.k[DECAY], step = to.k[STEP_SIZE];
         memcpy(m, exp_avg + b * BLOCK, BLOCK * sizeof *m);
         denom(d, exp_avg_sq + b * BLOCK, to.k, EPS_INSIDE, BLOCK);
         EACH_LINE(i, BLOCK) {
@@ -74,8 +91,7 @@ void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t
             load_user(g, from, live, row, BLOCK);
             load_user(x, to, live, row, BLOCK);
             own_step(&s, m, g, d, LEAKS ? x : NULL, to.k, PRECONDITION, BLOCK);
-            if (choose_good(&s, c, live, row, *hold, BLOCK))
-                __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
+            bad = choose_good(&s, c, live, row, *hold, BLOCK);
             EACH_LINE(i, BLOCK)
                 LANES {
                     x[i + j] = s.good[i + j] ? x[i + j] * decay - s.u[i + j] * step : x[i + j];
@@ -85,12 +101,15 @@ void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t
             store_user(to, x, b, NULL, live, row, BLOCK);
         }
         if (LAST) {
-            EACH_LINE(i, BLOCK)
-                LANES c[i + j] = c[i + j] + (PRECONDITION ? m[i + j] / d[i + j] : m[i + j]) * beta1;
+            for (int64_t i = 0; PRECONDITION && i < BLOCK; i += LINE)
+                LANES m[i + j] = m[i + j] / d[i + j];
+            bad |= add_momentum(c, m, to.k[BETA1], live, row, BLOCK);
         } else if (MOVES) {
             memcpy(exp_avg + b * BLOCK, m, BLOCK * sizeof *m);
         }
         only_live(c, live, row, BLOCK);
+        if (bad && !*hold)
+            __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
     }
 }
 

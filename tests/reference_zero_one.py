@@ -1,0 +1,100 @@
+"""The ops of 0/1 Adam and of distributed Lion once more in float64 NumPy, as ``reference_ops`` has the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from fusedonebit.triton_kernels import Coef
+from reference_ops import EPS32, Array, Problem, denom, sign, unpacked, wide
+from torch import Tensor
+
+
+class OwnStep(NamedTuple):
+    """What ``local_step`` leaves, by flat index, and bounds on rounding errors."""
+
+    x: Array
+    m: Array
+    c: Array
+    x_off: Array
+    m_off: Array
+    c_off: Array
+    told: bool
+
+
+def blend(keep: Array, m: Array, take: Array, g: Array) -> tuple[Array, Array]:
+    """keep*m + take*g, and the size of its terms."""
+    return keep * m + take * g, np.abs(keep * m) + np.abs(take * g)
+
+
+def fits(*values: Array) -> Array:
+    """Where all are finite in float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.all([np.isfinite(value.astype(np.float32)) for value in values], 0)
+
+
+def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: tuple[bool, bool, bool, bool], hold: int) -> OwnStep:
+    """0/1 Adam, Algorithm 1, lines 4 to 6; and beta1*m, before the step that synchronises."""
+    moves, last, leaks, precondition = way
+    beta1, d = p.column(Coef.BETA1), denom(p, wide(p.exp_avg_sq), inside)
+    old, scale, m, x = wide(p.compensated), p.by_element(p.worker_scale), wide(exp_avg), p.flat(p.params)
+    c, size, m_size, u_size = old - scale * sign(old), np.abs(old) + scale, np.abs(m), np.zeros_like(x)
+    lost, unit = np.zeros_like(p.live), d if precondition else 1.0
+    if moves:
+        new, new_size = blend(beta1, m, p.column(Coef.ONE_MINUS_BETA1), np.where(p.live, p.flat(p.grads), 0.0))
+        leaked = p.column(Coef.WEIGHT_DECAY) * x * d if leaks else np.zeros_like(x)
+        lost = ~fits(c + new / unit + leaked, new / d)
+        good = p.live & ~lost & (hold == 0)
+        u_size = np.where(good, p.column(Coef.STEP_SIZE) * new_size / d, 0.0)
+        x = np.where(good, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * new / d, x)
+        m, m_size = np.where(good, new, m), np.where(good, new_size, m_size)
+        c = np.where(good, c + new / unit + leaked, c)
+        size = size + np.where(good, new_size / unit + np.abs(leaked), 0.0)
+    if last:
+        total = c + beta1 * m / unit
+        lost, c = lost | ~fits(total), np.where(fits(total), total, c)
+        size = size + beta1 * m_size / unit
+    bounds = (8 * EPS32 * (np.abs(x) + u_size), 8 * EPS32 * m_size, 8 * EPS32 * size)
+    told = bool((lost & p.live).any()) and not hold
+    return OwnStep(x, wide(exp_avg) if last else m, np.where(p.live, c, 0.0), *bounds, told)
+
+
+def rebuild_momentum(p: Problem, inside: bool, precondition: bool) -> Array:
+    """0/1 Adam, Algorithm 1, line 9."""
+    m = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits)
+    return np.where(p.live, m * denom(p, wide(p.exp_avg_sq), inside) if precondition else m, 0.0)
+
+
+class Vote(NamedTuple):
+    """What ``lion_compress`` leaves, by flat index: the update before its sign is taken, m, bounds, and the flag."""
+
+    c: Array
+    m: Array
+    c_off: Array
+    m_off: Array
+    told: bool
+
+
+def lion_compress(p: Problem, exp_avg: Tensor, hold: int) -> Vote:
+    """Distributed Lion, Algorithm 1, a worker's lines."""
+    m, g = wide(exp_avg), np.where(p.live, p.flat(p.grads), 0.0)
+    with np.errstate(invalid="ignore"):
+        c, c_size = blend(p.column(Coef.BETA1), m, p.column(Coef.ONE_MINUS_BETA1), g)
+        new, new_size = blend(p.column(Coef.BETA2), m, p.column(Coef.ONE_MINUS_BETA2), g)
+    good = fits(c, new)
+    moved = good & p.live & (hold == 0)
+    bounds = (8 * EPS32 * np.where(good, c_size, 0.0), 8 * EPS32 * np.where(moved, new_size, 0.0))
+    told = bool((~good & p.live).any()) and not hold
+    return Vote(np.where(good, c, m), np.where(moved, new, m), *bounds, told)
+
+
+def mixed(word: int) -> int:
+    """C. Wellons' hash of 32-bit words, in Python's integers."""
+    word = (word ^ (word >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
+    word = (word ^ (word >> 15)) * 0x735A2D97 & 0xFFFFFFFF
+    return word ^ (word >> 15)
+
+
+def coin(index: int, step: int) -> bool:
+    """What is tossed for a flat index where there is nothing to vote for."""
+    return bool(mixed((index & 0xFFFFFFFF) ^ mixed(mixed((index >> 32) + 0x9E3779B9 & 0xFFFFFFFF) ^ step)) >> 16 & 1)

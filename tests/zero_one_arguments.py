@@ -1,0 +1,47 @@
+"""Random arguments for the ops of 0/1 Adam and of distributed Lion, on top of ``Problem``'s."""
+
+from __future__ import annotations
+
+import torch
+from reference_ops import Problem
+
+WAYS = [
+    (True, False, False, True),
+    (True, True, False, True),
+    (True, False, True, False),
+    (True, True, True, False),
+    (False, True, False, True),
+    (False, True, False, False),
+    (True, False, False, False),
+]
+"""Of calling ``local_step``: moves, last, leaks, precondition."""
+
+
+def local_step_arguments(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> tuple:
+    moves, last, leaks, precondition = way
+    exp_avg = p.normal(p.layout.numel)
+    return (
+        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
+        *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, torch.zeros(1, dtype=torch.int32)),
+    )
+
+
+def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> tuple:
+    return (
+        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale),
+        *(p.exp_avg_sq if precondition else None, inside, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        torch.full((p.layout.numel,), torch.nan),
+    )
+
+
+def lion_arguments(p: Problem, step: float = 7.0, hold: int = 0) -> tuple:
+    exp_avg = p.normal(p.layout.numel)
+    exp_avg[::3] = 0.0
+    for g in p.grads:
+        g[::3] *= 0.0
+    return (
+        *(p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.coef, p.block_tensor),
+        *(p.table.bits, p.table.row, torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
+        *(p.bits, torch.zeros(1, dtype=torch.int32)),
+    )
