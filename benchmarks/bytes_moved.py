@@ -17,12 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fusedonebit.policies import DoublingVariance, Progress
 from fusedonebit.triton_kernels import using
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import OneBitLion, ZeroOneAdam
+from fusedonebit.policies import DoublingVariance, Progress
 
 from . import deepspeed_peer
 from .audit_cases import ROUNDS, STEPS, round_bytes, step_bytes
@@ -31,7 +31,7 @@ from .device_bytes import DeviceBytes
 from .kernels import audited
 from .loopback import Loopback
 from .optimizers import FOREACH, FUSED, LR, OURS, adamw, backends, note_deepspeed, parameters
-from .registry import Record, Report, case
+from .registry import Report, case
 
 WORLD_SIZE, NUMEL, TENSORS, ROUND = 8, 1 << 22, 32, deepspeed_peer.ROUND
 FP32_SENT = 2 * 4 * (WORLD_SIZE - 1) / WORLD_SIZE
@@ -110,7 +110,7 @@ def deepspeed_bytes(kind: str, params: Sequence[Tensor]) -> tuple[float, float]:
             theirs.all_gather(received, message, group)
 
     theirs_counted = type(theirs)(all_to_all_single=all_to_all_single, all_gather=all_gather)
-    with mock.patch.object(deepspeed_peer, "_alone", lambda: theirs_counted):
+    with mock.patch.object(deepspeed_peer, "_alone", return_value=theirs_counted):
         optimizer = deepspeed_peer.make(kind, params, WORLD_SIZE)
     sent[0] = 0
     with _packing_as_kernels(count), count:
@@ -189,6 +189,6 @@ def bytes_moved(report: Report) -> None:
             report.note(f"{ours} is left out: the audit has no {step!r}")
         else:
             add(algorithm, ours, device, our_sent(ours, params))
-    report.note(f"0/1 Adam: the mean over a round of {ROUND} steps, of which the last sends; the variance is not renewed")
+    report.note(f"0/1 Adam: the mean over a round of {ROUND} steps, of which the last sends; no renewal among them")
     report.note("what the transport itself moves in device memory is left out of all")
     note_deepspeed(report)

@@ -61,9 +61,11 @@ def make(kind: str, params: Sequence[Tensor], alone: int | None = None) -> torch
     """
     params = list(params)
     zero_one = kind == ZERO_ONE
-    once = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": ROUND} if zero_one else {"freeze_step": 2}
+    options = {"freeze_step": 2}
+    if zero_one:
+        options = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": ROUND}
     with group_of_one(params[0].device):
-        optimizer = construct(kind, params, alone, lr=1e-6, **once)
+        optimizer = construct(kind, params, alone, lr=1e-6, **options)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it prints as it goes, and calls what torch has deprecated
             # The first is a rehearsal, the second warms up, the third allocates the errors; rounds grow step by step.
