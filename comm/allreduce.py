@@ -300,6 +300,11 @@ class CompressedAllReduce:
         ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
         return float(ratio), float(agreement)
 
+    def squares_by_block(self) -> Tensor:
+        """|e|^2 of this rank's residual and of the result in the last step: float64 [2, B]. Reads no element."""
+        result = self.scale.double().square() * self.live.numel
+        return torch.stack([self.worker.error_squares(), result])
+
     def looks_alike(self) -> Tensor:
         """Whether all ranks seem to have sent the same values in the last step, for no extra collective.
 

@@ -139,6 +139,13 @@ class PartedAllReduce:
         ratio, agreement = (sum(column) / len(told) for column in zip(*told, strict=True))
         return ratio, agreement
 
+    def squares_by_block(self) -> Tensor:
+        """See ``CompressedAllReduce``; 0 in blocks of parts that are not here."""
+        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        for i, part in zip(self._here, self.parts, strict=True):
+            squares[:, self._blocks(i)] = part.squares_by_block()
+        return squares
+
     def looks_alike(self) -> Tensor:
         """See ``CompressedAllReduce``: whether all parts do."""
         return torch.stack([part.looks_alike() for part in self.parts]).amin(0)

@@ -23,7 +23,7 @@ class SignVote(CompressedAllReduce):
     scales, with error feedback on their side.
 
     Args:
-        layout, transport: As for ``CompressedAllReduce``.
+        arguments: ``layout`` and ``transport``, as for ``CompressedAllReduce``.
         aggregation: "majority" or "mean".
         options: As for ``CompressedAllReduce``. ``compensated`` is left alone.
     """
@@ -32,10 +32,18 @@ class SignVote(CompressedAllReduce):
         super().__init__(*arguments, **options)
         self.aggregation = aggregation
 
-    def vote(self, *, tag: int, abort: bool, hold: Tensor | None, flags: Tensor) -> None:
-        """One exchange; see ``CompressedAllReduce``. ``flags`` int32 [1] are this rank's."""
+    def vote(self, turn: Tensor, *, tag: int, abort: bool, hold: Tensor | None, flags: Tensor) -> None:
+        """One exchange; see ``CompressedAllReduce``.
+
+        Args:
+            turn: float32 [], equal on all ranks, says whose chair it is: updates done.
+            tag: See ``CompressedAllReduce``.
+            abort: See there.
+            hold: See there.
+            flags: int32 [1], this rank's.
+        """
         chair = int(self.aggregation == "majority") * CHAIR
-        mine = (self.synchronisations + self.transport.rank) % self.layout.world_size == 0
+        mine = (turn + self.transport.rank) % self.layout.world_size == 0
         self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
         self.to_servers.words[:, Word.FLAGS] = 0
         self._exchange(tag, abort, hold, flags)

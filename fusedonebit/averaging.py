@@ -43,10 +43,10 @@ class AveragingOptimizer(DistributedOptimizer):
             1.0 if self._averaged else 1 / self._transport.world_size,
             self._grad,
         )
-        if self._averaged:  # somebody may have changed or dropped them since, on one rank
-            marks.add_values(tail, values)
         if (factor := loss_scale.factor()) is not None:
             values *= factor
+        if self._averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
+            marks.add_values(tail, values)
         self._transport.all_reduce(tail if self._averaged else self._grad)
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
@@ -66,7 +66,10 @@ class AveragingOptimizer(DistributedOptimizer):
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
         if self._ddp_attached:
-            what += ", or the gradients that DDP has averaged: change or drop them on all ranks alike"
+            what += (
+                ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
+                "(fusedonebit.amp.GradScaler)"
+            )
         return self._say_where("number of steps" if steps else what)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:

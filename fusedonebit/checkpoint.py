@@ -118,8 +118,9 @@ def has_lines(header: State) -> bool:
 
 
 def own_names(optimizer: DistributedOptimizer, header: State) -> tuple[str, ...]:
-    """What each rank has of its own in a checkpoint; of another algorithm nothing."""
-    return optimizer._of_one_rank if header.get("algorithm") == type(optimizer).__name__ else ()
+    """What each rank has of its own in a checkpoint; of another algorithm, or another library, nothing."""
+    own = header.get("algorithm") == type(optimizer).__name__ and "world_size" in header
+    return optimizer._of_one_rank if own else ()
 
 
 def read_header(text: str) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def _adamw_updates(states: Sequence[State]) -> int:
 
 
 def _moment(header: State) -> list[tuple[str, str]]:
-    keys = ("phase", "updates", "synchronisations", "started")
+    keys = ("phase", "updates", "synchronisations", "started", "local", "done")
     return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
 
 

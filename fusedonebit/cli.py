@@ -1,4 +1,4 @@
-"""The command line: ``fusedonebit train``, ``lab`` and ``plan``."""
+"""The command line: ``fusedonebit train``, ``report``, ``lab``, ``plan`` and ``migrate``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from .migrate import command as migration
+from .migrate.config import InputError as ConfigError
 from .plan import command as planner
+from .report import command as reporter
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell reports SIGINT
@@ -20,8 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
+    _add_report(commands)
     _add_lab(commands)
     _add_plan(commands)
+    _add_migrate(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -87,6 +92,17 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     train.set_defaults(run=_train)
 
 
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report",
+        help="one page of what runs have recorded",
+        description="Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, "
+        "bytes, compression error, layers over time, settings and versions.",
+    )
+    reporter.add_arguments(report)
+    report.set_defaults(run=_report)
+
+
 def _add_lab(commands: argparse._SubParsersAction) -> None:
     lab = commands.add_parser(
         "lab",
@@ -114,6 +130,32 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )
     planner.add_arguments(plan)
     plan.set_defaults(run=_plan)
+
+
+def _add_migrate(commands: argparse._SubParsersAction) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="what a DeepSpeed config is in Python, key by key",
+        description="Print the Python lines that stand for a DeepSpeed config with OneBitAdam, OneBitLamb or "
+        "ZeroOneAdam, and say of every key what became of it. Exit status 1: some key is unknown; 2: a bad file.",
+        formatter_class=_Defaults,
+    )
+    migration.add_arguments(migrate)
+    migrate.set_defaults(run=_migrate)
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    try:
+        return migration.run(arguments)
+    except ConfigError as error:
+        return _refuse(str(error))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    try:
+        return reporter.run(arguments)
+    except reporter.InputError as error:
+        return _refuse(str(error))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -414,6 +414,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return inspection.stats(self)
 
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        """What ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
+        return {"name": list(self._list.names)}
+
     def momentum(self, param: Tensor) -> Tensor:
         """The momentum of one parameter, equal on all ranks, float32 of its shape."""
         i = self._index(param)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .triton_kernels import backend
 
 if TYPE_CHECKING:
     from .distributed import DistributedOptimizer
+    from .onebit import OneBitOptimizer
 
 RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
@@ -37,6 +40,20 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "state_bytes": state_bytes(optimizer),
         "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),
     }
+
+
+def residual_over_momentum(optimizer: OneBitOptimizer) -> list[float]:
+    """This rank's residual norm over the momentum's, by tensor; 0 in the warm-up and where a step was skipped.
+
+    From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
+    """
+    tensors = len(optimizer.layout.sizes)
+    if optimizer.phase != "compression":
+        return [0.0] * tensors
+    reduce = optimizer._reduce
+    squares = torch.zeros(2, tensors, dtype=torch.float64, device=optimizer.device)
+    error, momentum = squares.index_add_(1, reduce.block_tensor, reduce.squares_by_block())
+    return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
 
 
 def fp32_bytes(parameters: int, world_size: int) -> int:

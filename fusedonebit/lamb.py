@@ -89,18 +89,19 @@ class LambUpdate(AveragingOptimizer):
             average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the
             2-norm of the variance that follows the gradients, after the freeze the fresh one; of
             sharded parameters that of this rank's shard). They are what 1-bit LAMB's figures 1 to 3 show.
+            Of ``OneBitLamb`` also residual_over_momentum, as ``OneBitOptimizer.stats`` tells it.
         """
         told = super().stats()
-        if layers:
-            average, ratio, coefficient = (row.tolist() for row in self._layers)
-            told["layers"] = {
-                "name": list(self._list.names),
-                "coefficient": coefficient,
-                "average": average,
-                "ratio": ratio,
-                "variance_norm": self._sum_of_squares(self._variance()).sqrt().tolist(),
-            }
-        return told
+        return told | {"layers": self._layer_stats()} if layers else told
+
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        average, ratio, coefficient = (row.tolist() for row in self._layers)
+        return super()._layer_stats() | {
+            "coefficient": coefficient,
+            "average": average,
+            "ratio": ratio,
+            "variance_norm": self._sum_of_squares(self._variance()).sqrt().tolist(),
+        }
 
 
 class Lamb(LambUpdate):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cuts
+from . import cuts, inspection
 from .averaging import AveragingOptimizer
 from .comm import (
     Flag,
@@ -425,8 +425,11 @@ class OneBitOptimizer(AveragingOptimizer):
 
     # ---------------------------------------------------------------- what users look at
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, layers: bool = False) -> dict[str, Any]:
         """Where training stands. Waits for the device.
+
+        Args:
+            layers: Also look at every layer, at no more cost than a few sums per block of it.
 
         Returns:
             phase; step (updates done); skipped_steps; freeze_step (updates before the last freeze, None
@@ -439,12 +442,14 @@ class OneBitOptimizer(AveragingOptimizer):
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
             which things are compressed; residual_over_momentum and sign_agreement (of the last
             compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names);
-            dead_coordinates (with v == 0 at the freeze, in other tensors).
+            dead_coordinates (with v == 0 at the freeze, in other tensors). With ``layers`` also "layers", lists
+            with one entry per tensor: name, and residual_over_momentum (of this rank's residual, of sharded
+            parameters and of nodes' parts what is here).
         """
         reduce = self._reduce
         compensated, worker_error, server_error = reduce.norms()
         over_momentum, agreement = reduce.signals() if self._phase == "compression" else (0.0, 0.0)
-        return super().stats() | {
+        told = super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
             "vetoed_steps": self._outcomes.vetoed,
@@ -459,6 +464,10 @@ class OneBitOptimizer(AveragingOptimizer):
             "dead_tensors": [self._list.names[i] for i in self.dead_tensors],
             "dead_coordinates": self.dead_coordinates,
         }
+        return told | {"layers": self._layer_stats()} if layers else told
+
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        return super()._layer_stats() | {"residual_over_momentum": inspection.residual_over_momentum(self)}
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self._reduce.state(), *self._guard.state()]

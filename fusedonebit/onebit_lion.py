@@ -56,8 +56,17 @@ class OneBitLion(DistributedOptimizer):
         weight_decay: Decoupled, as in AdamW; three to ten times AdamW's, as lr is smaller.
         aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
             the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
-        maximize, mask, nonfinite, max_grad_norm, master_weights, broadcast_parameters, block_size, stochastic_rounding,
-            process_group, mesh: As for ``OneBitAdam``.
+        maximize: Ascend instead of descend.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
+        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Of bfloat16 parameters; see ``OneBitAdam``.
+        process_group: Ranks to vote with; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -142,7 +151,7 @@ class OneBitLion(DistributedOptimizer):
         hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
         self._flags.zero_()
         lion_compress(grads, *where, self._exp_avg, *tables, self._step, hold, reduce.to_servers.bits, self._flags)
-        reduce.vote(tag=self._coefficients.tag, abort=abort, hold=agreed.hold, flags=self._flags)
+        reduce.vote(self._step, tag=self._coefficients.tag, abort=abort, hold=agreed.hold, flags=self._flags)
         self._list.before_update()
         update = reduce.bits, reduce.scale, None, False
         apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)

@@ -1,13 +1,17 @@
 """When 0/1 Adam renews its variance, and when its workers synchronise (Lu et al., 2022, sections 4 and 5).
 
-Both are asked at the beginning of each round, and are functions of what was done so far, nothing else: then all
-ranks answer alike, and a resumed run goes on as it would have. Any object with such a method will do.
+Both are functions of what was done before a round, nothing else: then all ranks answer alike, and a resumed run
+goes on as it would have. Any object with such a method will do. It is asked ahead, for ``PLANNED`` rounds or as
+many as it has answers for, on which all ranks agree once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+PLANNED = 64
+"""Rounds on which ranks agree at a time."""
 
 
 class Progress(NamedTuple):
@@ -24,6 +28,21 @@ class Progress(NamedTuple):
     rounds: int
     renewals: int
     since_renewal: int
+
+    def after(self, this: Round, steps: int) -> Progress:
+        """What was done when a round, of which ``steps`` are still to be done, has ended."""
+        since = 0 if this.renews else self.since_renewal + 1
+        return Progress(self.steps + steps, self.rounds + 1, self.renewals + this.renews, since)
+
+
+class Round(NamedTuple):
+    """What is done in a round: ``renews`` the variance, in one step, or synchronise after so many."""
+
+    renews: bool
+    steps: int
+
+    def __str__(self) -> str:
+        return "a renewal" if self.renews else f"a synchronisation after {self.steps} steps"
 
 
 class VariancePolicy(Protocol):
@@ -194,6 +213,64 @@ class DeepSpeedRounds:
     def _interval(self, step: int) -> int:
         doublings = max(0, step - self.var_freeze_step - _FIRST) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, self.local_step_clipper.bit_length()))
+
+
+def check_policies(variance: object, sync: object) -> None:
+    """Raises TypeError for the first policy that lacks its method."""
+    wanted = {"variance_policy": (variance, "renews", DoublingVariance), "sync_policy": (sync, "steps", DoublingRounds)}
+    for name, (policy, method, example) in wanted.items():
+        if isinstance(policy, type) or not callable(getattr(policy, method, None)):
+            raise TypeError(
+                f"{name} must have a method {method}(done), as fusedonebit.policies.{example.__name__}(...) has, got "
+                f"{policy!r}"
+            )
+
+
+def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Round:
+    """Asks both about the round that begins.
+
+    Raises:
+        ValueError: for an answer that is none.
+        RuntimeError: if there would be no variance.
+    """
+    renews = variance.renews(done)
+    if not isinstance(renews, bool):
+        raise ValueError(f"variance_policy must answer with True or False, got {renews!r} for {done}")
+    if renews:
+        return Round(renews=True, steps=1)
+    if done.renewals == 0:
+        raise RuntimeError(
+            f"variance_policy must renew the variance in the first round, but {stated(variance)} does not: there is "
+            "none yet; let it, or load the state of an earlier run"
+        )
+    steps = sync.steps(done)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
+    return Round(renews=False, steps=steps)
+
+
+def planned(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> list[Round]:
+    """The rounds that begin with ``done``; fewer than ``PLANNED`` where later ones have no answer yet."""
+    rounds: list[Round] = []
+    while len(rounds) < PLANNED:
+        try:
+            rounds.append(next_round(variance, sync, done))
+        except Exception:
+            if not rounds:
+                raise
+            break  # it is asked again when it is time
+        done = done.after(rounds[-1], rounds[-1].steps)
+    return rounds
+
+
+def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Progress:
+    """Where the policies are after so many steps: a run that begins with the state of another one goes on there."""
+    done = Progress(0, 0, 0, 0)
+    while done.steps < steps:
+        renews = variance.renews(done)
+        this = Round(renews, 1 if renews else sync.steps(done))
+        done = done.after(this, min(this.steps, steps - done.steps))
+    return done._replace(renewals=max(done.renewals, 1))  # there is a variance, whoever has made it
 
 
 def stated(value: object) -> str:

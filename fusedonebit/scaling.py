@@ -61,6 +61,8 @@ class Agreed(NamedTuple):
     """What the gradients are multiplied with; of clipping equal on all ranks: float32 []."""
     grad_norm: Tensor | None
     """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
+    overflowed: Tensor | None = None
+    """Above 0 where any rank has found an inf, in this step or ``earlier``: float32 []."""
 
     def scaled(self, coef: Tensor) -> Tensor:
         """The coefficient table with gradients multiplied by ``factor``."""
@@ -77,8 +79,9 @@ def agree_on_scaling(
     max_grad_norm: float | None,
     transport: Transport,
     shards: ShardGroup,
+    earlier: Tensor | None = None,
 ) -> Agreed:
-    """Decides what is multiplied with what in a compressed step, by at most one collective of two numbers.
+    """Decides what is multiplied with what in a compressed step, by at most one collective of a few numbers.
 
     Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
     local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
@@ -90,21 +93,25 @@ def agree_on_scaling(
         max_grad_norm: Or None.
         transport: Between the ranks.
         shards: The ranks that hold the rest of the gradients.
+        earlier: Above 0 where this rank has found an inf since ranks have last met: float32 [1]. None: no.
     """
     factor, found_inf = loss_scale.factor(), loss_scale.found_inf
     if found_inf is None and max_grad_norm is None:
         return Agreed(None, factor, None)
-    told = torch.zeros(2, device=grads[0].device)
+    told = torch.zeros(2 if earlier is None else 3, device=grads[0].device)
     if found_inf is not None:
         told[0] = found_inf > 0
     if max_grad_norm is not None:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
         norm = norm_over(shards, norm)
         told[1] = norm if factor is None else norm * factor
+    if earlier is not None:
+        told[2:] = earlier
     transport.all_reduce(told)
+    overflowed = told[0] + told[2:].sum()
     hold = None if found_inf is None else shards.union(overflow_flags(told[0], transport.world_size))
     if max_grad_norm is None:
-        return Agreed(hold, factor, None)
+        return Agreed(hold, factor, None, overflowed)
     mean_norm = told[1] / transport.world_size
     clip = clip_factor(mean_norm, max_grad_norm)
-    return Agreed(hold, clip if factor is None else factor * clip, mean_norm)
+    return Agreed(hold, clip if factor is None else factor * clip, mean_norm, overflowed)

@@ -10,167 +10,77 @@ Between steps the momentum is either floats, ``_exp_avg``, or, after a round of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .averaging import AveragingOptimizer
-from .comm import CompressedAllReduce, Flag, LocalTransport, describe_mismatch
-from .first_look import FirstLook
-from .freezing import denominator
-from .hyperparameters import Options, check_choice, check_unit
-from .policies import Progress, SyncPolicy, VariancePolicy, stated
+from .comm import Flag, LocalTransport, agree, describe_mismatch
+from .construction import failure
+from .policies import (
+    Progress,
+    Round,
+    next_round,
+    planned,
+)
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .triton_kernels import (
-    TAIL,
     Coef,
-    ScaleScope,
     adam_update,
     add_values,
     apply_momentum,
     flatten,
     local_step,
-    rebuild_momentum,
 )
-
-STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroOneOptions(Options):
-    """Settings of 0/1 Adam. See ``ZeroOneAdam`` for their meaning."""
-
-    variance_policy: VariancePolicy
-    sync_policy: SyncPolicy
-    scale_norm: str
-    scale_scope: ScaleScope
-    precondition: bool
-    variance_floor: float
-
-    bucket_count: ClassVar[int] = 1
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError for the first setting that makes no sense."""
-        super().check()
-        check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
-        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
-        check_unit("variance_floor", self.variance_floor)
-        if not callable(getattr(self.variance_policy, "renews", None)):
-            raise TypeError(
-                "variance_policy must have a method renews(done), as fusedonebit.policies.DoublingVariance does, got "
-                f"{self.variance_policy!r}"
-            )
-        if not callable(getattr(self.sync_policy, "steps", None)):
-            raise TypeError(
-                "sync_policy must have a method steps(done), as fusedonebit.policies.DoublingRounds does, got "
-                f"{self.sync_policy!r}"
-            )
-        if self.capturable:
-            raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
+from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 
 
-class Round(NamedTuple):
-    """What is done in a round: ``renews`` the variance, in one step, or synchronise after so many."""
-
-    renews: bool
-    steps: int
-
-
-class ZeroOneOptimizer(AveragingOptimizer):
+class ZeroOneOptimizer(ZeroOneState):
     """All of 0/1 Adam but its constructor; see the module's docstring and ``ZeroOneAdam``."""
-
-    options: ZeroOneOptions
-    _takes_shards: ClassVar = False
-    _of_one_rank: ClassVar = ("exp_avg", "master")
-    _optional: ClassVar = ("master", "exp_avg", "anchor", "moved")
 
     def _check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
-
-    def _build(self) -> None:
-        super()._build()
-        layout, options, device = self.layout, self.options, self.device
-        # Serves as the parameters that all had when the round began, too: no round needs both.
-        self._grad = torch.zeros(layout.numel + TAIL, device=device)
-        self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
-        self._reduce = CompressedAllReduce(
-            layout,
-            self._transport,
-            device=device,
-            scale_norm=options.scale_norm,
-            scale_scope=options.scale_scope,
-            live=self._live,
-        )
-        tensors = max(1, len(layout.sizes))
-        self._round = Round(renews=True, steps=1)
-        self._local = self._tag = 0
-        self._done = Progress(0, 0, 0, 0)
-        self._as_floats = True
-        self._entered = torch.zeros((), device=device)  # updates of v
-        self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._summed = torch.ones((), device=device)  # steps of the round whose bits the momentum is
-        self._moved = torch.zeros(2, tensors, device=device)
-        self._pending = torch.zeros(1, dtype=torch.int32, device=device)
-        self._none = torch.zeros(1, dtype=torch.int32, device=device)
-        self._held_error: Exception | None = None
-        self._first_look = FirstLook(device) if self._transport.world_size > 1 else None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, while all rounds have renewed the variance. Every rank must call it."""
-        if not self._built:
-            super().add_param_group(param_group)
-            return
-        if self._done.renewals < self._done.rounds or self._local:
-            raise RuntimeError(
-                "add_param_group must be called before the first round that does not renew the variance: the new "
-                "parameters would have none; construct a new optimizer"
-            )
-        done, entered = self._done, self._entered
-        super().add_param_group(param_group)
-        self._done, self._entered = done, entered
 
     # ---------------------------------------------------------------- rounds
 
     @property
     def averages_gradients(self) -> bool:
         """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
-        return self._phase == "uncompressed"
-
-    @property
-    def synchronised(self) -> bool:
-        """Whether all ranks have the same parameters now: between two rounds, not within one."""
-        return self._local == 0
+        if self._begun:
+            return self._phase == "uncompressed"
+        if self._local:
+            return False
+        return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
 
     def _enter_phase(self) -> None:
-        """Asks the policies where a round begins; the same on all ranks."""
+        """Takes up the next round where one begins; the same on all ranks."""
         if self._local == 0:
-            self._round = self._next_round()
+            if not self._plan:
+                self._plan_from(self._done)
+            self._round = self._plan.pop(0)
         last = self._local == self._round.steps - 1
+        if last and not self._plan:
+            # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
+            failure(lambda: self._plan_from(self._done.after(self._round, 1)))
         self._phase = "uncompressed" if self._round.renews else "one-bit" if last else "local"
 
-    def _next_round(self) -> Round:
-        done, options = self._done, self.options
-        if options.variance_policy.renews(done):
-            return Round(renews=True, steps=1)
-        if done.renewals == 0:
-            raise RuntimeError(
-                f"variance_policy must renew the variance in the first round, but {stated(options.variance_policy)} "
-                "does not: there is none yet; let it, or load the state of an earlier run"
-            )
-        steps = options.sync_policy.steps(done)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
-        return Round(renews=False, steps=steps)
+    def _plan_from(self, done: Progress) -> None:
+        """Asks for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        plan: list[Round] = []
+        error: Exception | None = None
+        try:
+            plan = planned(*self._policies, done)
+        except Exception as caught:
+            error = caught
+        facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
+        hint = "policies must answer alike on all ranks, as functions of their argument alone"
+        agree(self._transport, facts, self.device, error, hint)
+        self._plan = plan
 
     def _end_round(self) -> None:
-        done, renewed = self._done, self._round.renews
-        since = 0 if renewed else done.since_renewal + 1
-        self._done = Progress(done.steps + 1, done.rounds + 1, done.renewals + renewed, since)
+        self._done = self._done.after(self._round, 1)
+        self._as_floats = self._round.renews
         self._local = self._tag = 0
-        self._as_floats = renewed
 
     # ---------------------------------------------------------------- the step
 
@@ -178,19 +88,6 @@ class ZeroOneOptimizer(AveragingOptimizer):
         renews = self._phase == "uncompressed"
         coef = self._coefficients(self._taken, self._step, self._entered + renews)
         return coef if renews else self._floored(coef)
-
-    @property
-    def _eps_inside_sqrt(self) -> bool:
-        return self.options.variance_floor > 0
-
-    def _floored(self, coef: Tensor) -> Tensor:
-        """Denominators sqrt(v + share*mean(v)); what never had a variance, until it has one, does not move."""
-        if not self._eps_inside_sqrt:
-            return coef
-        mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
-        coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
-        coef[:, Coef.ONE_MINUS_BETA1] *= self._mean_sq > 0
-        return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
@@ -201,10 +98,10 @@ class ZeroOneOptimizer(AveragingOptimizer):
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
-        self._make_floats()
+        self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
+        self._mean_sq = self._means()
         self._end_round()
         return flags
 
@@ -226,44 +123,11 @@ class ZeroOneOptimizer(AveragingOptimizer):
             None,
         )
 
-    def _means(self, sums: Tensor) -> Tensor:
-        """Of each tensor the mean over its live elements, float64 [tensors], from sums float64 [B]."""
-        owner = self._block_tensor.long()
-        total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
-        count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
-        return total / count.clamp(min=1)
-
-    def _make_floats(self) -> None:
-        """Momentum from the last synchronisation (line 9), with the v that its updates were divided by."""
-        if self._as_floats:
-            return
-        layout, reduce, options = self.layout, self._reduce, self.options
-        rebuild_momentum(
-            layout.sizes,
-            layout.block_size,
-            reduce.bits,
-            reduce.scale / self._summed,
-            self._exp_avg_sq if options.precondition else None,
-            self._eps_inside_sqrt,
-            self._floored(self._coefficients(self._taken, self._step, self._entered)),
-            self._block_tensor,
-            self._live.bits,
-            self._live.row,
-            self._exp_avg,
-        )
-        reduce.scale.zero_()
-        self._as_floats = True
-
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
-        self._make_floats()
+        self._make_floats(renews=False)
         flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
         self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
-
-    @property
-    def _anchor(self) -> Tensor:
-        assert self._grad is not None
-        return self._grad
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
         """A step between two synchronisations (lines 4 to 6)."""
@@ -370,12 +234,23 @@ class ZeroOneOptimizer(AveragingOptimizer):
     def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport, self._shards)
+        scale, most = LossScale.of(self), self.options.max_grad_norm
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, None if alone else self._lost)
         if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
+            self._tell_scaler(agreed.overflowed, alone)
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
         return agreed
+
+    def _tell_scaler(self, ranks: Tensor | None, alone: bool) -> None:
+        """That ``ranks`` of all have found an inf; while a worker is alone it keeps that to itself, or scales part."""
+        assert ranks is not None
+        if alone:
+            self._lost += ranks
+            self._overflowed.zero_()
+        else:
+            self._overflowed = (ranks > 0).float().reshape(1)
+            self._lost.zero_()
 
     def _mixed_tag(self) -> int:
         """A hash of the round's length and of the hyper-parameters of all of its steps so far."""
@@ -391,154 +266,4 @@ class ZeroOneOptimizer(AveragingOptimizer):
         if self._phase == "uncompressed":
             return super()._describe(flag)
         what = describe_mismatch(self._reduce.arrived_words, "a message arrived damaged")
-        return self._say_where(f"{what} (or the length of the round: policies must answer alike on all ranks)")
-
-    # ---------------------------------------------------------------- checkpoints
-
-    @property
-    def _keeps_lines(self) -> bool:
-        """Residuals and bits are there from the first step on."""
-        return True
-
-    def _buffers(self) -> dict[str, Tensor]:
-        anchor = self._anchor[: self.layout.numel]
-        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "anchor": anchor}
-
-    def _publish_state(self) -> None:
-        super()._publish_state()
-        for state in self.state.values():
-            del state["exp_avg"]  # mostly it is bits
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
-        packed = super().state_dict()
-        for state in packed["state"].values():
-            if not self._as_floats:
-                state.pop("exp_avg", None)  # the bits say it
-            if self._local == 0:
-                state.pop("anchor", None)  # the parameters say it
-        return packed
-
-    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
-
-    def _tables(self) -> dict[str, Tensor]:
-        return {"moved": self._moved}
-
-    def _header(self) -> dict[str, Any]:
-        reduce = self._reduce
-        return {
-            "settled": {"precondition": self.options.precondition},
-            "synchronisations": int(reduce.synchronisations),
-            "digests": reduce.digests,
-            "buckets": 1,
-            "inside": 1,
-            "done": list(self._done),
-            "round": list(self._round),
-            "local": self._local,
-            "tag": self._tag,
-            "floats": self._as_floats,
-            "entered": float(self._entered),
-            "summed": float(self._summed),
-            "pending": int(self._pending),
-        }
-
-    def _check_header(self, header: Mapping[str, Any]) -> None:
-        if "rounds" in header:
-            raise ValueError(
-                f"the checkpoint's algorithm is {header['algorithm']}, which {type(self).__name__} can't go on from: "
-                "there each worker has a variance of its own"
-            )
-        if not header.get("lines") or header["algorithm"] != type(self).__name__:
-            return
-        was, now = header["settled"]["precondition"], self.options.precondition
-        if was != now:
-            raise ValueError(
-                f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
-                "between two steps"
-            )
-        if header["local"] and header["world_size"] != self._transport.world_size:
-            raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
-                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
-                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
-            )
-
-    def _resume(self, header: Mapping[str, Any]) -> None:
-        if not header.get("lines"):  # AdamW's
-            self._entered = self._step.clone()
-            self._done = Progress(*[header["updates"]] * 3, 0)
-            return
-        self._done, self._round = Progress(*header["done"]), Round(*header["round"])
-        self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
-        self._entered.fill_(header["entered"])
-        self._summed.fill_(header["summed"])
-        self._pending.fill_(header["pending"])
-        self._phase = header["phase"]
-        same = header["world_size"] == self._transport.world_size
-        self._reduce.resume(header["synchronisations"], header["digests"] if same else [0])
-
-    def _resumed(self, header: Mapping[str, Any]) -> None:
-        sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
-        self._exp_avg_sq_sums.copy_(sums)
-        self._mean_sq = self._means(self._exp_avg_sq_sums)
-        if header.get("lines"):
-            self._reduce.serve_again()
-
-    # ---------------------------------------------------------------- what users look at
-
-    def momentum(self, param: Tensor) -> Tensor:
-        """The momentum of one parameter, float32 of its shape; equal on all ranks but within a round."""
-        i, layout, options = self._index(param), self.layout, self.options
-        if self._as_floats:
-            return super().momentum(param)
-        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed
-        if not options.precondition:
-            return part
-        k = self._floored(self._coefficients(self._taken, self._step, self._entered))[i]
-        return part * denominator(self._list.shaped(self._exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt)
-
-    def worker_error(self, param: Tensor) -> Tensor:
-        """This rank's residual of one parameter, and its updates of this round; in units of the update, float32.
-
-        Where not ``precondition`` in units of the momentum.
-        """
-        i = self._index(param)
-        self._reduce.settle()
-        return self._list.shaped(self._reduce.worker.compensated, i, self.layout.offset(i)).clone()
-
-    def stats(self) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
-
-        Returns:
-            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), renewals (of the variance,
-            among them), local_steps (done in this round), round_steps (its length); wire_bytes,
-            worker_error_norm, server_error_norm, compensated_norm, residual_over_momentum and sign_agreement as
-            ``OneBitAdam`` tells them, of the last synchronisation in bits.
-        """
-        reduce = self._reduce
-        compensated, worker_error, server_error = reduce.norms()
-        over_momentum, agreement = reduce.signals() if self._done.rounds > self._done.renewals else (0.0, 0.0)
-        return super().stats() | {
-            "rounds": self._done.rounds,
-            "renewals": self._done.renewals,
-            "local_steps": self._local,
-            "round_steps": self._round.steps,
-            "wire_bytes": reduce.wire_bytes,
-            "compensated_norm": compensated,
-            "worker_error_norm": worker_error,
-            "server_error_norm": server_error,
-            "residual_over_momentum": over_momentum,
-            "sign_agreement": agreement,
-        }
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state()]
-
-    def _described(self) -> list[str]:
-        options = self.options
-        return [
-            f"variance: {stated(options.variance_policy)}",
-            f"rounds: {stated(options.sync_policy)}",
-            f"scale: {options.scale_norm}, {options.scale_scope}" + ", preconditioned" * options.precondition,
-        ]
+        return self._say_where(what)

@@ -12,7 +12,8 @@ from .comm import Transport
 from .deepspeed import zero_one_adam_arguments
 from .policies import DoublingVariance, SyncPolicy, VariancePolicy
 from .triton_kernels import ScaleScope
-from .zero_one import ZeroOneOptimizer, ZeroOneOptions
+from .zero_one import ZeroOneOptimizer
+from .zero_one_state import ZeroOneOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,12 +58,15 @@ class ZeroOneAdam(ZeroOneOptimizer):
             elements (``"block"``).
         precondition: Compress the updates m/denom (above) instead of momenta.
         variance_floor: In rounds of bits denominators are sqrt(v + share * mean of the tensor's v), so that
-            coordinates which renewals have hardly seen take no giant steps; 0: Adam's own.
+            coordinates which renewals have hardly seen take no giant steps; 0: Adam's own. A renewal divides by
+            Adam's own; what bits have left of the momentum is rescaled to it. A tensor that never had a gradient in a
+            renewal only decays until it has one.
         bias_correction: Adam's; that of v counts its renewals.
         maximize: Ascend instead of descend.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the rest of the round, or ``"raise"`` at
-            its end. Nothing else is lost: what workers have added up is kept as residual.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the round, or ``"raise"`` at its end;
+            parameters are then as it began. Nothing else is lost: what workers have added up is kept as residual.
+            Where a ``GradScaler`` finds it between two synchronisations, that worker's step alone is none.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact where the variance is renewed, by the
             mean of the ranks' norms where they synchronise, and each worker by its own norm in between.
         master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``. Advised:

@@ -6,14 +6,15 @@ the variance is not renewed. And then weight decay is part of what workers add u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from .policies import DeepSpeedVariance
+from .scaling import LossScale
 from .triton_kernels import Coef, rebuild_momentum
-from .zero_one import Round
 from .zero_one_adam import ZeroOneAdam
 
 
@@ -23,23 +24,36 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
+    _was_frozen: bool
+
     def _is_frozen(self) -> bool:
         policy = self.options.variance_policy
         assert isinstance(policy, DeepSpeedVariance)
         return policy.frozen(self._done)
 
-    def _next_round(self) -> Round:
+    @property
+    def _seen(self) -> Tensor:
+        return torch.ones_like(self._mean_sq, dtype=torch.bool)
+
+    def _enter_phase(self) -> None:
+        super()._enter_phase()
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
             self._reduce.settle()
             self._reduce.worker.forget()
             self._reduce.server.forget()
         self._was_frozen = self._is_frozen()
-        return super()._next_round()
 
     def _build(self) -> None:
         super()._build()
         self._was_frozen = False
+
+    def _header(self) -> dict[str, Any]:
+        return super()._header() | {"was_frozen": self._was_frozen}
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        super()._resume(header)
+        self._was_frozen = header.get("was_frozen", False)
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._is_frozen():
@@ -58,7 +72,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._list.before_update()
         self._update(self._anchor, coef, reduce.flags)
         self._list.after_update()
-        reduce.scale.zero_()
+        self._drop_bits()
         self._end_round()
         self._as_floats = True
         return reduce.flags
@@ -84,6 +98,10 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         """The last step of a round is as the others; what all have added up is compressed apart."""
         self._list.before_update()
         self._step_alone(grads, coef)
+        if LossScale.of(self).found_inf is not None:
+            ranks = self._lost.clone()
+            self._transport.all_reduce(ranks)
+            self._tell_scaler(ranks, alone=False)
         nothing, reduce = [self._nothing] * len(grads), self._reduce
         reduce(nothing, coef=reduce._plain_coef(), tag=self._mixed_tag(), abort=abort, pending=self._pending)
         self._apply(coef, None, moved=True)

@@ -3,6 +3,7 @@
     ```python      is run: all of a page are one program, in order, under torchrun where they make a process group
     ```py          an excerpt: its lines are those of files that tests run, which a marker names
     ```sh, or indented by four    commands: each is parsed by the program that it calls, and run where that is quick
+    ```json        a DeepSpeed config, every key of which ``fusedonebit migrate`` explains
     ```text        no code: what a program prints, a drawing
 
 Markers are comments, which no reader of a page sees:
@@ -11,11 +12,13 @@ Markers are comments, which no reader of a page sees:
     ... -->
     <!-- test: ranks 4 -->     how many ranks run the page; 2 otherwise
     <!-- test: lines of examples/plain.py -->              before an excerpt
+    <!-- test: DeepSpeed's own -->                         before code that nobody can run here; it must compile
     <!-- test: make test-ecosystem runs OneBitTrainer -->  before a block whose libraries only that target installs
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -106,6 +109,10 @@ def check(block: Block) -> None:
         return  # the programs are run, each command is checked, by tests of their own
     if block.language == "text" and not block.marker:
         _check_text(block)
+    elif block.language == "json" and not block.marker:
+        _check_config(block)
+    elif block.marker == "DeepSpeed's own" and "deepspeed" in block.text:
+        compile(block.text, str(block), "exec")
     elif found := re.fullmatch(r"lines of (.*)", block.marker):
         _check_lines(block, found[1].split(", "))
     elif found := re.fullmatch(r"make test-ecosystem runs (\w+)", block.marker):
@@ -122,6 +129,16 @@ def _check_text(block: Block) -> None:
     )
     if code:
         raise UncoveredError(f"{block}: says that it is no code, but {code[0].strip()!r} is")
+
+
+def _check_config(block: Block) -> None:
+    from fusedonebit.migrate.config import Config, Fate
+    from fusedonebit.migrate.script import translate
+
+    config = Config(json.loads(block.text), str(block))
+    translate(config, "recommended")
+    if unknown := config.count(Fate.UNKNOWN):
+        raise UncoveredError(f"{block}: migrate does not know {unknown} of its keys")
 
 
 def _check_lines(block: Block, files: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -160,6 +161,11 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
 def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the pages take for granted."""
     (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "ds_config.json").write_text('{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}')
+    for name in ("adam", "lamb", "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        record = {"optimizer": name, "step": 1, "loss": 1.0, "phase": "warmup", "bytes_step": 8, "bytes_total": 8}
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -181,6 +187,8 @@ def _check_pip(arguments: list[str]) -> None:
 
 def _check_fusedonebit(arguments: list[str], parse: Callable[..., argparse.Namespace], patch: Any) -> None:
     """All but the work itself: of a training also names and files are checked, a plan is made."""
+    if ">" in arguments:
+        arguments = arguments[: arguments.index(">")]
     given = parse(cli.main, arguments)
     if given.command == "lab":
         from fusedonebit.lab import contenders, tasks

@@ -54,6 +54,31 @@ def test_the_claims_hold_where_the_documentation_says_so():
     assert holds["lamb"] >= 6
 
 
+def test_0_1_adam_holds_against_adam_on_the_transformer_with_few_bytes_and_rounds():
+    """No worse than Adam by the lab's criterion; 80 % fewer bytes than float32, 40 % fewer rounds than 1-bit Adam."""
+    found = comparison(RUNS, "zero-one-adam", "adam", "causal")
+    runs, adams, onebit = (runs_of(name, "causal") for name in ("zero-one-adam", "adam", "onebit-adam"))
+    fewer_bytes = 1 - sum(r["bytes"] for r in runs) / sum(r["bytes"] for r in adams)
+    fewer_rounds = 1 - sum(r["rounds"] for r in runs) / sum(r["steps"] for r in onebit)
+    print(
+        f"0/1 Adam: {found['percent']:+.2f} ± {found['error']:.2f} % worse than Adam, {fewer_bytes:.1%} fewer bytes "
+        f"than in float32, {fewer_rounds:.1%} fewer rounds than 1-bit Adam"
+    )
+    assert found["seeds"] == len(runs) == 5
+    assert found["holds"]
+    assert fewer_bytes >= 0.8
+    assert fewer_rounds >= 0.4
+
+
+def test_0_1_adam_diverges_on_no_task():
+    runs = runs_of("zero-one-adam")
+    assert len(runs) == 5 * len(TASKS)
+    assert {r["diverged_at"] for r in runs} == {None}
+    holds = {task: comparison(RUNS, "zero-one-adam", "adam", task)["holds"] for task in TASKS}
+    print(f"0/1 Adam holds against Adam: {holds}")
+    assert {task for task, held in holds.items() if not held} <= {"gan", "masked"}
+
+
 @pytest.mark.parametrize("task", ["mlp", "regression"])
 def test_64_workers_behave_as_4_do(task):
     found = comparison(RUNS, "onebit-adam, 64 workers", "onebit-adam", task)

@@ -10,7 +10,7 @@ import torch
 from fusedonebit.comm import SimulatedGroup
 from ranks import run_ranks
 
-from fusedonebit import OneBitAdam, OneBitLion
+from fusedonebit import OneBitAdam, OneBitLion, amp, ddp
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
@@ -188,3 +188,46 @@ def test_small_parameters_round_as_asked():
         params = parameters(dtype=torch.bfloat16)
         found, _ = train(0, None, 40, params, **options)
         assert np.abs(found - exact).mean() < 4 * LR
+
+
+# ---------------------------------------------------------------- torch's own tools around it
+
+
+def with_tools(rank: int, world_size: int, tool: str) -> tuple[list[float], int]:
+    """Ten steps, with a tool or without; one rank's gradients overflow in the fourth where losses are scaled."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    optimizer = OneBitLion(model.parameters(), LR)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if tool == "ddp" else model
+    if tool == "ddp":
+        ddp.attach(wrapped, optimizer)
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if tool == "compile" else optimizer.step
+    scaler = amp.GradScaler("cpu", 1024.0, enabled=tool == "amp")
+    draw = torch.Generator().manual_seed(rank)
+    for number in range(10):
+        loss = wrapped(torch.randn(8, 6, generator=draw)).square().mean()
+        scaler.scale(loss).backward()
+        if number == 3:
+            if tool == "amp" and rank == 1:
+                model[0].weight.grad[0, 0] = torch.inf
+            elif tool != "amp":
+                model.zero_grad()
+                continue
+        if tool == "amp":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            step()
+        model.zero_grad()
+    return flat(list(model.parameters())).tolist(), optimizer.stats()["skipped_steps"]
+
+
+def test_ddp_scaled_losses_and_a_compiler_change_nothing():
+    plain = run_ranks(with_tools, 2, "none")
+    assert plain[0][0] == plain[1][0]
+    for tool in ("ddp", "compile"):
+        assert run_ranks(with_tools, 2, tool) == plain, tool
+    for found, skipped in run_ranks(with_tools, 2, "amp"):
+        assert skipped == 1
+        # Scales are powers of two: what is unscaled is what was never scaled.
+        assert found == plain[0][0]

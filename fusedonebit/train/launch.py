@@ -48,7 +48,7 @@ def report(job: Job) -> None:
     print_table(summarise(records))
     pictures = [Path(job.out) / "loss.png"]
     plot_loss(records, pictures[0])
-    if any("layers" in r for r in records):
+    if any("coefficient" in r.get("layers", {}) for r in records):
         pictures.append(Path(job.out) / "layers.png")
         plot_layers(records, pictures[1])
     print(f"wrote {job.metrics}, {' and '.join(map(str, pictures))}")

@@ -15,6 +15,8 @@ from matplotlib import pyplot as plt
 COLOURS = {
     "adamw": "#4c566a",
     "onebit-adam": "#d1495b",
+    "zero-one-adam": "#2f6fb0",
+    "onebit-lion": "#c9931e",
     "lamb": "#2a9d8f",
     "onebit-lamb": "#e07a1f",
     "onebit-lamb-frozen": "#8d6a9f",
@@ -77,6 +79,7 @@ _LAYER_PANELS = (
 
 def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws what LAMB does to each layer to a PNG: one row per optimizer, one line per layer."""
+    records = [r for r in records if "coefficient" in r.get("layers", {"coefficient": ()})]  # those of LAMB
     names = list(dict.fromkeys(r["optimizer"] for r in records if "layers" in r))
     figure, rows = plt.subplots(len(names), 3, figsize=(13, 3.4 * len(names)), squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import shutil
 import time
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..comm import Topology
 from ..comm.hops import torus_rows
-from ..lamb import LambUpdate
+from ..recording import METRICS, Recorder, read_lines
 from .data import Corpus, InputError, load_text
 from .display import Display
 from .model import SIZES, ByteTransformer
@@ -24,7 +24,7 @@ from .optimizers import AGREE_IN_ROUNDS, OPTIMIZERS, Settings
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
-LAYER_RECORDS = 100  # of what LAMB does to each layer, in a run
+LAYER_RECORDS = 100  # of what is told of each layer, in a run
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Job:
     @property
     def metrics(self) -> Path:
         """One JSON object per line and measured step."""
-        return Path(self.out) / "metrics.jsonl"
+        return Path(self.out) / METRICS
 
 
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
-        self._keep_metrics(before=self.first_step)
+        self.settings = settings
 
     def _lr_factor(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / max(self.job.lr_warmup_steps, 1))
@@ -104,23 +104,33 @@ class Run:
         job = self.job
         self.display.start(self.name, self.first_step)
         began, tokens = time.perf_counter(), 0
-        for step in range(self.first_step, job.steps):
-            loss = self._step(step)
-            tokens += self.world_size * job.batch_size * job.seq_len
-            done = step + 1
-            record: dict[str, Any] = {"optimizer": self.name, "step": done, "loss": loss}
-            record |= {"tokens_per_s": round(tokens / (time.perf_counter() - began))}
-            stats = self.optimizer.stats()
-            record |= {key: stats[key] for key in ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps")}
-            record["bytes_total"] += self.bytes_before
-            if isinstance(self.optimizer, LambUpdate) and self._looks_at_layers(done):
-                record["layers"] = self._layers()
-            if done % job.eval_every == 0 or done == job.steps:
-                record["held_out_loss"] = self.held_out_loss()
-            self._write(record)
-            self.display.update(record)
-            if done % job.save_every == 0 or done == job.steps:
-                self._save(done)
+        with self._recorder() as recorder:
+            for step in range(self.first_step, job.steps):
+                loss = self._step(step)
+                tokens += self.world_size * job.batch_size * job.seq_len
+                done = step + 1
+                more: dict[str, Any] = {"tokens_per_s": round(tokens / (time.perf_counter() - began))}
+                if done % job.eval_every == 0 or done == job.steps:
+                    more["held_out_loss"] = self.held_out_loss()
+                record = recorder.log(done, loss=loss, **more)
+                assert record is not None  # every step is recorded
+                self.display.update(record)
+                if done % job.save_every == 0 or done == job.steps:
+                    self._save(done)
+
+    def _recorder(self) -> Recorder:
+        job = dataclasses.asdict(self.job)
+        own = ("optimizers", "out", "resume")  # what says nothing about the run itself
+        settings = {key: value for key, value in job.items() if key not in own} | {"lr": self.settings.lr}
+        return Recorder(
+            self.job.out,
+            self.optimizer,
+            name=self.name,
+            every=1,
+            layers_every=max(1, self.job.steps // LAYER_RECORDS),
+            settings=settings,
+            bytes_before=self.bytes_before,
+        )
 
     def _step(self, step: int) -> float:
         tokens = self.corpus.batch(self.job.batch_size, self.job.seed, step, self.rank).to(self.device)
@@ -130,14 +140,6 @@ class Run:
         self.schedule.step()
         self.optimizer.zero_grad()
         return self._mean(loss.detach())
-
-    def _looks_at_layers(self, done: int) -> bool:
-        return done % max(1, self.job.steps // LAYER_RECORDS) == 0 or done == self.job.steps
-
-    def _layers(self) -> dict[str, list[Any]]:
-        layers = self.optimizer.stats(layers=True)["layers"]
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        return layers | {"name": names}
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -154,18 +156,6 @@ class Run:
         return float(value) / self.world_size
 
     # ---------------------------------------------------------------- files
-
-    def _keep_metrics(self, before: int) -> None:
-        """Drops this optimizer's records from step ``before`` on, which are about to be made again."""
-        if self.rank or not self.job.metrics.exists():
-            return
-        kept = [r for r in read_metrics(self.job.metrics) if r["optimizer"] != self.name or r["step"] <= before]
-        self.job.metrics.write_text("".join(json.dumps(r) + "\n" for r in kept))
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self.rank == 0:
-            with self.job.metrics.open("a") as file:
-                file.write(json.dumps(record) + "\n")
 
     @property
     def _checkpoints(self) -> Path:
@@ -220,12 +210,8 @@ def latest_step(job: Job, name: str, world_size: int) -> int:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a metrics file; a last line cut short is passed over."""
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """The records of a metrics file; a last line cut short is passed over."""
+    return (record for _, record in read_lines(path) if record is not None)
 
 
 def check(job: Job, world_size: int) -> None:

@@ -1,0 +1,146 @@
+"""Why keys of a DeepSpeed config are not carried over: one reason for a key, or for a whole block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import Config
+
+_BATCHES = "a matter of your DataLoader"
+_LOG = "what DeepSpeed's engine prints; here optimizer.stats() says it when you ask"
+_PROFILE = "DeepSpeed's own profiler; use torch.profiler"
+_MONITOR = "the engine's logging; log optimizer.stats() yourself"
+_DATA = "the engine's data pipeline, not the optimizer"
+_SPARE = "DeepSpeed's offloading to CPU or disk; optimizer state stays on the parameters' device here"
+_PARALLEL = "the engine cuts the model; cut it yourself and give the optimizer the data-parallel group, process_group="
+_MODEL = "the engine changes the model, not the optimizer; change it yourself before the optimizer is constructed"
+_CHECKPOINT = "how DeepSpeed writes files; here fusedonebit.dcp.save and .load, or torch.save of state_dict()"
+_AVERAGE = "gradients are averaged in float32 here, which needs no scaling beforehand"
+
+REASONS = {
+    # batches
+    "train_batch_size": "follows from the DataLoader's batch size, accumulation steps and ranks",
+    "managed_gradient_accumulation": "the loop in the script counts micro-batches itself; step() is called at the end",
+    "dataloader_drop_last": f"{_BATCHES}: drop_last=",
+    "data_efficiency": _DATA,
+    "curriculum_learning": _DATA,
+    "vocabulary_size": "only for a warning of DeepSpeed's",
+    # gradients
+    "communication_data_type": "warm-up gradients travel as float32, then momentum as bits; there is nothing to choose",
+    "seq_parallel_communication_data_type": _PARALLEL,
+    "fp32_allreduce": "warm-up gradients always travel as float32",
+    "prescale_gradients": _AVERAGE,
+    "gradient_predivide_factor": _AVERAGE,
+    "sparse_gradients": "sparse gradients have no counterpart: construct nn.Embedding with sparse=False",
+    "disable_allgather": "about ZeRO's collectives; there are none here",
+    "graph_harvesting": "about the engine's CUDA graphs; here capturable=True (README, CUDA graphs)",
+    # ZeRO and other ways to cut a model
+    "zero_allow_untested_optimizer": "there is no ZeRO here, so nothing to allow",
+    "zero_force_ds_cpu_optimizer": "there is no ZeRO here, so nothing to force",
+    "aio": _SPARE,
+    "tensor_parallel": _PARALLEL,
+    "expert_parallel": _PARALLEL,
+    "sequence_parallel_size": _PARALLEL,
+    "use_data_before_expert_parallelism": _PARALLEL,
+    "pipeline": "pipeline stages are the engine's; give each stage's optimizer its data-parallel group, process_group=",
+    "hybrid_engine": "DeepSpeed's engine for RLHF; there is no engine here",
+    # the model
+    "activation_checkpointing": "a matter of the model: torch.utils.checkpoint",
+    "sparse_attention": _MODEL,
+    "compression_training": _MODEL,
+    "quantize_training": _MODEL,
+    "weight_quantization": _MODEL,
+    "progressive_layer_drop": _MODEL,
+    "eigenvalue": _MODEL,
+    "compile": "the engine's use of torch.compile; here torch.compile(model), and torch.compile(optimizer.step)",
+    # logging, profiling, launching
+    "steps_per_print": _LOG,
+    "wall_clock_breakdown": _LOG,
+    "memory_breakdown": _LOG,
+    "dump_state": _LOG,
+    "log_level": _LOG,
+    "timers": _LOG,
+    "comms_logger": "the engine's log of messages; here optimizer.stats()['bytes_step'] and ['bytes_total']",
+    "flops_profiler": _PROFILE,
+    "autotuning": "DeepSpeed's search for settings of its engine",
+    "tensorboard": _MONITOR,
+    "wandb": _MONITOR,
+    "comet": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "elasticity": "DeepSpeed's choice of batch sizes and restarts; torchrun restarts, examples/elastic.py goes on",
+    "nebula": _CHECKPOINT,
+    "datastates_ckpt": _CHECKPOINT,
+    "checkpoint": _CHECKPOINT,
+}
+"""By top-level key. A block counts as a whole."""
+
+ZERO_KEYS = {
+    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "grad_hooks"),
+    *("elastic_checkpoint", "offload_param", "offload_optimizer", "zenflow", "sub_group_size", "cpu_offload_param"),
+    *("cpu_offload_use_pin_memory", "cpu_offload", "cpu_offload_params", "ignore_unused_parameters", "legacy_stage1"),
+    *("round_robin_gradients", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
+    *("zero_quantized_nontrainable_weights", "zeropp_loco_param", "mics_shard_size"),
+    *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint"),
+    *("override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("save_muon_momentum_buffer_in_memory", "leaf_module"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
+    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+    *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
+    *("stage3_allgather_sequential", "prefetch_bucket_size", "param_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+}
+"""Of ``zero_optimization``."""
+
+SHARDING = (
+    "state is not sharded over the ranks that exchange bits; sharded inside a node goes with "
+    'fully_shard(module, mesh=mesh["shard"]) and mesh=mesh["replicate"] (examples/hsdp.py)'
+)
+
+
+def explain(config: Config) -> None:
+    """Says why, for every key of the tables that the config has."""
+    for key, reason in REASONS.items():
+        config.explained(key, reason)
+    _explain_sum(config)
+    _explain_zero(config)
+    _explain_data_types(config)
+
+
+def _explain_sum(config: Config) -> None:
+    operation: Any = config.value("gradient_allreduce_op", "text", "mean")
+    if operation == "sum":
+        config.explained("gradient_allreduce_op", "gradients are averaged: multiply the loss by the number of ranks")
+    elif operation == "mean":
+        config.explained("gradient_allreduce_op", "nothing to do: gradients are averaged here")
+    else:
+        raise config.error("gradient_allreduce_op", '"mean" or "sum"', operation)
+
+
+def _explain_zero(config: Config) -> None:
+    if isinstance(config.values.get("zero_optimization"), bool):
+        config.explained("zero_optimization", SHARDING)  # of DeepSpeed's first versions
+        return
+    block = config.block("zero_optimization")
+    stage: Any = config.value("zero_optimization.stage", "whole >= 0", 0)
+    for key in block:
+        path = f"zero_optimization.{key}"
+        if key == "stage" and stage == 0:
+            config.explained(path, "nothing to do: stage 0 shards nothing, which is how it is here")
+        elif key == "stage":
+            config.explained(path, SHARDING)
+        elif "offload" in key and key in ZERO_KEYS:
+            config.explained(path, _SPARE)
+        elif key in ZERO_KEYS:
+            config.explained(path, "about ZeRO's shards and their messages; there are none here")
+
+
+def _explain_data_types(config: Config) -> None:
+    config.block("data_types")
+    config.explained(
+        "data_types.grad_accum_dtype",
+        "gradients accumulate in p.grad, in the parameter's own type; autocast keeps parameters and gradients float32",
+    )
+    for key in ("param_dtype", "buffer_dtype"):
+        config.explained(f"data_types.{key}", "construct the model in that type, or model.to() it")

@@ -1,0 +1,157 @@
+"""What 0/1 Adam tells of itself, how much it sends, and what it refuses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn import Parameter
+from zero_one_rounds import (
+    EveryRound,
+    Script,
+    caught,
+    make,
+    make_parameters,
+    train,
+)
+
+from fusedonebit import DisagreementError, OneBitAdam, ZeroOneAdam, policies
+from fusedonebit.zero_one_state import ZeroOneOptions
+
+ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
+SCOPES = pytest.mark.parametrize("options", [{}, {"scale_scope": "global", "precondition": False}], ids=str)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def tell(rank: int, world_size: int) -> tuple[list[dict], str]:
+    optimizer, seen = make(make_parameters(), ROUNDS), []
+    for step in range(16):
+        train(optimizer, rank, 1, step)
+        seen.append(optimizer.stats())
+    return seen, repr(optimizer)
+
+
+LAST = ("worker_error_norm", "compensated_norm", "residual_over_momentum", "sign_agreement")
+"""What is told of the last synchronisation in bits."""
+
+
+def test_stats_and_repr_tell_where_training_stands():
+    for seen, text in run_ranks(tell, 2):
+        phases = Script(ROUNDS).places(16)
+        assert [s["phase"] for s in seen] == phases
+        assert [s["step"] for s in seen] == list(range(1, 17))
+        assert [s["rounds"] for s in seen[:10]] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 7]
+        assert [s["renewals"] for s in seen[:10]] == [1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
+        assert [s["local_steps"] for s in seen[:10]] == [0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
+        assert [s["round_steps"] for s in seen[:10]] == [1, 1, 1, 3, 3, 3, 1, 1, 2, 2]
+        assert [s["bytes_step"] == 0 for s in seen] == [phase == "local" for phase in phases]
+        calls = {"uncompressed": 1, "one-bit": 2, "local": 0}
+        assert [s["collectives_step"] for s in seen[1:]] == [calls[phase] for phase in phases[1:]]
+        assert [s["collectives_step"] for s in seen[:1]] == [2]  # and ranks agree on the rounds to come
+        for before, here in pairwise(seen[2:]):
+            if here["phase"] != "one-bit":
+                assert [here[key] for key in LAST] == [before[key] for key in LAST]
+            assert 0 < here["worker_error_norm"] < here["compensated_norm"]
+            assert here["residual_over_momentum"] > 0
+        held = seen[-1]["state_bytes"] / (seen[-1]["parameters"] + seen[-1]["padding"])
+        print(f"state: {held:.1f} bytes per element")
+        assert 16 < held < 22  # m, v, residual, anchor, half a server's residual, bits
+        for line in (
+            "ZeroOneAdam (",
+            "phase: local, 16 updates",
+            "variance: Script(rounds=(0, 0, 1,",
+            "rounds: Script(",
+        ):
+            assert line in text
+        assert "scale: contractive, block, preconditioned\n" in text
+
+
+def count(rank: int, world_size: int, name: str) -> int:
+    params = [Parameter(torch.zeros(64, 1000)), Parameter(torch.zeros(1000))]
+    variance, rounds = policies.DoublingVariance(scaler=4), policies.DoublingRounds(after=20, scaler=10, most=16)
+    if name == "zero-one":
+        optimizer: Any = ZeroOneAdam(params, variance_policy=variance, sync_policy=rounds)
+    elif name == "fp32":
+        optimizer = ZeroOneAdam(params, variance_policy=EveryRound(), sync_policy=rounds)
+    else:
+        optimizer = OneBitAdam(params, freeze_step=20, guard="off")
+    start = optimizer.stats()["bytes_total"]
+    train(optimizer, rank, 200)
+    return optimizer.stats()["bytes_total"] - start
+
+
+def test_bytes_against_fp32_and_onebit_adam():
+    sent = {name: run_ranks(count, 2, name)[0] for name in ("fp32", "onebit", "zero-one")}
+    for name, total in sent.items():
+        print(f"200 steps of 65,000 parameters, {name}: {total / 1e6:.3f} MB, 1/{sent['fp32'] / total:.1f}")
+    assert sent["fp32"] == pytest.approx(200 * 4 * 65_000, rel=0.02)
+    assert sent["zero-one"] < sent["onebit"] < sent["fp32"] / 5
+
+
+# ---------------------------------------------------------------- what it is not made for
+
+
+def build_differently(rank: int, world_size: int, case: str, values: tuple) -> tuple[type | None, str]:
+    return caught(lambda: make(make_parameters(), **{case: values[rank]}))
+
+
+@pytest.mark.parametrize(
+    ("case", "values", "text"),
+    [
+        ("precondition", (True, False), "precondition is True on rank 0 but False on rank 1"),
+        ("variance_floor", (0.0, 0.01), "variance_floor is 0.0 on rank 0 but 0.01 on rank 1"),
+        ("lr", (0.1, 0.2), "lr of group 0 is 0.1 on rank 0 but 0.2 on rank 1"),
+    ],
+)
+def test_different_construction_is_found_on_every_rank(case, values, text):
+    for kind, said in run_ranks(build_differently, 2, case, values, group_timeout=10):
+        assert kind is DisagreementError
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"scale_norm": "max"}, ValueError, "scale_norm must be one of 'contractive', 'l1', 'l2', got 'max'"),
+        ({"scale_scope": "bucket"}, ValueError, "scale_scope must be one of 'global', 'layer', 'block', got 'bucket'"),
+        ({"variance_floor": 1.0}, ValueError, "variance_floor must be a number in [0, 1), got 1.0"),
+        ({"precondition": 1}, ValueError, "precondition must be True or False, got 1"),
+        ({"capturable": True}, TypeError, "capturable"),
+        ({"hierarchy": 2}, TypeError, "hierarchy"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, kind, text):
+    found, said = caught(lambda: make(make_parameters(), **options))
+    assert found is kind
+    assert text in said
+
+
+def test_a_step_can_not_be_captured():
+    fields: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "block", "precondition": True, "variance_floor": 0.0}
+    fields |= {"bias_correction": True, "eps_inside_sqrt": False, "nonfinite": "skip", "block_size": None}
+    script = Script((0,))
+    with pytest.raises(ValueError, match="capturable must be False, got True: what a step does depends on its place"):
+        ZeroOneOptions(variance_policy=script, sync_policy=script, capturable=True, **fields).check()
+
+
+def shards(rank: int, world_size: int) -> tuple[tuple, tuple]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    p = Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    optimizer = caught(lambda: make([p]))
+    return optimizer, caught(lambda: make(make_parameters(), mesh=mesh))
+
+
+def test_shards_are_refused_and_a_mesh_is_a_group():
+    for (kind, text), whole in run_ranks(shards, 2, group_timeout=10):
+        assert kind is ValueError
+        assert "parameters of ZeroOneAdam must be whole, but" in text
+        assert whole == (None, "")
