@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, bert, gpu_step, graphs, kernels, ranks, step, step_time, wire
+from . import averaging, bert, bytes_moved, gpu_step, graphs, kernels, ranks, step, step_time, wire
 from .registry import CASES, Case, Report
 
 RESULTS = Path(__file__).with_name("results")
-MODULES = (wire, step, ranks, averaging, step_time, bert, kernels, gpu_step, graphs)
+MODULES = (wire, bytes_moved, step, ranks, averaging, step_time, bert, kernels, gpu_step, graphs)
 """Which register the cases, in this order."""
 
 

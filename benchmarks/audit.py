@@ -51,6 +51,7 @@ from benchmarks.audit_cases import (
     VARIANTS,
     Case,
     Loops,
+    round_bytes,
     step_bytes,
 )
 
@@ -234,13 +235,6 @@ def hop_bytes(audits: dict[str, Audit]) -> float:
     return audits["merge_signs"].bytes_per_element - 1 / 8
 
 
-def round_bytes(audits: dict[str, Audit], optimizer: str, world_size: int) -> float:
-    """Bytes per parameter of a whole 1-bit round of a ring: each rank merges all segments but one."""
-    names = (ROUNDS[optimizer], "apply_momentum, preconditioned")  # signs times a scale, by no denominator
-    merged = audits["merge_signs"].bytes_per_element * (world_size - 1) / world_size
-    return sum(audits[name].bytes_per_element for name in names) + merged
-
-
 def worse(name: str, now: Audit, limit: dict[str, float], same_compiler: bool) -> list[str]:
     """Says what got worse than the limit; registers and barriers are another compiler's own affair."""
     found = []
@@ -282,14 +276,18 @@ def run() -> dict[str, dict[str, Audit]]:
     )
     for name in ROUNDS:
         for world_size in (2, 8, 64):
-            counted = round_bytes(audits, name, world_size)
+            counted = round_bytes(_bytes_of(audits), name, world_size)
             print(f"{name}, whole 1-bit round, fp32, M={world_size}: {counted:.3f} bytes per parameter ({PEERS})")
     return results
 
 
+def _bytes_of(audits: dict[str, Audit]) -> dict[str, float]:
+    return {name: a.bytes_per_element for name, a in audits.items()}
+
+
 def whole_steps(results: dict[str, dict[str, Audit]]) -> Iterator[tuple[str, int, float, float]]:
     """Optimizer, world size, bytes per parameter of a compression-stage step on sm_90, and their limit."""
-    bytes_of = {name: a.bytes_per_element for name, a in results["sm_90"].items()}
+    bytes_of = _bytes_of(results["sm_90"])
     for name, step in STEPS.items():
         for world_size in (2, 8, 64):
             yield name, world_size, step_bytes(bytes_of, step, world_size), step.limit_of(world_size)

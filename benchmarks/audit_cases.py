@@ -260,3 +260,10 @@ MERGE_LIMIT = 0.4
 ROUNDS = {"MarsitSGD": "local_update", "MarsitAdam": "local_update, Adam, decays"}
 """What makes the update, with each optimizer's defaults."""
 PEERS = "torch's fused SGD with momentum moves 20, fused AdamW 28"
+
+
+def round_bytes(bytes_of: Mapping[str, float], optimizer: str, world_size: int) -> float:
+    """Bytes per parameter of a whole 1-bit round of a ring: each rank merges all segments but one."""
+    names = (ROUNDS[optimizer], "apply_momentum, preconditioned")  # signs times a scale, by no denominator
+    merged = bytes_of["merge_signs"] * (world_size - 1) / world_size
+    return sum(bytes_of[name] for name in names) + merged

@@ -34,6 +34,10 @@ from torch import Tensor
 FOLDER = Path(__file__).with_name("peers")
 VERSION = "0.19.6"
 KINDS = {"OnebitAdam": "adam", "OnebitLamb": "lamb"}
+"""Those that send in every step, and their modules."""
+ZERO_ONE, ROUND = "ZeroOneAdam", 16
+"""Sends once in a round of so many steps; its own longest."""
+MODULES = KINDS | {ZERO_ONE: "zoadam"}
 MISSING = f"DeepSpeed's own step is left out: no DeepSpeed here; `make peers` gets version {VERSION}"
 BITS = range(8)
 PACK = sum(1 << (63 - 9 * i) for i in BITS) - (1 << 64)
@@ -48,7 +52,7 @@ def available() -> bool:
 
 
 def make(kind: str, params: Sequence[Tensor], alone: int | None = None) -> torch.optim.Optimizer:
-    """One of ``KINDS`` in its compression stage.
+    """One of ``MODULES`` in its compression stage; ``ZERO_ONE`` where a round of ``ROUND`` steps begins.
 
     Args:
         kind: The class.
@@ -56,20 +60,25 @@ def make(kind: str, params: Sequence[Tensor], alone: int | None = None) -> torch
         alone: This process is rank 0 of so many, and messages are copied on the device; None: the default group's.
     """
     params = list(params)
-    with _group(params[0].device):
-        optimizer = construct(kind, params, alone, lr=1e-6, freeze_step=2)
+    zero_one = kind == ZERO_ONE
+    options = {"freeze_step": 2}
+    if zero_one:
+        options = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": ROUND}
+    with group_of_one(params[0].device):
+        optimizer = construct(kind, params, alone, lr=1e-6, **options)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it prints as it goes, and calls what torch has deprecated
-            for _ in range(3):  # the first is a rehearsal, the second warms up, the third allocates the errors
+            # The first is a rehearsal, the second warms up, the third allocates the errors; rounds grow step by step.
+            for _ in range(ROUND if zero_one else 3):
                 optimizer.step()
-    assert getattr(optimizer, f"{KINDS[kind]}_freeze_key")
+    assert getattr(optimizer, "freeze_key" if zero_one else f"{KINDS[kind]}_freeze_key")
     return optimizer
 
 
 def construct(kind: str, params: Sequence[Tensor], alone: int | None = None, **options: Any) -> Any:
-    """One of ``KINDS`` with the process group that there is, before its first step; see ``make``."""
+    """One of ``MODULES`` with the process group that there is, before its first step; see ``make``."""
     _import(params[0].device)
-    module = importlib.import_module(f"deepspeed.runtime.fp16.onebit.{KINDS[kind]}")
+    module = importlib.import_module(f"deepspeed.runtime.fp16.onebit.{MODULES[kind]}")
     engine = types.SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
     optimizer = getattr(module, kind)(params, engine, **options)
     handle = optimizer.comm_backend_handle
@@ -83,8 +92,8 @@ def construct(kind: str, params: Sequence[Tensor], alone: int | None = None, **o
 
 
 @contextlib.contextmanager
-def _group(device: torch.device) -> Iterator[None]:
-    """A default process group: it asks for one even where nothing travels."""
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """A default process group, where there is none: DeepSpeed and DDP ask for one even where nothing travels."""
     if dist.is_initialized():
         yield
         return
@@ -118,7 +127,7 @@ class _Array:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.size, self.dtype = tensor.numel(), tensor.dtype
+        self.size, self.dtype, self.nbytes = tensor.numel(), tensor.dtype, tensor.nbytes
 
     def flatten(self) -> _Array:
         return _Array(self.tensor.flatten())

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.page``: docs/benchmarks.md's tables and docs/step-time.png, from what was recorded last.
+"""``python -m benchmarks.page``: docs/benchmarks.md's tables and the pictures, from what was recorded last.
 
 Nothing is measured here: ``make bench OUT=benchmarks/results/cpu`` records.
 """
@@ -9,14 +9,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import step_time
+from . import bytes_plot, step_time
 from .registry import Record
 
 RESULTS = Path(__file__).with_name("results") / "cpu"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-PICTURE = PAGE.with_name("step-time.png")
+PICTURES = {
+    "step-time": (step_time.draw, PAGE.with_name("step-time.png")),
+    "bytes-moved": (bytes_plot.draw, PAGE.with_name("bytes.png")),
+}
+"""Of each case that has one: how it is drawn, and where it lies."""
 BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 SHOWN = {
+    "bytes-moved": ("algorithm", "optimizer", "device B", "DDP's copies B", "sent B", "x fewer sent"),
     "ranks": ("optimizer", "ms", "10-90 %", "x AdamW(fused)", "limit"),
     "demo": ("part", "ms", "10-90 %", "share"),
     "step": ("optimizer", "ms", "10-90 %", "x AdamW(fused)"),
@@ -55,7 +60,9 @@ def main() -> None:
     page = PAGE.read_text()
     PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + tables() + page[page.index(END) :])
     print(PAGE)
-    step_time.draw(records()["step-time"], PICTURE)
+    found = records()
+    for name, (draw, path) in PICTURES.items():
+        draw(found[name], path)
 
 
 if __name__ == "__main__":
