@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .averaging import AdamUpdate
 from .comm import Transport
 from .deepspeed import onebit_adam_arguments
 from .hyperparameters import OneBitOptions
 from .onebit import OneBitOptimizer
-from .triton_kernels import ScaleScope, adam_update, apply_momentum
+from .triton_kernels import ScaleScope, apply_momentum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class OneBitAdam(OneBitOptimizer):
+class OneBitAdam(AdamUpdate, OneBitOptimizer):
     r"""Adam whose communication shrinks to one bit per parameter once its variance is stable.
 
     Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32. After
@@ -216,24 +217,6 @@ class OneBitAdam(OneBitOptimizer):
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
         return cls(params, **(onebit_adam_arguments(config) | options), process_group=process_group)
-
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        layout = self.layout
-        adam_update(
-            self._list.dense,
-            layout.sizes,
-            layout.block_size,
-            grad,
-            self._exp_avg,
-            self._exp_avg_sq,
-            coef,
-            self._block_tensor,
-            self._live.bits,
-            self._live.row,
-            skip,
-            self._exp_avg_sq_sums,
-            self._rounding,
-        )
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         layout, reduce = self.layout, self._reduce

@@ -15,7 +15,7 @@ from .comm import Flag
 from .distributed import DistributedOptimizer
 from .marks import Mark, Marks
 from .scaling import LossScale, clip_factor, norm_over, overflow_flags
-from .triton_kernels import TAIL, flatten
+from .triton_kernels import TAIL, adam_update, flatten
 
 
 class AveragingOptimizer(DistributedOptimizer):
@@ -75,3 +75,25 @@ class AveragingOptimizer(DistributedOptimizer):
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         """One update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""
         raise NotImplementedError
+
+
+class AdamUpdate(AveragingOptimizer):
+    """One whose update is AdamW's."""
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        layout = self.layout
+        adam_update(
+            self._list.dense,
+            layout.sizes,
+            layout.block_size,
+            grad,
+            self._exp_avg,
+            self._exp_avg_sq,
+            coef,
+            self._block_tensor,
+            self._live.bits,
+            self._live.row,
+            skip,
+            self._exp_avg_sq_sums,
+            self._rounding,
+        )

@@ -26,7 +26,6 @@ from .policies import (
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .triton_kernels import (
     Coef,
-    adam_update,
     add_values,
     apply_momentum,
     flatten,
@@ -104,24 +103,6 @@ class ZeroOneOptimizer(ZeroOneState):
         self._mean_sq = self._means()
         self._end_round()
         return flags
-
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        layout, live = self.layout, self._live
-        adam_update(
-            self._list.dense,
-            layout.sizes,
-            layout.block_size,
-            grad,
-            self._exp_avg,
-            self._exp_avg_sq,
-            coef,
-            self._block_tensor,
-            live.bits,
-            live.row,
-            skip,
-            self._exp_avg_sq_sums,
-            None,
-        )
 
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .averaging import AveragingOptimizer
+from .averaging import AdamUpdate
 from .comm import CompressedAllReduce
 from .comm.wire import Word
 from .first_look import FirstLook
@@ -59,7 +59,7 @@ class ZeroOneOptions(Options):
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
 
-class ZeroOneState(AveragingOptimizer):
+class ZeroOneState(AdamUpdate):
     """All of ``zero_one.ZeroOneOptimizer`` but the step."""
 
     options: ZeroOneOptions

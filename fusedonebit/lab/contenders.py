@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from ..averaging import AveragingOptimizer
+from ..averaging import AdamUpdate, AveragingOptimizer
 from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
 from ..comm.baselines import Coding
 from ..freezing import DeadCoordinates
 from ..hyperparameters import VARIANCE_FLOOR, Options
 from ..policies import AlignedRounds, DoublingRounds, DoublingVariance
-from ..triton_kernels import TAIL, Coef, adam_update, freeze
+from ..triton_kernels import TAIL, Coef, freeze
 
 if TYPE_CHECKING:
     from .run import Key
@@ -72,7 +72,7 @@ class FrozenVariance(AveragingOptimizer):
         freeze(layout.sizes, layout.block_size, self._exp_avg, self._exp_avg_sq, False, False, *tables)
 
 
-class AveragedAdam(FrozenVariance):
+class AveragedAdam(AdamUpdate, FrozenVariance):
     """Adam on averaged gradients."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
@@ -81,11 +81,6 @@ class AveragedAdam(FrozenVariance):
             bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None, stochastic_rounding=False
         )
         super().__init__(params, defaults, options, process_group=process_group)
-
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        layout, live = self.layout, self._live
-        state = (grad, self._exp_avg, self._exp_avg_sq, coef, self._block_tensor, live.bits, live.row)
-        adam_update(self._list.dense, layout.sizes, layout.block_size, *state, skip, None, None)
 
 
 class NaiveOneBitAdam(AveragedAdam):
