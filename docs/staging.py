@@ -45,10 +45,13 @@ results
 :glob:
 
 topics/numerics
+topics/zero-one-adam
 topics/marsit
 topics/beyond-one-node
 topics/faults
 topics/ecosystem
+topics/migrating-from-deepspeed
+topics/run-report
 topics/planner
 topics/network-lab
 topics/performance
