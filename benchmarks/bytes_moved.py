@@ -130,7 +130,7 @@ def _packing_as_kernels(count: DeviceBytes) -> Iterator[None]:
         count.add(array.nbytes, result.nbytes)
         return result
 
-    kernels = {name: partial(counted, getattr(cupy, name)) for name in ("packbits", "unpackbits")}
+    kernels: dict[str, Any] = {name: partial(counted, getattr(cupy, name)) for name in ("packbits", "unpackbits")}
     with mock.patch.multiple(cupy, **kernels):
         yield
 
