@@ -146,7 +146,10 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
         step_once(straight, 0, step, bad=(2, 7))
     resumed = construct(name, make(), freeze_step=6)
     resumed.load_state_dict(through_a_file(straight.state_dict()))
-    assert resumed.stats(layers=True)["layers"] == straight.stats(layers=True)["layers"]
+    told, before = (optimizer.stats(layers=True)["layers"] for optimizer in (resumed, straight))
+    for layers in (told, before):
+        layers.pop("residual_over_momentum", None)  # of the last step that this process has taken
+    assert told == before
 
 
 @pytest.mark.parametrize("cut", [7, 13])
