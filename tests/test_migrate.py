@@ -249,14 +249,6 @@ def test_torchs_own_schedules_go_through():
     assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(0.002 / 4)
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-deepspeed.md"
-
-
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
-def test_programs_of_the_page_run(block):
-    exec(compile(block, PAGE.name, "exec"), {})
-
-
 # ---------------------------------------------------------------- bad input
 
 
