@@ -221,6 +221,7 @@ def layers_through_a_cycle(rank: int, transport, name: str, options: dict) -> li
     for steps in (0, 1, STRETCH - 1, 1):
         train(optimizer, rank, 24 + len(found), steps)
         found.append(optimizer.stats(layers=True)["layers"] | {"phase": optimizer.phase})
+        found[-1].pop("residual_over_momentum", None)  # each rank's own
         found[-1]["unit"] = [float(s.get("unit", 1.0)) for s in optimizer.state_dict()["state"].values()]
     return found
 
