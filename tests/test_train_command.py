@@ -196,7 +196,8 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--text", "."], "can't be read"),
         (
             ["--optimizer", "sgd"],
-            "--optimizer must be of adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, onebit-lamb-frozen, marsit, psgd, signsgd, "
+            "--optimizer must be of adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, "
+            "onebit-lamb-frozen, marsit, psgd, signsgd, "
             "ef-signsgd, ssdm, cascading, got 'sgd'",
         ),
         (["--compare", "adamw,sgd"], "--compare must be of"),
