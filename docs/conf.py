@@ -30,7 +30,7 @@ nitpicky = True
 nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so that nothing is read from a network
     (r"py:.*", r"(torch|dist|os|MPI|collections|contextlib|enum|typing)\..*"),
     (r"py:.*", r"Tensor|DeviceMesh|TypeError, ValueError"),
-    (r"py:.*", r"Coding|Options|Family|.*\.simulated\.T"),  # behind TYPE_CHECKING, or a type variable
+    (r"py:.*", r"Aggregation|Coding|Options|Family|.*\.simulated\.T"),  # behind TYPE_CHECKING, or a type variable
 ]
 smartquotes_action = "D"  # quotes stay straight
 highlight_language = "sh"  # what is indented in the pages; api/*.rst say python

@@ -50,6 +50,8 @@ def zero_one_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translates DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
     given = _params(config, "ZeroOneAdam")
     frozen = given.pop("var_freeze_step", 100_000)
+    if "freeze_step" in given:
+        raise ValueError('unknown keys in the DeepSpeed config: freeze_step; 0/1 Adam\'s is "var_freeze_step"')
     given["freeze_step"] = 2  # which 1-bit Adam would ask for
     arguments = _common_arguments(given, "ZeroOneAdam")
     for name in ("freeze_step", "guard", "dead_coordinates"):
@@ -71,7 +73,7 @@ def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
     name = config.get("type", expected)
     if str(name).lower() != expected.lower():
         raise ValueError(f'config["type"] must be "{expected}", got {name!r}')
-    return dict(config.get("params", {}) if "type" in config or "params" in config else config)
+    return dict((config.get("params") or {}) if "type" in config or "params" in config else config)
 
 
 def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class OneBitLion(DistributedOptimizer):
     .. math::
         s_i = \mathrm{sgn}(\beta_1 m_i + (1 - \beta_1) g_i), \quad
         m_i \leftarrow \beta_2 m_i + (1 - \beta_2) g_i, \quad
-        x \leftarrow x - \gamma (A(s_1, \dots, s_W) + \lambda x)
+        x \leftarrow x - \gamma (A(s_1, \cdots, s_W) + \lambda x)
 
     where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
     gradients. There is no warm-up, no variance and no residual; with one worker it is Lion. A bit has no zero:

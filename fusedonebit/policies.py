@@ -141,6 +141,8 @@ class AlignedRounds:
 
     def __post_init__(self) -> None:
         _check("every", self.every, 1)
+        if isinstance(self.policy, type) or not callable(getattr(self.policy, "steps", None)):
+            raise TypeError(f"policy must have a method steps(done), as DoublingRounds(...) has, got {self.policy!r}")
 
     def steps(self, done: Progress) -> int:
         """See ``SyncPolicy``."""

@@ -27,7 +27,7 @@ class ZeroOneAdam(ZeroOneOptimizer):
 
     .. math::
         m_i = \beta_1 m_i + (1 - \beta_1) g_i, \quad
-        x_i \leftarrow x_i - \gamma \Big(\frac{\hat m_i}{\sqrt{\hat v} + \epsilon} + \lambda x_i\Big), \quad
+        x_i \leftarrow x_i - \gamma \left(\frac{\hat m_i}{\sqrt{\hat v} + \epsilon} + \lambda x_i\right), \quad
         u_i = u_i + \frac{m_i}{\sqrt{\hat v} + \epsilon}
 
     and at its end one synchronisation averages what workers have added up, with error feedback on both sides

@@ -16,6 +16,7 @@ from .policies import DeepSpeedVariance
 from .scaling import LossScale
 from .triton_kernels import Coef, rebuild_momentum
 from .zero_one_adam import ZeroOneAdam
+from .zero_one_state import DECAY
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
@@ -25,6 +26,11 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     """Coefficients with which Adam's update leaves the variance as it is."""
 
     _was_frozen: bool
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        if not isinstance(policy := self.options.variance_policy, DeepSpeedVariance):
+            raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
 
     def _is_frozen(self) -> bool:
         policy = self.options.variance_policy
@@ -92,7 +98,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         agreed = self._scaling(grads, alone=True)
         self._add(grads, agreed.scaled(coef), agreed.hold, moves=True, last=False, leaks=True)
         self._sum_up(coef)
-        self._moved[1] = 1.0  # decay is in what was added up
+        self._moved[DECAY] = 1.0  # decay is in what was added up
 
     def _synchronise_momentum(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """The last step of a round is as the others; what all have added up is compressed apart."""

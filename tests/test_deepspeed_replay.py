@@ -11,6 +11,7 @@ import torch
 from ranks import run_ranks
 
 from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from fusedonebit.policies import DoublingVariance
 
 DATA = Path(__file__).parent / "data"
 
@@ -81,6 +82,15 @@ def test_replays_deepspeeds_lamb_within_1e_5_and_its_coefficients_within_1e_4():
         assert max(coefficients) <= 1e-4
         assert momentum <= 1e-6
         assert variance <= 1e-6
+
+
+def test_what_is_no_key_of_0_1_adam_is_refused():
+    p = [torch.nn.Parameter(torch.zeros(8))]
+    with pytest.raises(ValueError, match="unknown keys in the DeepSpeed config: freeze_step; 0/1 Adam's is"):
+        ZeroOneAdam.from_deepspeed(p, {"freeze_step": 100})
+    with pytest.raises(ValueError, match="variance_policy must be a DeepSpeedVariance"):
+        ZeroOneAdam.from_deepspeed(p, {}, variance_policy=DoublingVariance())
+    assert ZeroOneAdam.from_deepspeed(p, {"type": "ZeroOneAdam", "params": None}).param_groups[0]["lr"] == 1e-3
 
 
 def replay_zero_one(rank: int, world_size: int, name: str) -> tuple[list[float], set[str], float, float]:

@@ -218,11 +218,14 @@ def test_unfused_wrappers_weights_and_lambs_averages_are_taken_up():
     assert [float(saved_again[i]["unit"]) for i in range(2)] == [0.75, 0.75]
 
 
-def test_zero_one_adam_takes_up_its_moments():
+@pytest.mark.parametrize("deepspeeds", [False, True])
+def test_zero_one_adam_takes_up_its_moments(deepspeeds):
     params = ds.make()
-    optimizer = fusedonebit.ZeroOneAdam(params, sync_policy=EveryStep())
+    block = {"var_freeze_step": 50, "weight_decay": 0.01}
+    ours = fusedonebit.ZeroOneAdam(params, sync_policy=EveryStep())
+    optimizer = fusedonebit.ZeroOneAdam.from_deepspeed(params, block) if deepspeeds else ours
     counters = {"var_interval": 2, "var_counter": 1, "local_step_interval": 1, "local_step_counter": 0, "lrs": 0}
-    with pytest.warns(FusedOneBitWarning, match="how long the intervals had become"):
+    with pytest.warns(FusedOneBitWarning, match="in rounds as its policies say; lost: the residuals"):
         taken = load_deepspeed(optimizer, ds.by_hand(9, params, **counters))
     assert taken.updates == 8
     for i, p in enumerate(params):

@@ -40,8 +40,8 @@ LOST = {
     "OneBitAdam": "the residuals of compression, which DeepSpeed itself drops when it loads",
     "OneBitLamb": "the residuals of compression, which DeepSpeed itself drops when it loads, and the variance rebuilt "
     "since the freeze, with its ratios: they begin again as at the freeze",
-    "ZeroOneAdam": "the residuals of compression, the local steps since the last synchronisation, and how long the "
-    "intervals had become, all of which DeepSpeed itself drops when it loads",
+    "ZeroOneAdam": "the residuals of compression and the local steps since the last synchronisation, which DeepSpeed "
+    "itself drops when it loads; intervals are what the policies say after so many steps",
 }
 
 
@@ -51,7 +51,7 @@ class Taken:
 
     Attributes:
         updates: Updates that the run had made.
-        phase: Of the next step: ``"warmup"`` or ``"compression"``.
+        phase: Of the next step: ``"warmup"`` or ``"compression"``; of 0/1 Adam ``"rounds"``, as its policies say.
         lost: What DeepSpeed did not write, in words; empty if nothing.
         loss_scale: For ``GradScaler(init_scale=)``; None where there was none.
         schedule_steps: For ``scheduler.last_epoch`` of a schedule of ``fusedonebit migrate``; None likewise.
@@ -64,9 +64,9 @@ class Taken:
     schedule_steps: int | None
 
     def __str__(self) -> str:
-        stage = "compression stage" if self.phase == "compression" else "warm-up"
+        stage = {"compression": "in the compression stage", "rounds": "in rounds as its policies say"}
         lost = f"; lost: {self.lost}" if self.lost else "; nothing is lost"
-        return f"DeepSpeed's run goes on after {self.updates} updates, in the {stage}{lost}"
+        return f"DeepSpeed's run goes on after {self.updates} updates, {stage.get(self.phase, 'in the warm-up')}{lost}"
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
 
 
 def _check_kind(optimizer: DistributedOptimizer, kind: str) -> None:
-    mine = type(optimizer).__name__
+    mine = type(optimizer).__name__.removeprefix("DeepSpeed")  # what from_deepspeed makes of 0/1 Adam
     if mine != kind and (mine, kind) != ("ZeroOneAdam", "OneBitAdam"):
         raise ValueError(f"the checkpoint is of DeepSpeed's {kind}, which {mine} can't go on from; construct a {kind}")
 
@@ -316,7 +316,7 @@ def _taken(optimizer: DistributedOptimizer, read: _Read, whole: Mapping[str, Any
     position = (whole.get("lr_scheduler") or {}).get("last_batch_iteration")
     return Taken(
         updates=updates,
-        phase="compression" if compressed else "warmup",
+        phase="rounds" if read.kind == "ZeroOneAdam" else "compression" if compressed else "warmup",
         lost=LOST[read.kind] if compressed or read.kind == "ZeroOneAdam" else "",
         loss_scale=None if scale is None or scale == 1 else float(scale),
         schedule_steps=None if position is None else int(position) + 1,

@@ -156,29 +156,34 @@ def _onebit_lamb(config: Config, call: Call, numerics: Numerics) -> None:
 
 
 def _zero_one_adam(config: Config, call: Call, numerics: Numerics) -> None:
-    given = {key: config.source(PARAMS + key, "whole >= 1", default) for key, default in ZERO_ONE_KEYS.items()}
-    (variance, sync), extra = zero_one_policies(given, numerics)
-    call.arguments |= {"variance_policy": variance, "sync_policy": sync} | extra
+    kinds = {key: f"whole >= {2 if key == 'var_freeze_step' else 1}" for key in ZERO_ONE_KEYS}
+    given = {key: config.source(PARAMS + key, kinds[key], default) for key, default in ZERO_ONE_KEYS.items()}
+    if numerics == "deepspeed":  # its numerics are another class', which that makes
+        block = {key: call.arguments.pop(key) for key in COMMON} | given
+        call.name = "ZeroOneAdam.from_deepspeed"
+        call.arguments["config"] = "{" + ", ".join(f"{key!r}: {value}" for key, value in block.items()) + "}"
+        for key in ZERO_ONE_KEYS:
+            config.carried(PARAMS + key, "the same, in steps as DeepSpeed counts them")
+        _scope(config, call)
+        return
+    variance, sync = zero_one_policies(given)
+    call.arguments |= {"variance_policy": variance, "sync_policy": sync}
+    call.comments["variance_policy"] = call.comments["sync_policy"] = "in rounds; DeepSpeed counts steps"
     names = [text.partition("(")[0] for text in (variance, sync)]
     call.imports.append(f"from fusedonebit.policies import {', '.join(sorted(names))}")
     for key in ZERO_ONE_KEYS:
-        config.carried(PARAMS + key, names[0 if key.startswith("var") else 1])
-    if numerics == "deepspeed":
-        _scope(config, call)
+        policy = names[0 if key.startswith("var") else 1]
+        config.carried(PARAMS + key, f"{policy}, which counts rounds, not steps: choose anew (docs/zero-one-adam.md)")
 
 
-def zero_one_policies(given: dict[str, str], numerics: Numerics) -> tuple[tuple[str, str], dict[str, str]]:
-    """0/1 Adam's two policies, as source, from DeepSpeed's four numbers; and what else makes its numerics."""
+def zero_one_policies(given: dict[str, str]) -> tuple[str, str]:
+    """0/1 Adam's two policies, as source, from DeepSpeed's four numbers; rounds are a power of two."""
     freeze, scaler = given["var_freeze_step"], given["var_update_scaler"]
     local, most = given["local_step_scaler"], given["local_step_clipper"]
-    if numerics == "recommended":
-        return (
-            f"DoublingVariance(scaler={scaler}, until={freeze})",
-            f"DoublingRounds(after={freeze}, scaler={local}, most={_power_of_two(most)})",
-        ), {}
-    policies = (f"DeepSpeedVariance({freeze}, {scaler})", f"DeepSpeedRounds({freeze}, {local}, {most})")
-    keys = ("scale_norm", "scale_scope", "precondition", "variance_floor", "bias_correction")
-    return policies, {key: deepspeeds()[key] for key in keys}
+    return (
+        f"DoublingVariance(scaler={scaler}, until={freeze})",
+        f"DoublingRounds(after={freeze}, scaler={local}, most={_power_of_two(most)})",
+    )
 
 
 def _power_of_two(number: str) -> str:

@@ -86,7 +86,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "freeze_step": compressed[0] - 1 if compressed else None,
                 "train_loss": sum(tail) / len(tail),
                 "held_out_loss": next((r["held_out_loss"] for r in reversed(runs) if "held_out_loss" in r), None),
-                "bytes_step": last["bytes_step"],
+                "bytes_step": sum(r["bytes_step"] for r in runs[-20:]) / len(runs[-20:]),
                 "bytes_total": last["bytes_total"],
                 "ratio": last["bytes_fp32"] * last["step"] / last["bytes_total"] if last["bytes_total"] else None,
                 "tokens_per_s": last["tokens_per_s"],
