@@ -39,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def _interpreter_stays() -> Iterator[None]:
+    """What switches it off would fail hundreds of later tests of the same process, and be none of them."""
+    before = os.environ.get("TRITON_INTERPRET")
+    yield
+    after = os.environ.get("TRITON_INTERPRET")
+    if before is not None:
+        os.environ["TRITON_INTERPRET"] = before
+    assert after == before, "this test has switched Triton's interpreter for its whole process"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _rank_processes() -> Iterator[None]:
     torch.set_num_threads(1)

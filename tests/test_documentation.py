@@ -222,7 +222,9 @@ def _check_module(module: str, arguments: list[str], parse: Callable[..., argpar
     if "argparse" not in source.read_text():
         assert not arguments
         return
-    if "audit import" in source.read_text():  # switches Triton's interpreter off for its whole process
+    if re.search(
+        r"TRITON_INTERPRET|import [^\n]*\baudit\b", source.read_text()
+    ):  # switches Triton's interpreter off for its whole process
         subprocess.run([sys.executable, "-c", PARSE, module, *arguments], check=True, cwd=ROOT)
         return
     patch.setattr(sys, "argv", [module, *arguments])
