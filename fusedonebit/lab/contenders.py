@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from .. import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..averaging import AdamUpdate, AveragingOptimizer
 from ..baselines import BaselineAdam, BaselineSGD
 from ..comm import CompressedAllReduce, Transport
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.99)
 EPS, LAMB_EPS = 1e-8, 1e-6
-LION_BETAS, LION = (0.9, 0.99), 0.3  # the latter times Adam's learning rate
 EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
 """Shares of the steps after which the metric is taken; their mean counts."""
 
@@ -153,24 +152,6 @@ def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
     return ZeroOneAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
 
 
-class AveragedLion(AveragedAdam):
-    """Lion (Chen et al., 2023) on averaged gradients; plain torch."""
-
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        g, m, layout = grad[: self.layout.numel], self._exp_avg, self.layout
-        update = torch.sign(LION_BETAS[0] * m + (1 - LION_BETAS[0]) * g)
-        m.mul_(LION_BETAS[1]).add_(g, alpha=1 - LION_BETAS[1])
-        for i, x in enumerate(self._list.params):
-            x.sub_(self._list.shaped(update, i, layout.offset(i)) * coef[i, Coef.LR])
-
-
-def _lion(of: Setting, alone: bool = False) -> Any:
-    lr = of.task.lr * LION
-    if alone:
-        return AveragedLion(of.params, lr, of.transport)
-    return OneBitLion(of.params, lr, LION_BETAS, process_group=of.transport)
-
-
 def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
     lr = of.task.lr * of.task.lamb
     options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
@@ -223,8 +204,6 @@ CONTENDERS: dict[str, Make] = {
     "adam-frozen": partial(_adam, frozen=True, floor=VARIANCE_FLOOR),
     "onebit-adam": _onebit_adam,
     "zero-one-adam": _zero_one_adam,
-    "onebit-lion": _lion,
-    "lion": partial(_lion, alone=True),
     "lamb": _lamb,
     "lamb-frozen": partial(_lamb, frozen=True),
     "onebit-lamb": _onebit_lamb,
