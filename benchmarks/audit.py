@@ -28,15 +28,6 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from fusedonebit.triton_kernels import (
-    finish_kernels,
-    kernels,
-    lamb_kernels,
-    lion_kernels,
-    marsit_kernels,
-    update_kernels,
-    zero_one_kernels,
-)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -53,6 +44,15 @@ from benchmarks.audit_cases import (
     Loops,
     round_bytes,
     step_bytes,
+)
+from fusedonebit.triton_kernels import (
+    finish_kernels,
+    kernels,
+    lamb_kernels,
+    lion_kernels,
+    marsit_kernels,
+    update_kernels,
+    zero_one_kernels,
 )
 
 LIMITS = Path(__file__).with_name("limits.json")

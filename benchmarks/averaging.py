@@ -9,11 +9,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import CompressedAllReduce, TorchTransport
-from fusedonebit.triton_kernels import FlatLayout, using
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from fusedonebit.comm import CompressedAllReduce, TorchTransport
+from fusedonebit.triton_kernels import FlatLayout, using
 
 from .optimizers import backends
 from .ranks import WORLD_SIZE, on_ranks, times_of_all

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fusedonebit.triton_kernels.ops import KERNELS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import Lamb
+from fusedonebit.triton_kernels.ops import KERNELS
 
 from .loopback import Loopback
 from .optimizers import AGAINST_ADAMW, LR, ONEBIT, Maker, Step, against_adamw, check, numel_of, of_shapes

@@ -17,12 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fusedonebit.triton_kernels import using
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import OneBitLion, ZeroOneAdam
 from fusedonebit.policies import DoublingVariance, Progress
+from fusedonebit.triton_kernels import using
 
 from . import deepspeed_peer
 from .audit_cases import ROUNDS, STEPS, round_bytes, step_bytes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from fusedonebit.comm import Traffic
 from fusedonebit.comm.transport import Done
-from torch import Tensor
 
 
 class Loopback:

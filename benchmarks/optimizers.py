@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from fusedonebit.comm import Messages
-from fusedonebit.triton_kernels import using
 from torch import Tensor
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
+from fusedonebit.comm import Messages
+from fusedonebit.triton_kernels import using
 
 from . import deepspeed_peer
 from .loopback import Loopback

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
 from fusedonebit.triton_kernels import backend
 
 from .timing import Timing

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, Transport
 from fusedonebit.comm.baselines import Cascading, ErrorFeedback, MajorityVote, StochasticSign
 from fusedonebit.comm.rounds import RoundAllReduce
-from torch import Tensor
-
 from fusedonebit.lab.run import Key, Worker, begin
 
 WORKERS, EVERY = 3, 10

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import make_transport
 from torch import nn
 
 from fusedonebit import MarsitSGD
 from fusedonebit.baselines import AGGREGATIONS, BaselineSGD
+from fusedonebit.comm import make_transport
 
 from .timed import Timed
 

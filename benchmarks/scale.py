@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import OneBitAdam, OneBitLamb
 from fusedonebit.plan import Network
+from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 
 from . import scale_model as model
 from .loopback import Loopback

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from fusedonebit.comm import Messages
 from fusedonebit.comm.wire import HEADER_BYTES
+from fusedonebit.plan.costs import METHODS, Network
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
-
-from fusedonebit.plan.costs import METHODS, Network
 
 LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
 

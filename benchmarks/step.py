@@ -7,6 +7,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+
 from fusedonebit.triton_kernels import arithmetic, twins, using
 
 from .optimizers import (

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from fusedonebit.comm import Traffic, Transport
 from fusedonebit.comm.transport import Pending
-from torch import Tensor
 
 
 class Timed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from fusedonebit.triton_kernels.access import bits_of, elements
 from fusedonebit.triton_kernels.kernels import add_four, load_four, load_four_scales, moved
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
-from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
-from fusedonebit.triton_kernels.marsit_twins import threshold_of
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
+from fusedonebit.triton_kernels.marsit_twins import threshold_of
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""

@@ -15,10 +15,10 @@ from sphinx.application import Sphinx
 sys.path.insert(0, str(Path(__file__).parent))
 import staging
 import torch
-from fusedonebit.triton_kernels.ops import twin
 
 import fusedonebit
 from fusedonebit import triton_kernels
+from fusedonebit.triton_kernels.ops import twin
 
 project = "fusedonebit"
 author = "the fusedonebit authors"

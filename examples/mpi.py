@@ -4,10 +4,10 @@ mpirun -n 2 python examples/mpi.py
 """
 
 import torch
-from fusedonebit.comm.mpi import MPITransport
 from torch import nn
 
 from fusedonebit import OneBitAdam
+from fusedonebit.comm.mpi import MPITransport
 
 STEPS = 300
 

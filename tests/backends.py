@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from fusedonebit.triton_kernels import using
-from fusedonebit.triton_kernels.launch import launches
-from fusedonebit.triton_kernels.native import declarations
 from reference_ops import Problem
 from torch import Tensor
 
 from fusedonebit import triton_kernels
+from fusedonebit.triton_kernels import using
+from fusedonebit.triton_kernels.launch import launches
+from fusedonebit.triton_kernels.native import declarations
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38)

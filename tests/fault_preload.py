@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fault_ranks
 import torch
+
 from fusedonebit.comm import LocalTransport
 
 torch.set_num_threads(1)  # threads would not survive the fork

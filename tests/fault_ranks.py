@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import TorchTransport
-from fusedonebit.comm.transport import Pending
 from observe import fingerprint
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import CollectiveError, MarsitSGD, OneBitAdam
+from fusedonebit.comm import TorchTransport
+from fusedonebit.comm.transport import Pending
 from fusedonebit.distributed import DistributedOptimizer
 
 WORLD_SIZE = 4

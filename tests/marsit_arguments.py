@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
-from fusedonebit.triton_kernels import FlatLayout
 from reference_ops import Problem
 from torch import Tensor
+
+from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
+from fusedonebit.triton_kernels import FlatLayout
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)

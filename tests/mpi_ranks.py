@@ -141,9 +141,10 @@ def _receive(connection: Connection) -> Any:
 
 def _serve(address: str) -> None:
     import torch
+    from mpi4py import MPI
+
     from fusedonebit.comm import Traffic
     from fusedonebit.comm.mpi import MPITransport
-    from mpi4py import MPI
 
     torch.set_num_threads(1)
     transports: dict[int, MPITransport] = {}

@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
 from torch import Tensor
+
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
 with suppress(ModuleNotFoundError):

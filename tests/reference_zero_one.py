@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from fusedonebit.triton_kernels import Coef
 from reference_ops import EPS32, Array, Problem, denom, sign, unpacked, wide
 from torch import Tensor
+
+from fusedonebit.triton_kernels import Coef
 
 
 class OwnStep(NamedTuple):

@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.comm.baselines import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
-from fusedonebit.comm.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
-from fusedonebit.triton_kernels import FlatLayout
 from hypothesis import given
 from hypothesis import strategies as st
 from observe import fingerprint, parameters
@@ -21,6 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
+from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm.baselines import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
+from fusedonebit.comm.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
+from fusedonebit.triton_kernels import FlatLayout
 
 KINDS: dict[str, type[HopBaseline]] = {
     "signsgd": MajorityVote,

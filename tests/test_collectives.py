@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
+from reference_ops import scale_of, sign
+from torch import Tensor
+
 from fusedonebit.comm import (
     CollectiveError,
     CompressedAllReduce,
@@ -18,9 +22,6 @@ from fusedonebit.comm import (
     make_transport,
 )
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
-from ranks import run_ranks
-from reference_ops import scale_of, sign
-from torch import Tensor
 
 SIZES = (300, 0, 128, 1, 513)
 MASK = torch.arange(300) % 3 > 0

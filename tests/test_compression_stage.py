@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import reference_adam
 import torch
-from fusedonebit.comm import Messages
-from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 from observe import fingerprint, flat, observe, parameters, served
 from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import WORLD_SIZES, run_ranks
@@ -20,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import MODELS, bert_large, sizes
 from fusedonebit import OneBitAdam, OneBitOptimizer
+from fusedonebit.comm import Messages
+from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 
 
 def gradient(rank: int, step: int, p: Tensor, i: int = 0) -> Tensor:

@@ -11,11 +11,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import CompressedAllReduce, SimulatedGroup
-from fusedonebit.triton_kernels import FlatLayout
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from fusedonebit.comm import CompressedAllReduce, SimulatedGroup
+from fusedonebit.triton_kernels import FlatLayout
 
 BLOCK = 128
 ROUNDING = 3e-7

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import TAIL
 from observe import fingerprint, flat, parameters
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, UNGUARDED, construct
 from ranks import run_ranks
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusedonebit import AbortedStepError, OneBitAdam, ddp
+from fusedonebit.triton_kernels import TAIL
 
 FREEZE, STEPS, MICROS = 20, 50, 4
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Fault, Ranks, make, set_gradients, train
-from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
-from fusedonebit.comm.blame import PATIENCE
-from fusedonebit.triton_kernels import FlatLayout
 from observe import fingerprint
 
 from fusedonebit import CollectiveError, Lamb, OutOfStepError
+from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
+from fusedonebit.comm.blame import PATIENCE
+from fusedonebit.triton_kernels import FlatLayout
 
 SLACK = 2.0  # of a busy machine
 LIMIT = GROUP_TIMEOUT + PATIENCE + SLACK

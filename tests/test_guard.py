@@ -9,7 +9,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup
 from observe import change_header, fingerprint, flat, observe, parameters, served
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
 from ranks import run_ranks
@@ -18,6 +17,7 @@ from test_freeze import gradient, step_once
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitOptimizer
+from fusedonebit.comm import SimulatedGroup
 from fusedonebit.telemetry import HostMirror
 
 FREEZE, REWARM = 20, 10

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import SimulatedGroup
 from lines_of import conserved, imbalance, on_the_line, whole_state
 from optimizers import EACH_ONEBIT, construct
 from ranks import run_ranks
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from fusedonebit import AbortedStepError, FusedOneBitWarning, OneBitAdam, OutOfStepError
+from fusedonebit.comm import SimulatedGroup
 
 FREEZE, STEPS, RANKS = 4, 12, 4
 SHAPES = ((700,), (9, 13), (1,), (33, 40))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from backends import assert_equal_backends, bits_of, problem, tensors
+
+from fusedonebit import triton_kernels
 from fusedonebit.comm import CompressedAllReduce, SimulatedGroup
 from fusedonebit.comm.wire import Flag
 from fusedonebit.triton_kernels import FlatLayout, using
-
-from fusedonebit import triton_kernels
 
 
 @pytest.mark.parametrize("ternary", [False, True])

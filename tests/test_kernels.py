@@ -7,6 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import PAPER
+from ranks import run_ranks
+from reference_ops import Problem
+from torch import Tensor
+
+from fusedonebit import OneBitAdam, triton_kernels
 from fusedonebit.triton_kernels import (
     BLOCK_SIZES,
     TAIL,
@@ -21,14 +29,6 @@ from fusedonebit.triton_kernels import (
 )
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from optimizers import PAPER
-from ranks import run_ranks
-from reference_ops import Problem
-from torch import Tensor
-
-from fusedonebit import OneBitAdam, triton_kernels
 
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (100_000,), (300, 0, 5, 2048, 129)]
 EACH_SIZE = pytest.mark.parametrize(

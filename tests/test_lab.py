@@ -10,11 +10,11 @@ import warnings
 
 import pytest
 import torch
-from fusedonebit.comm import make_transport
 from ranks import run_ranks
 
 from fusedonebit import FusedOneBitWarning
 from fusedonebit.baselines import AGGREGATIONS
+from fusedonebit.comm import make_transport
 from fusedonebit.lab import run as lab
 from fusedonebit.lab import toys
 from fusedonebit.lab.contenders import CONTENDERS

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, problem
-from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, using
-from fusedonebit.triton_kernels.launch import launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import PAPER
@@ -18,6 +16,8 @@ from test_kernels import EACH_SIZE, SIZES, block_of, do_not_run_kernels
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitLamb
+from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, using
+from fusedonebit.triton_kernels.launch import launches
 
 # Where a program is a layer, W only adds padding.
 LAYER_SIZES = [(1,), pytest.param((100_000,), marks=pytest.mark.full), SIZES[-1], (3, 0), (0,)]

@@ -7,12 +7,12 @@ import pytest
 import reference_ops as reference
 import torch
 from backends import tensors
-from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer
 from reference_ops import EPS32, RATIO_WAYS, Problem, wide
 from test_ops_reduce_and_update import check_moved, every_size, same_bits
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer
 
 MIXED = (300, 0, 128, 1, 129)
 WORLD_SIZES = (1, 2, 3, 4)

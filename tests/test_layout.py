@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, choose_block_size, live_table
 from fusedonebit.triton_kernels.layout import flat_layout
 from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
-from hypothesis import given
-from hypothesis import strategies as st
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
 SIZES = [

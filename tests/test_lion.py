@@ -7,10 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup
 from ranks import run_ranks
 
 from fusedonebit import OneBitAdam, OneBitLion, amp, dcp, ddp
+from fusedonebit.comm import SimulatedGroup
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
 LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import assert_equal_backends, problem
-from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
 
 from fusedonebit import triton_kernels
+from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
 
 
 @pytest.mark.parametrize("ternary", [False, True])

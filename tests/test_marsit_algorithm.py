@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from observe import parameters
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.rounds import RoundOptimizer
 from fusedonebit.sharding import local
 

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, through_a_file, train
 from observe import change_header, fingerprint, parameters
 from ranks import run_ranks
@@ -17,6 +16,7 @@ from fusedonebit import (
     MarsitAdam,
     MarsitSGD,
 )
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.rounds import RoundOptimizer
 from fusedonebit.sharding import local
 

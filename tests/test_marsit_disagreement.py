@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, PLACES, caught, kept, make, set_gradients, train
 from observe import fingerprint, parameters
 from ranks import run_ranks
@@ -23,6 +22,7 @@ from fusedonebit import (
     NonFiniteGradientError,
     OutOfStepError,
 )
+from fusedonebit.comm import SimulatedGroup, Transport
 
 # ---------------------------------------------------------------- what is not finite
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Transport
-from fusedonebit.triton_kernels import FlatLayout
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, train
 from observe import fingerprint, parameters
 from ranks import run_ranks
@@ -25,6 +23,8 @@ from fusedonebit import (
     amp,
     ddp,
 )
+from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Transport
+from fusedonebit.triton_kernels import FlatLayout
 
 # ---------------------------------------------------------------- clipping
 

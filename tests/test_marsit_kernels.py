@@ -8,10 +8,6 @@ import math
 import pytest
 import torch
 from backends import DTYPES, assert_equal_backends, problem
-from fusedonebit.comm import SimulatedGroup, SimulatedTransport
-from fusedonebit.comm.wire import CHECKED, Flag, Word
-from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
-from fusedonebit.triton_kernels.marsit_twins import NONFINITE, bernoulli, threshold_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
@@ -20,6 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import MarsitAdam, MarsitSGD
+from fusedonebit.comm import SimulatedGroup, SimulatedTransport
+from fusedonebit.comm.wire import CHECKED, Flag, Word
+from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
+from fusedonebit.triton_kernels.marsit_twins import NONFINITE, bernoulli, threshold_of
 
 KINDS = ("plain", "sgd", "adam")
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (20_000,), (300, 0, 5, 2048, 129)]

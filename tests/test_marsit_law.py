@@ -11,10 +11,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport
 from fusedonebit.comm.hops import Stage
 from fusedonebit.triton_kernels import FlatLayout, unpack
-from torch import Tensor
 
 DRAWS = 1 << 20
 MOST = 4.0  # standard errors

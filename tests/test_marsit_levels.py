@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedonebit import MarsitAdam, MarsitSGD
+from fusedonebit.comm import SimulatedGroup
 
 SIZES = (1024, 512, 512)  # of blocks of 128: the first tensor is one part, the others are the second
 STEPS, INSIDE = 9, 2

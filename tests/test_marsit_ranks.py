@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import SimulatedGroup, Transport
 from observe import fingerprint, parameters
 from ranks import WORLD_SIZES, run_ranks
 from test_compression_stage import CollectiveCounter
 from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.rounds import RoundOptimizer
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport, make_transport
 from mpi_ranks import end, missing, run_mpi, start_mpi
 from observe import fingerprint
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
@@ -24,6 +23,7 @@ from test_simulated import train as train_exactly
 from torch import Tensor
 
 from fusedonebit import CollectiveError, DisagreementError, MarsitSGD, NonFiniteGradientError, OneBitAdam
+from fusedonebit.comm import SimulatedGroup, Transport, make_transport
 
 CPU = torch.device("cpu")
 FREEZE, STEPS = 20, 12
@@ -314,8 +314,9 @@ def test_differences_at_construction_are_told_on_every_rank():
 
 
 def misuse(rank: int, transport: Any) -> dict[str, tuple[type | None, str]]:
-    from fusedonebit.comm.mpi import MPITransport
     from mpi4py import MPI
+
+    from fusedonebit.comm.mpi import MPITransport
 
     one = MPI.COMM_SELF
     between = one.Create_intercomm(0, transport.comm, 1 - rank)

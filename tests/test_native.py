@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from backends import bits_of, tensors
+from reference_ops import Problem
+
+from fusedonebit import OneBitAdam, triton_kernels
 from fusedonebit.triton_kernels import (
     backend,
     kernels,
@@ -24,9 +27,6 @@ from fusedonebit.triton_kernels import (
 )
 from fusedonebit.triton_kernels.arithmetic import _sqrt as sqrt
 from fusedonebit.triton_kernels.arithmetic import newton_sqrt
-from reference_ops import Problem
-
-from fusedonebit import OneBitAdam, triton_kernels
 
 CPU = torch.device("cpu")
 MODULES = (kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels, lion_kernels)

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, pack, unpack
-from fusedonebit.triton_kernels.ops import SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, pack, unpack
+from fusedonebit.triton_kernels.ops import SCHEMAS
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 MIXED = (300, 0, 128, 1, 129)

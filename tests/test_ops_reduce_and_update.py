@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
-from fusedonebit.triton_kernels.live import EMPTY_ROW
 from reference_ops import EPS32, Problem, packed, scale_of, sign, unpacked, wide
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
+from fusedonebit.triton_kernels.live import EMPTY_ROW
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 MIXED = (300, 0, 128, 1, 129)

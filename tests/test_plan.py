@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup
-from fusedonebit.comm.hops import TOPOLOGIES, stages
 from torch.nn import Parameter
 
 from benchmarks import planner
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.cli import main
+from fusedonebit.comm import SimulatedGroup
+from fusedonebit.comm.hops import TOPOLOGIES, stages
 from fusedonebit.plan import METHODS, TYPICAL, Network, choose_topology, cost
 from fusedonebit.plan.costs import all_reduce, column_links, has_torus, row_links, tree_share
 from fusedonebit.plan.fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
-from fusedonebit.comm import ShardGroup
-from fusedonebit.triton_kernels import Coef
 from observe import fingerprint, observe
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
 from ranks import run_ranks
@@ -15,7 +13,9 @@ from reference_ops import Problem, wide
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.comm import ShardGroup
 from fusedonebit.freezing import quantile_floor
+from fusedonebit.triton_kernels import Coef
 
 SIZES = (300, 0, 128, 1, 129, 700)
 MASKS = {0: torch.arange(300) % 3 > 0}

@@ -8,8 +8,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import CollectiveError, SimulatedGroup
-from fusedonebit.triton_kernels import TAIL
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import run_ranks
@@ -20,6 +18,8 @@ from test_guard import make, train
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitOptimizer
+from fusedonebit.comm import CollectiveError, SimulatedGroup
+from fusedonebit.triton_kernels import TAIL
 
 STRETCH, EVERY = 10, 4
 SHAPES = ((300,), (9, 13), (1,))

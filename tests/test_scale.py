@@ -7,14 +7,14 @@ import json
 
 import pytest
 import torch
-from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
-from fusedonebit.triton_kernels import FlatLayout, live_table
-from fusedonebit.triton_kernels.launch import block_starts
-from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
 
 from benchmarks import scale_model as model
 from benchmarks.scale import NETWORK, Operations, layout_of, made, predict
 from benchmarks.scale_plot import plot
+from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
+from fusedonebit.triton_kernels import FlatLayout, live_table
+from fusedonebit.triton_kernels.launch import block_starts
+from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
 
 CPU = torch.device("cpu")
 UNEVEN = (5000, 0, 300, 70000, 12)

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from fusedonebit.comm import CollectiveError, SimulatedGroup, Transport, make_transport
 from optimizers import ADAM_AND_LAMB, construct
 from ranks import run_ranks
 from torch import Tensor
 
 from fusedonebit import NonFiniteGradientError, OneBitAdam
+from fusedonebit.comm import CollectiveError, SimulatedGroup, Transport, make_transport
 
 SHAPES = ((7,), (33, 40), (1024,), (0,), (3, 5, 7))
 FREEZE = 4

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusedonebit.triton_kernels.ops import SCHEMAS, twin
 from torch._ops import OpOverloadPacket
+
+from fusedonebit.triton_kernels.ops import SCHEMAS, twin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

@@ -10,10 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from backends import assert_equal_backends
-from fusedonebit.triton_kernels import Coef, using
-from fusedonebit.triton_kernels.access import elements, mixed, random_words
-from fusedonebit.triton_kernels.arithmetic import random_bits, stochastic
-from fusedonebit.triton_kernels.tiles import Tile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
@@ -25,6 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, Lamb, OneBitAdam, triton_kernels
+from fusedonebit.triton_kernels import Coef, using
+from fusedonebit.triton_kernels.access import elements, mixed, random_words
+from fusedonebit.triton_kernels.arithmetic import random_bits, stochastic
+from fusedonebit.triton_kernels.tiles import Tile
 
 OPS = ("adam_update", "apply_momentum", "lamb_move")
 EACH_OP = pytest.mark.parametrize("op", OPS)

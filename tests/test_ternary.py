@@ -7,8 +7,6 @@ import pytest
 import reference_ops as reference
 import torch
 from backends import assert_equal_backends, problem
-from fusedonebit.comm import CompressedAllReduce
-from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 from observe import change_header, fingerprint, observe
 from optimizers import ADAM_AND_LAMB, PAPER, UNGUARDED, construct
 from ranks import run_ranks
@@ -19,6 +17,8 @@ from torch.nn import Parameter
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import CompressedAllReduce
+from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 
 SOME_DTYPES = (torch.float32, torch.bfloat16)
 WORLD_SIZES = (1, 2, 3)

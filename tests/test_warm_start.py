@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup
 from observe import fingerprint, flat, observe, parameters
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, LAMBS, UNGUARDED, construct
 from ranks import run_ranks
@@ -21,6 +20,7 @@ from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import SimulatedGroup
 
 SHAPES = ((700,), (40, 30), (1,))
 BETAS = (0.8, 0.99)

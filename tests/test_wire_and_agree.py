@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
+
+from benchmarks.shapes import MODELS, sizes
+from benchmarks.wire import NUMERICS, wire_bytes
 from fusedonebit.comm import (
     CompressedAllReduce,
     DisagreementError,
@@ -23,10 +27,6 @@ from fusedonebit.comm import (
 )
 from fusedonebit.comm.wire import agreed_flags, digest, layout_word
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
-from ranks import run_ranks
-
-from benchmarks.shapes import MODELS, sizes
-from benchmarks.wire import NUMERICS, wire_bytes
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout((300, 5), 2, 128)

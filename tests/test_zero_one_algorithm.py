@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.triton_kernels import FlatLayout, unpack
 from observe import parameters
 from torch import Tensor
 from torch.nn import Parameter
 from zero_one_rounds import RENEW, Script, make, set_gradients
 
 from fusedonebit import ZeroOneAdam
+from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.triton_kernels import FlatLayout, unpack
 
 LIMIT = 1e-5
 ROUNDS = (0, 0, 1, 4, 1, 1, 0, 3, 2, 0, 1, 2)

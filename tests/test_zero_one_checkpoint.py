@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import SimulatedGroup, Transport
 from observe import change_header, fingerprint, parameters
 from ranks import run_ranks
 from test_dcp import differing, everything, network
@@ -30,6 +29,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import DisagreementError, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam, dcp
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.sharding import local
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 1)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from observe import fingerprint, parameters
 from ranks import run_ranks
 from torch import nn
@@ -26,6 +25,7 @@ from fusedonebit import (
     amp,
     ddp,
 )
+from fusedonebit.comm import SimulatedGroup, Transport
 
 ROUNDS = (0, 0, 1, 4, 0, 1, 1)
 PLACES = {"local": 3, "last local": 5, "synchronising": 6, "renewing": 7, "alone": 8, "alone again": 9}

@@ -7,7 +7,6 @@ from typing import Any
 import mpi_ranks
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from observe import fingerprint, parameters
 from ranks import run_ranks
 from test_ddp import Sent
@@ -28,6 +27,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import DisagreementError, ddp
+from fusedonebit.comm import SimulatedGroup, Transport
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
 SCOPES = pytest.mark.parametrize("options", [{}, {"scale_scope": "global", "precondition": False}], ids=str)

@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 from backends import DTYPES, assert_equal_backends, problem
-from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import Problem
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
+
+from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
 
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import reference_zero_one as reference
 import torch
-from fusedonebit.triton_kernels import Coef, using
 from reference_ops import EPS32, Problem, denom, packed, sign, unpacked, wide
 from test_ops import DTYPES, MASKS, MIXED, WORLD_SIZES, same_bits
 from torch import Tensor
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels as ops
+from fusedonebit.triton_kernels import Coef, using
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 LIVE = ({}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]})

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from observe import fingerprint, parameters
@@ -24,6 +23,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import FusedOneBitWarning, ZeroOneAdam, policies
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.policies import Progress
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2)

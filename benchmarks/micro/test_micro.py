@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import tiles, using
-from fusedonebit.triton_kernels.ops import twin
 
 from benchmarks.timing import Call, copy_of, time_by_turns
 from benchmarks.workload import CALLS, OF_TWO_WORKERS, PRECONDITIONED, Workload
+from fusedonebit.triton_kernels import tiles, using
+from fusedonebit.triton_kernels.ops import twin
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

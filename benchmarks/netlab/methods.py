@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import Transport, make_transport
 from torch import Tensor, nn
 
 from fusedonebit import MarsitAdam, OneBitAdam, OneBitLamb
+from fusedonebit.comm import Transport, make_transport
 
 from ..timed import Timed
 from .hooks import Bfloat16, Hook, PowerSGD

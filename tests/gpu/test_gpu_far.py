@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, Layer, live_table, using
 from torch import Tensor
 
 from fusedonebit import triton_kernels
+from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, Layer, live_table, using
 
 BLOCK = 1024
 SAMPLE = 64  # blocks

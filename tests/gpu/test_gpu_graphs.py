@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusedonebit.comm import Transport
 from test_gpu_steps import FREEZE, KINDS, Run, assert_equal, every_kind, nccl, shapes
 from torch import Tensor
 
 from fusedonebit import amp
+from fusedonebit.comm import Transport
 
 __all__ = ["nccl", "shapes"]  # fixtures
 pytestmark = [pytest.mark.cuda_only, pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")]

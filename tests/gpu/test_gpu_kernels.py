@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
-from fusedonebit.triton_kernels import TAIL, FlatLayout, using
-from fusedonebit.triton_kernels.marsit_twins import threshold_of
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
 from torch import Tensor
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels
+from fusedonebit.triton_kernels import TAIL, FlatLayout, using
+from fusedonebit.triton_kernels.marsit_twins import threshold_of
 
 SMALL = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
 LARGE = [(100_000,), (3_000_001, 40, 1_000_000)]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.triton_kernels import using
 from test_gpu_steps import Run, assert_equal, nccl, shapes  # noqa: F401
 from torch import Tensor
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.baselines import BaselineSGD
+from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.triton_kernels import using
 
 KINDS: dict[str, dict[str, Any]] = {
     "ring": {"make": MarsitSGD},

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fusedonebit.comm import SimulatedGroup, TorchTransport, Transport
-from fusedonebit.triton_kernels import using
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLamb
+from fusedonebit.comm import SimulatedGroup, TorchTransport, Transport
+from fusedonebit.triton_kernels import using
 
 SHAPES = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
 LARGE_SHAPES = (*SHAPES, (1000, 1025), (300_001,))
