@@ -12,7 +12,7 @@ of tensors; the scales, the flags and the checks ride in the messages' headers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -167,34 +167,37 @@ class CompressedAllReduce:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
         going_on = self._going_on if hold is None else hold
-        before = None if hold is None else [scale.clone() for scale in self._scales()]
-        momentum_compress(
-            tensors,
-            self.layout.sizes,
-            self.layout.block_size,
-            self.worker.compensated,
-            self.worker.scale,
-            self.gathered.bits,
-            self.scale,
-            self._plain_coef() if coef is None else coef,
-            self.block_tensor,
-            exp_avg_sq,
-            eps_inside_sqrt,
-            self.live.bits,
-            self.live.row,
-            self.to_servers.bits,
-            self.worker.partials,
-            going_on,
-        )
-        self.worker.finish(self.to_servers)
-        self._exchange(tag, abort, hold, pending)
-        if before is not None:
-            for scale, old in zip(self._scales(), before, strict=True):
-                scale.copy_(torch.where(going_on == 0, scale, old))
 
-    def _exchange(self, tag: int, abort: bool, hold: Tensor | None, pending: Tensor | None) -> None:
-        """Sends what ``to_servers`` has, serves, and receives."""
+        def compress() -> None:
+            momentum_compress(
+                tensors,
+                self.layout.sizes,
+                self.layout.block_size,
+                self.worker.compensated,
+                self.worker.scale,
+                self.gathered.bits,
+                self.scale,
+                self._plain_coef() if coef is None else coef,
+                self.block_tensor,
+                exp_avg_sq,
+                eps_inside_sqrt,
+                self.live.bits,
+                self.live.row,
+                self.to_servers.bits,
+                self.worker.partials,
+                going_on,
+            )
+            self.worker.finish(self.to_servers)
+
+        self._exchange(compress, tag, abort, hold, pending)
+
+    def _exchange(
+        self, compress: Callable[[], None], tag: int, abort: bool, hold: Tensor | None, pending: Tensor | None
+    ) -> None:
+        """Fills ``to_servers`` with ``compress()``, sends it, serves, and receives; where ``hold`` is set scales stay."""
         going_on = self._going_on if hold is None else hold
+        before = None if hold is None else [scale.clone() for scale in self._scales()]
+        compress()
         self._sign_messages(tag, abort, pending)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
@@ -205,6 +208,9 @@ class CompressedAllReduce:
         # Where this step is held back the bits of the last result are here again: servers have kept them.
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive()
+        if before is not None:
+            for scale, old in zip(self._scales(), before, strict=True):
+                scale.copy_(torch.where(going_on == 0, scale, old))
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale

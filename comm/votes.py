@@ -44,9 +44,12 @@ class SignVote(CompressedAllReduce):
         """
         chair = int(self.aggregation == "majority") * CHAIR
         mine = (turn + self.transport.rank) % self.layout.world_size == 0
-        self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
-        self.to_servers.words[:, Word.FLAGS] = 0
-        self._exchange(tag, abort, hold, flags)
+
+        def compress() -> None:  # the bits are there
+            self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
+            self.to_servers.words[:, Word.FLAGS] = 0
+
+        self._exchange(compress, tag, abort, hold, flags)
 
     def _serve(self, hold: Tensor) -> None:
         if self.aggregation == "majority":  # nothing is left of the last vote

@@ -148,6 +148,29 @@ def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
         assert momentum.isfinite().all()
 
 
+@pytest.mark.parametrize("aggregation", ["majority", "mean"])
+def test_a_step_that_a_scaler_skips_leaves_no_trace(aggregation):
+    def run(rank, transport, overflows):
+        params, scaler = parameters(), amp.GradScaler("cpu", 1024.0, growth_interval=1000)
+        optimizer = OneBitLion(params, LR, BETAS, DECAY, process_group=transport, aggregation=aggregation)
+        for step in range(12):
+            for skipped in [True] * (step in overflows) + [False]:
+                for p, g in zip(params, gradients(rank, step), strict=True):
+                    p.grad = scaler.scale(g)
+                if skipped and rank == 1:
+                    params[1].grad[0] = torch.inf
+                before = flat(params)
+                scaler.step(optimizer)
+                scaler.update()
+                assert np.array_equal(before, flat(params)) == skipped
+        return flat(params), flat([optimizer.momentum(p) for p in params])
+
+    without, skipping = (SimulatedGroup(3).run(lambda r, t, at=at: run(r, t, at)) for at in ((), (3, 4, 9)))
+    for expected, found in zip(without, skipping, strict=True):
+        assert np.array_equal(found[0], expected[0])
+        assert np.array_equal(found[1], expected[1])
+
+
 def resumed(rank: int, transport, at: int, aggregation: str) -> bool:
     whole, _ = train(rank, transport, 8, aggregation=aggregation)
     params = parameters()
