@@ -242,6 +242,10 @@ class CoefficientTable:
         bias_correction: Adam's; without it both corrections are 1.
         columns: Further columns, and the hyper-parameters of a group that go into them.
         capturable: Never reads a tensor lr on the host.
+
+    Attributes:
+        variance_betas: Of each group, the decay with which its variance was made, where that is done; None: betas[1].
+            The correction of a frozen variance must not follow betas[1] any further.
     """
 
     def __init__(
@@ -257,6 +261,7 @@ class CoefficientTable:
         self.bias_correction = bias_correction
         self.columns = dict(columns)
         self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
+        self.variance_betas: list[float] | None = None
         self._uploaded: list[tuple[float, ...]] = []
         self._rows = torch.empty(0)
         self.tag = 0
@@ -280,14 +285,14 @@ class CoefficientTable:
         Returns:
             float32 [tensors, len(Coef)].
         """
-        lr, beta1, beta2, gain, eps, decay, sign, added_at, *further = self._upload(groups).unbind(1)
+        lr, beta1, beta2, gain, eps, decay, sign, added_at, variance_beta2, *further = self._upload(groups).unbind(1)
         one = torch.ones_like(lr)
         bias1 = bias2 = one
         if self.bias_correction:
             t = step.double() + 1
             bias1 = 1 - beta1 ** (t - added_at)
             updates_of_v = (t if variance_step is None else variance_step.double()) - added_at
-            bias2 = 1 - beta2 ** updates_of_v.clamp(min=1)
+            bias2 = 1 - variance_beta2 ** updates_of_v.clamp(min=1)
         columns = {
             Coef.BETA1: beta1,
             Coef.ONE_MINUS_BETA1: gain * sign,
@@ -318,9 +323,10 @@ class CoefficientTable:
                 float(group["weight_decay"]),
                 -1.0 if group["maximize"] else 1.0,
                 float(group.get("added_at", 0)),
+                float(_betas(group)[1]) if self.variance_betas is None else self.variance_betas[i],
                 *(float(group[name]) for name in self.columns.values()),
             )
-            for group in groups
+            for i, group in enumerate(groups)
         ]
         if values != self._uploaded:
             if capturing(self.device):
@@ -335,6 +341,10 @@ class CoefficientTable:
             if isinstance(group["lr"], Tensor):
                 self._rows[index, _LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
         return self._rows
+
+    def freeze_variance(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes note that the variance is done: its correction stays what it is with these groups."""
+        self.variance_betas = [float(_betas(group)[1]) for group in groups]
 
     def _host_value(self, lr: float | Tensor) -> float:
         # A device tensor is not read here: that would wait for the device.

@@ -224,6 +224,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._before_compression()
         self._grad = None
         self._variance_step = self._step - self._behind
+        self._coefficients.freeze_variance(self._taken)
         coef = self._coefficient_table()
         reference = self._last_update_norm(coef)
         least = dead.mean * options.least_share
@@ -296,7 +297,7 @@ class OneBitOptimizer(AveragingOptimizer):
         )
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
-        self._variance_step = None
+        self._variance_step = self._coefficients.variance_betas = None
         self._phase = "warmup"
         self._freeze_due = self._outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
@@ -370,6 +371,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "digests": self._reduce.digests,
             **cuts.cut_of(self),
             "variance_step": float(entered),
+            "variance_betas": self._coefficients.variance_betas,
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
             "rewarms": self._rewarms,
@@ -410,6 +412,9 @@ class OneBitOptimizer(AveragingOptimizer):
         self._phase = "compression"
         self._exp_avg_sq = self._exp_avg_sq.to(self.options.frozen_dtype)
         self._variance_step = torch.tensor(header["variance_step"], device=self.device)
+        self._coefficients.variance_betas = header.get("variance_betas")
+        if self._coefficients.variance_betas is None:  # written before it was kept
+            self._coefficients.freeze_variance(self._taken)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count

@@ -74,10 +74,13 @@ def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: 
         got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
     group = state_dict["param_groups"][optimizer._list.group_of[i]]
-    entered = float((header_of(state_dict) or {}).get("variance_step", state["step"])) - group.get("added_at", 0)
+    header = header_of(state_dict) or {}
+    entered = float(header.get("variance_step", state["step"])) - group.get("added_at", 0)
     if not optimizer.options.bias_correction or entered <= 0:
         return v.float().contiguous()
-    return (v.float() / (1 - float(group["betas"][1]) ** entered)).contiguous()
+    frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
+    beta2 = float(group["betas"][1]) if frozen is None else frozen[optimizer._list.group_of[i]]
+    return (v.float() / (1 - beta2**entered)).contiguous()
 
 
 def _tables(

@@ -84,9 +84,13 @@ class ZeroOneOptimizer(ZeroOneState):
     # ---------------------------------------------------------------- the step
 
     def _coefficient_table(self) -> Tensor:
-        renews = self._phase == "uncompressed"
-        coef = self._coefficients(self._taken, self._step, self._entered + renews)
-        return coef if renews else self._floored(coef)
+        if self._phase != "uncompressed":
+            return self._floored(self._coefficients(self._taken, self._step, self._entered))
+        # AdamW's step, whose correction follows betas[1]; in other steps it stays that of the last renewal.
+        kept, self._coefficients.variance_betas = self._coefficients.variance_betas, None
+        coef = self._coefficients(self._taken, self._step, self._entered + 1)
+        self._coefficients.variance_betas = kept
+        return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
@@ -100,6 +104,7 @@ class ZeroOneOptimizer(ZeroOneState):
         self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
         self._entered += (flags[0] == 0).float()
+        self._coefficients.freeze_variance(self._taken)
         self._mean_sq = self._means()
         self._end_round()
         return flags

@@ -247,6 +247,7 @@ class ZeroOneState(AdamUpdate):
             "tag": self._tag,
             "floats": self._as_floats,
             "entered": float(self._entered),
+            "variance_betas": self._coefficients.variance_betas,
             "summed": float(self._summed),
             "pending": int(self._pending),
         }
@@ -275,11 +276,13 @@ class ZeroOneState(AdamUpdate):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's
             self._entered = self._step.clone()
+            self._coefficients.freeze_variance(self._taken)
             self._done = progress_after(*self._policies, header["updates"])
             return
         self._done, self._round = Progress(*header["done"]), Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
         self._entered.fill_(header["entered"])
+        self._coefficients.variance_betas = header.get("variance_betas")
         self._summed.fill_(header["summed"])
         self._pending.fill_(header["pending"])
         self._phase = header["phase"]
