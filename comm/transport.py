@@ -6,6 +6,7 @@ a failed collective into one error that says what was being done.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
@@ -245,6 +246,7 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
         device: On which tensors are: the group must have a backend for it.
 
     Raises:
+        RuntimeError: if a launcher has started several ranks and ``init_process_group()`` was not called.
         TypeError: if it lacks some of what a ``Transport`` has.
         ValueError: see ``TorchTransport``.
     """
@@ -265,9 +267,22 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
             f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}{hint}"
         )
     if group is None and not (dist.is_available() and dist.is_initialized()):
+        _check_alone()
         return LocalTransport()
     transport = TorchTransport(group, device)
     return transport if transport.world_size > 1 else LocalTransport()
+
+
+def _check_alone() -> None:
+    """Raises RuntimeError where the environment says that there are other ranks: each would train its own model."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1:
+        raise RuntimeError(
+            f"torch.distributed must be initialised, but was not, and this is rank {rank} of {world_size} (RANK and "
+            "WORLD_SIZE, as torchrun sets them): each rank would train a model of its own. Call "
+            "torch.distributed.init_process_group() first; if that is what you want, pass "
+            "process_group=fusedonebit.comm.LocalTransport()"
+        )
 
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single, which older versions lack.
