@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from . import amp, ddp, policies
 from .adam import OneBitAdam
+from .buffers import broadcast_buffers
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
 from .lamb import Lamb
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "amp",
+    "broadcast_buffers",
     "ddp",
     "policies",
 ]
