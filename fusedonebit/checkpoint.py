@@ -76,7 +76,7 @@ State = Mapping[str, Any]
 
 def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Completes torch's own ``state_dict``."""
-    optimizer._outcomes.catch_up()
+    optimizer._catch_up()
     states = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
     for i, index in enumerate(optimizer._list.index_of):
         states[index] |= _state_of(optimizer, i, states[index])

@@ -158,7 +158,7 @@ def add_group(
     optimizer: DistributedOptimizer, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]
 ) -> None:
     """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
-    optimizer._outcomes.catch_up()
+    optimizer._catch_up()
     optimizer._list.refresh_masters()
     kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
     outcomes, old_list, old_groups = optimizer._outcomes, optimizer._list, list(optimizer.param_groups)

@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_hyper_parameters()
         self._nothing = torch.empty(0, device=device)
         self._phase: Phase = "uncompressed"
-        self._outcomes = Outcomes(device, self.options.nonfinite, self._describe)
+        self._outcomes = Outcomes(device, self.options.nonfinite)
         if self.options.capturable:
             self._outcomes.count_replays(device)
         self._overflowed = torch.zeros(1, device=device)
@@ -280,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if captured:
             self._outcomes.record_captured(flags)
         elif error is None:
-            self._outcomes.record(flags)
+            self._outcomes.record(flags, self._describe)
         else:
             self._outcomes.record_own_failure(flags)
         if error is not None:
@@ -353,6 +353,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _advance(self, flags: Tensor) -> None:
         """Counts the update, unless it was skipped."""
         self._step += (flags[0] == 0).float()
+
+    def _catch_up(self) -> None:
+        """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""
+        self._outcomes.catch_up(self._describe)
 
     def _describe(self, flag: Flag) -> str:
         """Details of why a step was skipped."""

@@ -19,7 +19,7 @@ RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable
 
 def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """See ``DistributedOptimizer.stats``."""
-    optimizer._outcomes.catch_up()
+    optimizer._catch_up()
     transport, layout = optimizer._transport, optimizer.layout
     return {
         "phase": optimizer.phase,

@@ -198,7 +198,7 @@ class OneBitOptimizer(AveragingOptimizer):
                 self._freeze()
         elif self._outcomes.updates >= self._freeze_due:
             # Skips may still be under way from the device: wait for them once, then it is exact.
-            self._outcomes.catch_up()
+            self._catch_up()
             if self._outcomes.updates >= self._freeze_due:
                 self._freeze()
 
@@ -207,7 +207,7 @@ class OneBitOptimizer(AveragingOptimizer):
             return False
         due = (self._frozen_at or 0) + self.options.rewarm_every
         if self._outcomes.updates >= due:
-            self._outcomes.catch_up()  # as for the freeze
+            self._catch_up()  # as for the freeze
         return self._outcomes.updates >= due
 
     @torch.no_grad()
@@ -271,7 +271,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
         """
-        self._outcomes.catch_up()
+        self._catch_up()
         self._outcomes.veto_at = None  # also one that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self._reduce
         coef = self._coefficient_table()

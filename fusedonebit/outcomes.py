@@ -11,6 +11,8 @@ from .comm import Flag
 from .errors import AbortedStepError, NonFiniteGradientError, OutOfStepError, warn
 from .telemetry import HostMirror
 
+Describe = Callable[[Flag], str]
+
 
 class Outcomes:
     """Follows the flags of each step from the device and acts on them.
@@ -21,7 +23,6 @@ class Outcomes:
     Args:
         device: Where flags lie.
         nonfinite: ``"skip"`` (count and warn) or ``"raise"`` (at once: waits for the device).
-        describe: Called with MISMATCH or VETO for the details.
 
     Attributes:
         attempts: Steps begun.
@@ -31,7 +32,7 @@ class Outcomes:
         scaler_is_told: Whether the GradScaler learns what other ranks' gradients are like.
     """
 
-    def __init__(self, device: torch.device, nonfinite: str, describe: Callable[[Flag], str]) -> None:
+    def __init__(self, device: torch.device, nonfinite: str) -> None:
         self.attempts = 0
         self.skipped = 0
         self.vetoed = 0
@@ -43,7 +44,6 @@ class Outcomes:
         self._replayed = False
         self.scaler_is_told = False
         self._nonfinite = nonfinite
-        self._describe = describe
         self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
 
     @property
@@ -57,16 +57,21 @@ class Outcomes:
         self.attempts, self.skipped = updates + skipped, skipped
         self._arrived = self.attempts
 
-    def record(self, flags: Tensor) -> None:
+    def record(self, flags: Tensor, describe: Describe) -> None:
         """Takes a step's flags, int32 [1].
+
+        Args:
+            flags: Of the step that has just ended.
+            describe: Called with MISMATCH or VETO for the details. Not kept: it belongs to an optimizer, which
+                would then be part of a reference cycle.
 
         Raises:
             NonFiniteGradientError, AbortedStepError, OutOfStepError: on every rank.
         """
         for arrived in self._mirror.push(flags):
-            self._act(int(arrived))
+            self._act(int(arrived), describe)
         if self._nonfinite == "raise":
-            self.catch_up()
+            self.catch_up(describe)
 
     def record_captured(self, flags: Tensor) -> None:
         """As ``record``, in a CUDA graph: counts on the device, whenever the graph is replayed."""
@@ -112,11 +117,11 @@ class Outcomes:
         """Whether the last veto is known to all ranks by now, however early one has looked."""
         return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
 
-    def catch_up(self) -> None:
+    def catch_up(self, describe: Describe) -> None:
         """Waits for what is under way and acts on it; raises as ``record`` does."""
         self.absorb_replays()
         for arrived in self._mirror.flush():
-            self._act(int(arrived))
+            self._act(int(arrived), describe)
 
     def _count(self, flags: int) -> None:
         self._arrived += 1
@@ -125,7 +130,7 @@ class Outcomes:
             self.vetoed += 1
             self.veto_at = self._arrived if self.veto_at is None else self.veto_at
 
-    def _act(self, flags: int) -> None:
+    def _act(self, flags: int, describe: Describe) -> None:
         self._count(flags)
         if not flags:
             return
@@ -136,7 +141,7 @@ class Outcomes:
             )
         if flags & Flag.MISMATCH:
             raise OutOfStepError(
-                f"ranks are out of step after {self.updates} updates: {self._describe(Flag.MISMATCH)}. "
+                f"ranks are out of step after {self.updates} updates: {describe(Flag.MISMATCH)}. "
                 "No parameter was changed; every rank must call step() equally often, with equal hyper-parameters, "
                 "resuming from the same checkpoint"
             )
@@ -145,7 +150,7 @@ class Outcomes:
             return
         if flags & Flag.VETO:
             if self.vetoed & (self.vetoed - 1) == 0:
-                warn(f"every rank skipped the step after {self.updates} updates: {self._describe(Flag.VETO)}")
+                warn(f"every rank skipped the step after {self.updates} updates: {describe(Flag.VETO)}")
             return
         self._act_on_nonfinite()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusedonebit import Lamb, OneBitAdam, OneBitLamb, OneBitOptimizer
+from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, OneBitOptimizer, ZeroOneAdam
+from fusedonebit.policies import DoublingRounds, DoublingVariance
 
 ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
     "onebit-adam": OneBitAdam,
@@ -24,6 +25,17 @@ PAPER |= {"variance_floor": 0.0, "guard": "off"}
 # After a warm-up of two or three steps v is a handful of squares: the first compressed updates may well be
 # ten times the last uncompressed one, and the guard rightly refuses them. Tests of something else turn it off.
 UNGUARDED: dict[str, Any] = {"guard": "off"}
+
+MAKE: dict[str, Callable[..., Any]] = {
+    "OneBitAdam": partial(OneBitAdam, freeze_step=2, guard="off"),
+    "OneBitLamb": partial(OneBitLamb, freeze_step=2, guard="off"),
+    "Lamb": Lamb,
+    "ZeroOneAdam": partial(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
+    "MarsitSGD": partial(MarsitSGD, momentum=0.9, full_precision_every=2),
+    "MarsitAdam": partial(MarsitAdam, full_precision_every=2),
+    "OneBitLion": OneBitLion,
+}
+"""Every optimizer; two steps later what it sends is bits."""
 
 EACH_ONEBIT = pytest.mark.parametrize("name", ONEBIT)
 EACH = pytest.mark.parametrize("name", [*ONEBIT, "lamb"])
