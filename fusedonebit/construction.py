@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .comm import CollectiveError, ShardGroup, agree, checksum, make_transport
-from .parameters import ParameterList
+from .parameters import ParameterList, materialise_group
 from .policies import stated
 from .sharding import check_groups, local
 from .triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
@@ -166,7 +166,7 @@ def add_group(
     tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}
     error: Exception | None = None
     try:
-        add({**param_group, "added_at": optimizer._outcomes.updates})
+        add({**materialise_group(param_group), "added_at": optimizer._outcomes.updates})
         optimizer._check_group(optimizer.param_groups[-1], f"group {len(optimizer.param_groups) - 1}")
         optimizer._put_lr_on_the_device()
         optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)

@@ -56,7 +56,7 @@ class Options:
             raise ValueError(
                 "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
             )
-        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+        if self.block_size is not None and not (_is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
 
 
@@ -156,8 +156,8 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
     for key in ("eps", "weight_decay"):
-        if key in group and (not _is_number(group[key]) or group[key] < 0):
-            raise ValueError(f"{key} must be a finite number >= 0, got {group[key]!r}{where}")
+        if key in group and (not _fits_float32(group[key]) or group[key] < 0):
+            raise ValueError(f"{key} must be a finite number >= 0, got {_shown(group[key])}{where}")
     if not isinstance(group["maximize"], bool):
         raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
 
@@ -188,7 +188,7 @@ def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -206,31 +206,45 @@ def check_flag(name: str, value: object) -> None:
 
 def check_count(name: str, value: object, alternative: str | None = None) -> None:
     """Raises ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
-    if alternative is not None and value == alternative:
+    if alternative is not None and isinstance(value, str) and value == alternative:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_int(value) or value < 0:  # type: ignore[operator]
         other = f' or "{alternative}"' if alternative else ""
         raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
 
 
 def check_lr(lr: object, where: str) -> None:
-    """Raises ValueError unless ``lr`` is a number or a tensor of one, finite and >= 0 as far as the host can see."""
+    """Raises ValueError unless ``lr`` is a number >= 0, or a tensor of one, as far as the host can see."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
         # One on another device is not read: that would wait for the device.
-        if lr.device.type == "cpu" and not (math.isfinite(lr.item()) and lr.item() >= 0):
-            raise ValueError(f"lr must be a finite number >= 0, got {lr.item()!r}{where}")
-    elif not _is_number(lr) or lr < 0:  # type: ignore[operator]
-        raise ValueError(f"lr must be a finite number >= 0, got {lr!r}{where}")
+        lr = lr.item() if lr.device.type == "cpu" else 0.0
+    if not _fits_float32(lr) or lr < 0:  # type: ignore[operator]
+        raise ValueError(f"lr must be a finite number >= 0, got {_shown(lr)}{where}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # Not math.isfinite, which raises OverflowError for an int beyond float64.
+    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
+
+
+def _fits_float32(value: object) -> bool:
+    """Whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
+    return _is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
 
 
 def _in_unit(value: object) -> bool:
     return _is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
+
+
+def _shown(value: object) -> str:
+    too_large = _is_number(value) and not _fits_float32(value)
+    return f"{value!r}{', which is infinite in float32' * too_large}"
 
 
 class CoefficientTable:

@@ -353,18 +353,26 @@ def materialise(params: Any) -> tuple[list[Any], Exception | None]:
         kind = type(params).__name__
         return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; pass a list")
     try:
-        return [_materialise_entry(entry) for entry in params], None
+        return [materialise_group(entry) if isinstance(entry, dict) else entry for entry in params], None
     except Exception as error:
         return [], error
 
 
-def _materialise_entry(entry: Any) -> Any:
-    if not isinstance(entry, dict) or "params" not in entry:
-        return entry
-    given = entry["params"]
+def materialise_group(group: Any) -> dict[str, Any]:
+    """A copy of one group, its ``params`` a list; TypeError or ValueError if it has none."""
+    if not isinstance(group, dict):
+        raise TypeError(f'a parameter group must be a dict, got {type(group).__name__}; pass {{"params": [...]}}')
+    if "params" not in group:
+        raise ValueError(f'a parameter group must have a list of tensors under "params", got the keys {list(group)}')
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError(
+            "params of a group must be ordered, or ranks would mean different tensors by the same number, got a set; "
+            "pass a list"
+        )
     if not isinstance(given, Iterable):
         raise TypeError(f"params of a group must be a tensor or an iterable of tensors, got {type(given).__name__}")
-    return {**entry, "params": [given] if isinstance(given, Tensor) else list(given)}
+    return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
 
 
 def _tensors(params: Sequence[Any]) -> Iterator[Tensor]:

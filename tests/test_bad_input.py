@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam, OneBitLamb, construction
@@ -24,6 +25,8 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"lr": -0.1}, "lr must be a finite number >= 0, got -0.1"),
         ({"lr": float("nan")}, "lr must be a finite number >= 0, got nan"),
         ({"lr": "fast"}, "lr must be a finite number >= 0, got 'fast'"),
+        ({"lr": 10**400}, "lr must be a finite number >= 0, got 10+, which is infinite in float32"),
+        ({"eps": 1e39}, r"eps must be a finite number >= 0, got 1e\+39, which is infinite in float32"),
         ({"lr": torch.ones(2)}, r"lr must be a number or a tensor of one element, got shape \(2,\)"),
         ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.9\)"),
         ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
@@ -56,6 +59,9 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"bias_correction": None}, "bias_correction must be True or False, got None"),
         ({"eps_inside_sqrt": "yes"}, "eps_inside_sqrt must be True or False, got 'yes'"),
         ({"block_size": 1000}, r"block_size must be one of \(1024, 512, 256, 128\) or None, got 1000"),
+        ({"block_size": torch.tensor([1024, 512])}, r"block_size must be one of \(.*\) or None, got tensor\(\["),
+        ({"scale_norm": np.array(["l1", "l2"])}, r"scale_norm must be one of 'contractive', 'l1', 'l2', got array\("),
+        ({"freeze_step": np.array([1, 2])}, r'freeze_step must be an int >= 0 or "auto", got array\(\['),
         ({"mask": {"weight": torch.ones(3)}}, "mask must map parameters to bool tensors, got str: Tensor"),
         ({"mask": "weight"}, "mask must map parameters to bool tensors, got str"),
         ({"mask": {torch.zeros(7): torch.ones(7) > 0}}, r"tensor of shape \(7,\) that is no trainable parameter"),
@@ -64,6 +70,38 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
 def test_bad_hyper_parameters_are_named(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         OneBitAdam(make((3,)), **{"freeze_step": 5, **options})
+
+
+@pytest.mark.parametrize("lr", [1e308, torch.tensor(1e308, dtype=torch.float64)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("name", MAKE)
+def test_learning_rates_that_float32_cannot_hold_are_refused(name, lr):
+    message = r"lr must be a finite number >= 0, got 1e\+308, which is infinite in float32"
+    with pytest.raises(ValueError, match=message):
+        MAKE[name](make((3,)), lr=lr)
+    optimizer = MAKE[name](make((3,)))
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        ({"lr": 0.1}, ValueError, r"""must have a list of tensors under "params", got the keys \['lr'\]"""),
+        ({"params": {torch.zeros(2)}}, TypeError, "params of a group must be ordered, .* got a set; pass a list"),
+        ({"params": 3}, TypeError, "params of a group must be a tensor or an iterable of tensors, got int"),
+        ([torch.zeros(2)], TypeError, "a parameter group must be a dict, got list"),
+    ],
+)
+def test_groups_that_are_none_are_refused(group, error, message):
+    first = {"params": make((3,))}
+    if isinstance(group, dict):
+        with pytest.raises(error, match=message):
+            OneBitAdam([first, group], freeze_step=5)
+    optimizer = OneBitAdam([first], freeze_step=5)
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_preconditioned_momentum_is_not_scaled_by_layer_as_well():
