@@ -39,15 +39,16 @@ no later step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from . import lines
-from .comm import agree, checksum
+from . import lines, packing
+from .comm import CollectiveError, agree, checksum
+from .comm.agree import Fact
 from .construction import failure
 from .errors import warn
 from .hyperparameters import LAMB_KEYS
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 KEY = "fusedonebit"
 FORMAT = 2
+ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _SETTLED = (
     "precondition",
     "ternary",
@@ -74,10 +76,13 @@ _NOT_NUMERICS = (*_SETTLED, *_STAGES, "dead_coordinates", "nonfinite", "block_si
 State = Mapping[str, Any]
 
 
-def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Completes torch's own ``state_dict``."""
+def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """What torch's own ``state_dict`` would be, completed."""
     optimizer._catch_up()
-    states = {index: dict(state) for index, state in packed["state"].items()}  # torch's are the live ones
+    packed = packing.packed(optimizer)
+    # Copies: torch's are the live ones.
+    states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
+    others = _names(states, optimizer) - optimizer._published
     for i, index in enumerate(optimizer._list.index_of):
         states[index] |= _state_of(optimizer, i, states[index])
     if optimizer._keeps_lines:
@@ -87,8 +92,14 @@ def save(optimizer: DistributedOptimizer, packed: dict[str, Any]) -> dict[str, A
     elif optimizer._of_one_rank:
         states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.of_each(optimizer._rows.rank())
     packed["state"] = states
-    packed["param_groups"][0][KEY] = json.dumps(_header(optimizer))
+    names = sorted(_names(states, optimizer) - others)
+    packed["param_groups"][0][KEY] = json.dumps(_header(optimizer) | {"names": names})
     return packed
+
+
+def _names(states: Mapping[Any, State], optimizer: DistributedOptimizer) -> set[str]:
+    """Of all entries that parameters have."""
+    return {name for index in optimizer._list.index_of for name in states[index]}
 
 
 def _state_of(optimizer: DistributedOptimizer, i: int, state: State) -> dict[str, Any]:
@@ -167,14 +178,14 @@ def _masks(optimizer: DistributedOptimizer) -> dict[str, int]:
     return {str(i): checksum(masks[p].contiguous()) for i, p in owners if p in masks and whole}
 
 
-def template(optimizer: DistributedOptimizer, packed: dict[str, Any], header: State | None) -> dict[str, Any]:
+def template(optimizer: DistributedOptimizer, header: State | None) -> dict[str, Any]:
     """Room for a checkpoint with this header, for ``torch.distributed.checkpoint`` to fill.
 
     Args:
         optimizer: Whose checkpoint it is to be.
-        packed: Torch's own ``state_dict``.
         header: What ``header_of`` says; None is AdamW's.
     """
+    packed = packing.packed(optimizer)
     compressed = header is not None and has_lines(header)
     replicas = optimizer._rows.shape[0] if header is None else header["world_size"]
     states: dict[int, dict[str, Any]] = {}
@@ -197,12 +208,11 @@ def template(optimizer: DistributedOptimizer, packed: dict[str, Any], header: St
     return packed
 
 
-def load(
-    optimizer: DistributedOptimizer,
-    state_dict: Mapping[str, Any],
-    load_groups: Callable[[dict[str, Any]], None],
-) -> None:
-    """Checks everything on every rank, and only then changes anything."""
+def load(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Checks everything on every rank, and only then changes anything; hooks run before and after.
+
+    A hook that raises on one rank is an error on all: none goes on as if it had loaded what that one has not.
+    """
     header: State = {}
     states: Sequence[State] = []
     facts: list[tuple[str, str]] = []
@@ -210,27 +220,57 @@ def load(
     try:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        state_dict = packing.before_loading(optimizer, state_dict)
+        header, states, facts = _examined(optimizer, state_dict)
+    except CollectiveError:
+        raise
+    except Exception as caught:
+        error = caught
+    _agree(optimizer, facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
+    try:
+        _take_up(optimizer, state_dict, header, states)
+    except Exception as caught:
+        optimizer._broken = f"load_state_dict failed half-way: {caught}"
+        error = caught
+    if error is None:
+        error = failure(lambda: packing.after_loading(optimizer))
+    elif isinstance(error, CollectiveError):
+        raise error
+    _agree(optimizer, [], [], error, "load_state_dict() did not end well there: load on all ranks anew")
+
+
+def _agree(
+    optimizer: DistributedOptimizer, facts: list[Fact], of_shards: list[Fact], error: Exception | None, hint: str
+) -> None:
+    """Returns on all ranks, or raises on all."""
+    of_replicas = failure(lambda: agree(optimizer._transport, facts, optimizer.device, error, hint))
+    optimizer._shards.agree(of_shards, optimizer.device, of_replicas, hint)
+
+
+def _examined(
+    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
+) -> tuple[State, Sequence[State], list[Fact]]:
+    """The header, each parameter's state, and what must be equal on all ranks; ValueError, TypeError for bad ones."""
+    try:
         _check_groups(optimizer, state_dict)
         states = by_parameter(optimizer, state_dict)
         header = _check(optimizer, header_of(state_dict), states)
-        facts = _facts(optimizer, states, header)
-    except (KeyError, TypeError, ValueError) as caught:
-        error = caught if not isinstance(caught, KeyError) else ValueError(f"state_dict lacks the key {caught}")
-    hint = "load, on every rank, the checkpoint of the same moment"
-    mine = error
-    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
-    optimizer._shards.agree(_moment(header), optimizer.device, error, hint)
-    if error is not None:
-        raise error
+        return header, states, _facts(optimizer, states, header)
+    except KeyError as missing:
+        raise ValueError(f"state_dict lacks the key {missing}") from missing
+
+
+def _take_up(
+    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: State, states: Sequence[State]
+) -> None:
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
-    groups = _merged_groups(optimizer, state_dict["param_groups"])
-    numbers = iter(range(len(optimizer._list.owners) + len(optimizer._list.frozen)))
-    groups = [group | {"params": [next(numbers) for _ in group["params"]]} for group in groups]
-    load_groups({"state": {}, "param_groups": groups})
+    packing.take_groups(optimizer, _merged_groups(optimizer, state_dict["param_groups"]))
     optimizer._block_size = header.get("block_size") if has_lines(header) else None
+    optimizer.state.clear()
     optimizer._build()
     with torch.no_grad():
         _fill(optimizer, states, header)
+    packing.restore_others(optimizer, state_dict, header["names"])
 
 
 def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> list[State]:
@@ -242,9 +282,11 @@ def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any])
 def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State]) -> State:
     """Returns the header; makes one up for a checkpoint of AdamW."""
     if header is None:
-        header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0}
+        header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0, "names": ADAMW}
     elif header["format"] != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
+    if "names" not in header:  # before it named them, only the optimizer's own were saved
+        header = {**header, "names": sorted({name for state in states for name in state})}
     compressed, own = has_lines(header), own_names(optimizer, header)
     check_header(optimizer, header)
     if compressed:
@@ -358,7 +400,7 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
     facts, own = _moment(header), own_names(optimizer, header)
     for state, name in zip(states, optimizer._list.names, strict=True):
         for key, value in state.items():
-            if isinstance(value, Tensor) and key not in (*lines.OWN, *own):
+            if isinstance(value, Tensor) and key in header["names"] and key not in (*lines.OWN, *own):
                 facts.append((f"the checksum of {key} of {name}", str(checksum(local(value).contiguous()))))
     return facts
 

@@ -160,7 +160,10 @@ def add_group(
     """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
     optimizer._catch_up()
     optimizer._list.refresh_masters()
-    kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    kept = {
+        p: {k: v.clone() for k, v in optimizer.state[p].items() if k in optimizer._published}
+        for p in optimizer._list.owners
+    }
     outcomes, old_list, old_groups = optimizer._outcomes, optimizer._list, list(optimizer.param_groups)
     owners = enumerate(optimizer._list.owners)
     tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checkpoint, compiled, construction, cuts, inspection
+from . import checkpoint, compiled, construction, cuts, inspection, packing
 from .comm import CollectiveError, Flag, Transport, make_transport
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
@@ -66,6 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
         self._built = False
         self._lr: list[Tensor] = []
+        self._published: set[str] = set()  # names of entries of ``state`` that are ours
         self._ddp_attached = False
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
@@ -150,15 +151,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
         return self._step if self.options.stochastic_rounding else None
 
+    def _visible_moments(self) -> dict[str, Tensor]:
+        """Those of ``_moments`` that mean something now; users find them in ``state``."""
+        return self._moments()
+
     def _publish_state(self) -> None:
-        """Fills ``self.state`` with views of the flat buffers, under torch's names."""
-        self.state.clear()
+        """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
+        visible, before, self._published = self._visible_moments(), self._published, {"step", "master"}
+        self._published |= visible.keys()
         for i, p in enumerate(self._list.owners):
-            parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in self._moments().items()}
+            parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
             if i in self._list.masters:
                 parts["master"] = self._list.dense[i]
             views = {name: self._list.published(part, i) for name, part in parts.items()}
-            self.state[p] = {"step": self._step, **views}
+            others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
+            self.state[p] = {**others, "step": self._step, **views}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before any variance is frozen. Every rank must call it.
@@ -458,10 +465,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CollectiveError: after a step that ended so: half an exchange is no state to go on from.
         """
         self._refuse_if_broken()
-        packed = super().state_dict()
-        if self._expected is not None:
-            return checkpoint.template(self, packed, *self._expected)
-        return checkpoint.save(self, packed)
+        packing.before_saving(self)
+        saved = self._saved() if self._expected is None else checkpoint.template(self, *self._expected)
+        return packing.after_saving(self, saved)
+
+    def _saved(self) -> dict[str, Any]:
+        """The complete ``state_dict``, before any hook has seen it."""
+        return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
@@ -469,8 +479,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if the checkpoint is of another model, or, where each rank has a
                 file of its own, of another world size or rank; nothing was changed.
+            Exception: what a hook raises, on its rank; the others raise ``DisagreementError``.
         """
-        checkpoint.load(self, state_dict, super().load_state_dict)
+        checkpoint.load(self, state_dict)
 
 
 def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -111,11 +111,11 @@ class OneBitOptimizer(AveragingOptimizer):
         self._live = live_of(self, excluded=tensors)
         self._reduce.set_live(self._live)
 
-    def _publish_state(self) -> None:
-        super()._publish_state()
+    def _visible_moments(self) -> dict[str, Tensor]:
+        moments = super()._visible_moments()
         if self._phase == "compression":
-            for state in self.state.values():
-                del state["exp_avg"]
+            del moments["exp_avg"]
+        return moments
 
     # ---------------------------------------------------------------- the step
 

@@ -251,14 +251,11 @@ class RoundOptimizer(DistributedOptimizer):
             kept["anchor"] = self._anchor[: self.layout.numel]
         return kept
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
-        self._refuse_if_broken()
+    def _saved(self) -> dict[str, Any]:
         self._reduce.settle()
-        packed = super().state_dict()
-        for state in packed["state"].values():
-            if self._local == 0:
-                state.pop("anchor", None)  # between two rounds the parameters say it
+        packed = super()._saved()
+        for index in self._list.index_of if self._local == 0 else ():
+            packed["state"][index].pop("anchor", None)  # between two rounds the parameters say it
         return packed
 
     def _header(self) -> dict[str, Any]:

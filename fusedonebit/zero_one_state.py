@@ -212,19 +212,16 @@ class ZeroOneState(AdamUpdate):
         anchor = self._anchor[: self.layout.numel]
         return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "anchor": anchor}
 
-    def _publish_state(self) -> None:
-        super()._publish_state()
-        for state in self.state.values():
-            del state["exp_avg"]  # mostly it is bits
+    def _visible_moments(self) -> dict[str, Tensor]:
+        return {"exp_avg_sq": self._exp_avg_sq}  # the momentum is mostly bits
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state; each rank saves and loads its own file. See ``checkpoint``."""
-        packed = super().state_dict()
-        for state in packed["state"].values():
+    def _saved(self) -> dict[str, Any]:
+        packed = super()._saved()
+        for index in self._list.index_of:
             if not self._as_floats:
-                state.pop("exp_avg", None)  # the bits say it
+                packed["state"][index].pop("exp_avg", None)  # the bits say it
             if self._local == 0:
-                state.pop("anchor", None)  # the parameters say it
+                packed["state"][index].pop("anchor", None)  # the parameters say it
         return packed
 
     def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:

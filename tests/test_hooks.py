@@ -1,0 +1,199 @@
+"""Hooks around ``state_dict`` and ``load_state_dict`` see and change what torch's would; others may keep entries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizers import MAKE
+from torch import Tensor, nn
+
+from fusedonebit import DisagreementError, ZeroOneAdam
+from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import SimulatedGroup
+
+EACH = pytest.mark.parametrize("name", MAKE)
+STAGES = pytest.mark.parametrize("steps", [1, 4], ids=["uncompressed", "bits"])
+
+
+def trained(name: str, steps: int, transport: Any = None, seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer: Any = MAKE[name](model.parameters(), lr=1e-3, process_group=transport)
+    train(model, optimizer, steps, seed)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def tensors(state_dict: dict) -> dict[str, Tensor]:
+    found = {}
+    for number, state in state_dict["state"].items():
+        found |= {f"{number}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+@STAGES
+@EACH
+def test_a_pre_hook_of_loading_sees_what_was_saved(name, steps):
+    _, optimizer = trained(name, steps)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, resumed = trained(name, 0)
+    seen: list[Any] = []
+    resumed.register_load_state_dict_pre_hook(lambda _, given: seen.append(copy.deepcopy(given)))
+    resumed.load_state_dict(saved)
+    assert tensors(saved)
+    assert tensors(seen[0]).keys() == tensors(saved).keys()
+    assert all(torch.equal(tensors(seen[0])[key], value) for key, value in tensors(saved).items())
+    assert header_of(seen[0]) == header_of(saved)
+
+
+@STAGES
+@EACH
+def test_what_a_pre_hook_of_loading_changes_is_loaded(name, steps):
+    _, optimizer = trained(name, steps)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, resumed = trained(name, 0)
+
+    def rename(_: Any, given: dict) -> dict:
+        return {"state": given["renamed"], "param_groups": given["param_groups"]}
+
+    def slow_down(_: Any, given: dict) -> None:
+        given["param_groups"] = copy.deepcopy(given["param_groups"])
+        given["param_groups"][0]["lr"] = 0.25
+
+    resumed.register_load_state_dict_pre_hook(slow_down)
+    resumed.register_load_state_dict_pre_hook(rename, prepend=True)
+    resumed.load_state_dict({"renamed": saved["state"], "param_groups": saved["param_groups"]})
+    assert resumed.param_groups[0]["lr"] == 0.25
+    assert saved["param_groups"][0]["lr"] == 1e-3
+    assert resumed.stats()["step"] == steps
+    now = tensors(resumed.state_dict())
+    assert all(torch.equal(now[key], value) for key, value in tensors(saved).items())
+
+
+@EACH
+def test_a_post_hook_of_loading_finds_everything_restored(name):
+    _, optimizer = trained(name, 4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, resumed = trained(name, 0)
+    seen: list[Any] = []
+    resumed.register_load_state_dict_post_hook(
+        lambda o: seen.append((o.stats()["step"], copy.deepcopy(o.state_dict())))
+    )
+    resumed.load_state_dict(saved)
+    (step, state), _ = seen[0], saved
+    assert step == 4
+    assert all(torch.equal(tensors(state)[key], value) for key, value in tensors(saved).items())
+
+
+@STAGES
+@EACH
+def test_a_post_hook_of_saving_sees_the_header_and_may_add_entries(name, steps):
+    _, optimizer = trained(name, steps)
+
+    def add(_: Any, saved: dict) -> None:
+        assert header_of(saved)["updates"] == steps
+        saved["epoch"] = 7
+
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "twice": saved["epoch"] * 2})
+    saved = optimizer.state_dict()
+    assert (saved["epoch"], saved["twice"]) == (7, 14)
+    _, resumed = trained(name, 0)
+    resumed.load_state_dict(copy.deepcopy(saved))
+    assert resumed.stats()["step"] == steps
+
+
+@EACH
+def test_a_pre_hook_of_saving_may_write_into_the_state(name):
+    model, optimizer = trained(name, 4)
+    p = model.weight
+    optimizer.register_state_dict_pre_hook(lambda o: o.state.update(note=5))
+    optimizer.register_state_dict_pre_hook(lambda o: o.state[p].update(average=torch.ones(2), depth=3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"]["note"] == 5
+    assert saved["state"][0]["depth"] == 3
+    again, resumed = trained(name, 0)
+    resumed.state["note"] = "of before"
+    resumed.load_state_dict(saved)
+    assert resumed.state["note"] == 5
+    assert resumed.state[again.weight]["depth"] == 3
+    assert torch.equal(resumed.state[again.weight]["average"], torch.ones(2))
+    assert "depth" not in resumed.state[again.bias]
+
+
+@EACH
+def test_what_others_keep_in_the_state_outlives_the_freeze_and_new_groups(name):
+    model, optimizer = trained(name, 0)
+    optimizer.state["note"] = [1, 2]
+    optimizer.state[model.weight]["depth"] = 3
+    more = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [more]})
+    model.register_forward_hook(lambda _, inputs, output: output + more)
+    train(model, optimizer, 4)
+    assert optimizer.state["note"] == [1, 2]
+    assert optimizer.state[model.weight]["depth"] == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@EACH
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(name, when):
+    def rank_program(rank: int, transport: Any) -> str:
+        _, optimizer = trained(name, 4, transport, seed=rank)
+        saved = copy.deepcopy(optimizer.state_dict())
+        _, resumed = trained(name, 0, transport)
+
+        def fail(*_: Any) -> None:
+            if rank == 1:
+                raise LookupError("no such thing")
+
+        if when == "before":
+            resumed.register_load_state_dict_pre_hook(fail)
+        else:
+            resumed.register_load_state_dict_post_hook(fail)
+        with pytest.raises(LookupError if rank == 1 else DisagreementError, match="no such thing") as caught:
+            resumed.load_state_dict(saved)
+        if when == "before":
+            assert resumed.stats()["step"] == 0
+        return str(caught.value)
+
+    told = SimulatedGroup(2, timeout=20).run(rank_program)
+    assert "failed on rank 1: no such thing" in told[0]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, MAKE["OneBitAdam"]], ids=["torch", "ours"])
+def test_hooks_run_in_torchs_order_and_only_once(make):
+    model = nn.Linear(4, 3)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 3)
+    calls: list[str] = []
+
+    def noting(what: str) -> Callable[..., None]:
+        return lambda *_: calls.append(what)
+
+    for mark, prepend in (("last", False), ("first", True)):
+        optimizer.register_state_dict_pre_hook(noting(f"saving {mark}"), prepend=prepend)
+        optimizer.register_state_dict_post_hook(noting(f"saved {mark}"), prepend=prepend)
+        optimizer.register_load_state_dict_pre_hook(noting(f"loading {mark}"), prepend=prepend)
+        optimizer.register_load_state_dict_post_hook(noting(f"loaded {mark}"), prepend=prepend)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [f"{what} {m}" for what in ("saving", "saved", "loading", "loaded") for m in ("first", "last")]
+
+
+def test_a_hook_sees_the_state_of_a_round_as_it_is_saved():
+    _, optimizer = trained("ZeroOneAdam", 3)
+    assert isinstance(optimizer, ZeroOneAdam)
+    seen: list[Any] = []
+    optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(sorted(saved["state"][0])))
+    saved = optimizer.state_dict()
+    assert seen == [sorted(saved["state"][0])]
