@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab netlab test test-full test-ecosystem docs lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-compiler test-mpi test-full test-ecosystem docs lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
 	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
 	@echo "make test       run the test suite (minutes)"
+	@echo "make test-compiler   those tests that need a C compiler, or do more with one; make test has them where there is one"
+	@echo "make test-mpi   those tests that need Open MPI (apt-get install openmpi-bin), with mpi4py, which it installs"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
@@ -23,10 +25,13 @@ help:
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
+# Without mpi4py: it needs an MPI library, and there are programs that fail where it finds none.
 $(READY): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch and triton into $(VENV): minutes, the first time"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=61" wheel torch triton
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev,mpi]"
+	@echo "installing fusedonebit and what its commands and tests need"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev]"
 	@touch $@
 
 setup: $(READY)
@@ -43,6 +48,17 @@ netlab: $(READY)
 # Two workers: most tests are one process of one thread.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-compiler: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels or needs_compiler"
+
+$(VENV)/.mpi: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi]"
+	@touch $@
+
+# The ranks of one world serve all these tests: one worker.
+test-mpi: $(VENV)/.mpi
+	$(BIN)/python -m pytest -m needs_mpi
 
 test-full: $(READY)
 	$(BIN)/python -m pytest --full

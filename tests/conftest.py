@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,31 @@ def _rank_processes() -> Iterator[None]:
     mpi_ranks.shut_down()
 
 
+def _missing(marker: str) -> str:
+    """What tests with a marker lack here, and how to get it; "" if nothing."""
+    if marker == "needs_mpi":
+        import mpi_ranks
+
+        return mpi_ranks.missing()
+    from fusedonebit.triton_kernels import native
+
+    return "" if native.library() else f"{native.reason()}: for instance apt-get install gcc; then make test-compiler"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("needs_mpi", "needs_compiler"):
+        if item.get_closest_marker(marker) and (missing := _missing(marker)):
+            pytest.skip(missing)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     yield  # last, where it is seen
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "test_mpi" in report.nodeid]
-    for reason in sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped}):
-        if "not installed" in reason:
-            terminalreporter.write_line(f"SKIPPED: {reason}", red=True, bold=True)
+    stats = terminalreporter.stats
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    lines = [f"SKIPPED: {count} tests: {reason}" for reason, count in reasons.items() if "make test-full" not in reason]
+    kernels = sum("kernels" in report.keywords for report in stats.get("passed", []))
+    if kernels and (missing := _missing("kernels")):
+        lines.append(f"NOT COMPARED: the C kernels, in {kernels} tests: {missing}")
+    for line in lines:
+        terminalreporter.write_line(line, red=True, bold=True)

@@ -19,12 +19,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from ranks import RankError
 
 LARGEST_WORLD = 4
+LOADS = "from mpi4py import rc; rc.initialize = False; from mpi4py import MPI"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -41,13 +43,15 @@ ENVIRONMENT = {
 }
 
 
+@cache
 def missing() -> str:
     """What MPI tests lack here, and how to get it; "" if nothing."""
     if shutil.which("mpirun") is None:
-        return "Open MPI is not installed: apt-get install openmpi-bin"
+        return "Open MPI is not installed: apt-get install openmpi-bin; then make test-mpi"
     if importlib.util.find_spec("mpi4py") is None:
-        return 'mpi4py is not installed: pip install "fusedonebit[mpi]"'
-    return ""
+        return "mpi4py is not installed: make test-mpi installs it"
+    loads = subprocess.run([sys.executable, "-c", LOADS], stderr=subprocess.DEVNULL)
+    return "mpi4py finds no MPI library: apt-get install openmpi-bin" if loads.returncode else ""
 
 
 def start_mpi(world_size: int, command: Sequence[str], **options: Any) -> subprocess.Popen:

@@ -18,6 +18,7 @@ SIZES = (300, 0, 5, 2048, 129)
 HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("op", ["momentum_compress", "apply_momentum", "lamb_ratio", "lamb_ratio, preconditioned"])
 def test_every_backend_reads_a_variance_in_bfloat16_alike(op, inside):

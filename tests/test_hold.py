@@ -14,6 +14,7 @@ from fusedonebit.comm.wire import Flag
 from fusedonebit.triton_kernels import FlatLayout, using
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("op", ["momentum_compress", "server_reduce"])
 def test_an_op_that_is_held_back_writes_nothing(op, ternary):

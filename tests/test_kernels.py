@@ -30,6 +30,8 @@ from fusedonebit.triton_kernels import (
 from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.ops import KERNELS
 
+pytestmark = pytest.mark.kernels
+
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (100_000,), (300, 0, 5, 2048, 129)]
 EACH_SIZE = pytest.mark.parametrize(
     "sizes", [pytest.param(s, marks=pytest.mark.full) if max(s) > 10_000 else s for s in SIZES]

@@ -19,6 +19,8 @@ from fusedonebit import Lamb, OneBitLamb
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, using
 from fusedonebit.triton_kernels.launch import launches
 
+pytestmark = pytest.mark.kernels
+
 # Where a program is a layer, W only adds padding.
 LAYER_SIZES = [(1,), pytest.param((100_000,), marks=pytest.mark.full), SIZES[-1], (3, 0), (0,)]
 WAYS = [(deepspeed, blend) for deepspeed in (False, True) for blend in (False, True)]

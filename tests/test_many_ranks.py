@@ -9,6 +9,8 @@ from backends import assert_equal_backends, problem
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("world_size", [7, 8, 9, 16, 21])

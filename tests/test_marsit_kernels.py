@@ -21,6 +21,8 @@ from fusedonebit.comm.wire import CHECKED, Flag, Word
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
 from fusedonebit.triton_kernels.marsit_twins import NONFINITE, bernoulli, threshold_of
 
+pytestmark = pytest.mark.kernels
+
 KINDS = ("plain", "sgd", "adam")
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (20_000,), (300, 0, 5, 2048, 129)]
 THRESHOLDS = [*map(threshold_of, range(2, 10)), 1, 3 << 30, (1 << 31) - 1, (1 << 31) + 1, (1 << 32) - 1]

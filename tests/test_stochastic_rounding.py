@@ -81,6 +81,7 @@ def drawn(step: float, start: int, numel: int) -> Tensor:
 # ---------------------------------------------------------------- kernels and twins
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
 @EACH_OP
@@ -89,6 +90,7 @@ def test_a_kernel_rounds_as_its_twin(op, sizes, dtypes):
         assert_equal_backends(op, lambda s=step, b=block, k=skip: arguments(op, s, sizes, dtypes, b, k))
 
 
+@pytest.mark.kernels
 @EACH_OP
 def test_a_kernel_rounds_as_its_twin_what_no_mask_keeps_still(op):
     sizes = (300, 0, 5, 1100, 129)
@@ -101,6 +103,7 @@ def test_a_kernel_rounds_as_its_twin_what_no_mask_keeps_still(op):
     assert not torch.equal(after[0], before[0])
 
 
+@pytest.mark.kernels
 @settings(max_examples=12)
 @given(
     st.sampled_from(OPS),
@@ -175,6 +178,7 @@ def with_special(op: str, step: float) -> tuple:
     return given
 
 
+@pytest.mark.kernels
 @EACH_OP
 def test_a_kernel_rounds_nan_infinity_and_the_largest_as_its_twin(op):
     assert_equal_backends(op, lambda: with_special(op, 4.0))

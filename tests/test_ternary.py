@@ -34,6 +34,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
     return {0: torch.arange(sizes[0]) % 3 > 0}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
@@ -47,6 +48,7 @@ def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
         assert_equal_backends("momentum_compress", arguments)
 
 
+@pytest.mark.kernels
 def test_compressing_nothing_but_zeros_equals_its_twin():
     def arguments() -> tuple:
         p = make(SIZES[-1])
@@ -63,6 +65,7 @@ def test_compressing_nothing_but_zeros_equals_its_twin():
     assert (bits[:, 0] == 255).all()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("norm", SCALE_NORMS)
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 def test_finish_equals_its_twin(scope, norm):
@@ -74,6 +77,7 @@ def test_finish_equals_its_twin(scope, norm):
     assert_equal_backends("finish", arguments)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
@@ -84,6 +88,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     assert_equal_backends("server_reduce", arguments)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
@@ -96,6 +101,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
         assert_equal_backends("apply_momentum", arguments)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
 def test_lamb_ratio_equals_its_twin(sizes, world_size):

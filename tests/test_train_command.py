@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -128,11 +131,27 @@ def endless(text: Path, out: Path, records: int) -> subprocess.Popen[str]:
     return process
 
 
+class Process(NamedTuple):
+    """A line of what ``ps`` would tell, which not every machine has."""
+
+    pid: int
+    parent: int
+    group: int
+    state: str
+    arguments: str
+
+
+def processes() -> Iterator[Process]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent, group, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            arguments = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield Process(int(folder.name), int(parent), int(group), state, arguments)
+
+
 def running(group: int) -> list[str]:
     """Command lines of the processes of a group that have not ended."""
-    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-    return [args for pgid, stat, args in rows if int(pgid) == group and not stat.startswith("Z")]
+    return [process.arguments for process in processes() if process.group == group and process.state != "Z"]
 
 
 def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, text: Path):
@@ -165,8 +184,8 @@ def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, text: Path)
 @pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
     process = endless(text, tmp_path / "out", records=1)
-    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
-    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    ranks = [one.pid for one in processes() if one.parent == process.pid and "spawn_main" in one.arguments]
+    os.kill(max(ranks), signal.SIGKILL)
     process.communicate(timeout=30)
     assert process.returncode == 1
 

@@ -332,6 +332,6 @@ def over_gloo(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.full  # starting MPI takes most of it
-@pytest.mark.skipif(bool(mpi_ranks.missing()), reason=mpi_ranks.missing())
+@pytest.mark.needs_mpi
 def test_over_mpi_the_bits_are_those_over_gloo():
     assert mpi_ranks.run_mpi(over_mpi, 2) == run_ranks(over_gloo, 2)

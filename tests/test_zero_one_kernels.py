@@ -14,6 +14,8 @@ from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebui
 
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
 
+pytestmark = pytest.mark.kernels
+
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 
 
