@@ -2,40 +2,30 @@
 
 A C function has the name of a Triton kernel and its arguments, in its order, behind the range of programs to
 run; how Python calls it is read off its declaration. Built once, in two seconds, with the compiler's own idea of
-this machine (-march=native), and kept under ``~/.cache/fusedonebit``. Bits equal those of the twins: nothing is
-contracted, nothing reassociated.
+this machine (-march=native), and kept under ``~/.cache/fusedonebit`` (``build``). Bits equal those of the twins:
+nothing is contracted, nothing reassociated.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
 import re
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import BLOCK_SIZES
+from . import build
+from .build import SOURCES, UnavailableError
 
-FLAGS = (
-    *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # bits equal the twins'
-)
-SOURCES = ("compress.c", "update.c", "marsit.c", "zero_one.c", "lion.c")
-_HERE = Path(__file__).parent
+compiler = build.compiler
+
 _DECLARATION = re.compile(r"^void (\w+)\(int64_t begin, int64_t end, ([^)]*)\)", re.MULTILINE)
 _DTYPES = {
     "float": torch.float32,
@@ -85,16 +75,12 @@ class Function(NamedTuple):
     arguments: tuple[Argument, ...]
 
 
-class _UnavailableError(Exception):
-    """There are no C kernels, and why."""
-
-
 @cache
 def declarations() -> dict[str, tuple[Argument, ...]]:
     """The arguments of every C kernel, by name."""
     found = {}
     for source in SOURCES:
-        for name, arguments in _DECLARATION.findall((_HERE / source).read_text()):
+        for name, arguments in _DECLARATION.findall((build.HERE / source).read_text()):
             found[name] = tuple(_argument(text) for text in arguments.split(","))
     return found
 
@@ -121,108 +107,19 @@ def reason() -> str:
 @cache
 def _library() -> Mapping[str, Function] | str:
     try:
-        loaded = ctypes.CDLL(str(_built()))
-    except (OSError, _UnavailableError) as error:
+        loaded = ctypes.CDLL(str(build.shared_library(list(declarations()))))
+        return {name: Function(_callable(loaded, name), arguments) for name, arguments in declarations().items()}
+    except (OSError, UnavailableError) as error:
         return str(error)
-    functions = {}
-    for name, arguments in declarations().items():
-        call = getattr(loaded, name)
-        call.restype = None
-        call.argtypes = [ctypes.c_int64, ctypes.c_int64, *(argument.kind for argument in arguments)]
-        functions[name] = Function(call, arguments)
-    return functions
+    except Exception as error:  # nobody's step may fail for want of a faster kernel, whatever is wrong here
+        return repr(error)
 
 
-@cache
-def compiler() -> str:
-    """The C compiler that is used: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
-    given = os.environ.get("CC", "").strip()
-    return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
-
-
-def _built() -> Path:
-    """The shared library. Its name ends with its own hash, so that nobody ever loads half of one, or a damaged one."""
-    if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
-        raise _UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
-    if not compiler():
-        raise _UnavailableError("no C compiler was found ($CC, cc, gcc, clang)")
-    if shutil.which(_command()[0]) is None:
-        raise _UnavailableError(f"CC={compiler()} was not found")
-    folder, name = _folder(), f"kernels-{_fingerprint()}"
-    with _locked(folder / "lock"):
-        for kept in folder.glob(f"{name}-*.so"):
-            if kept.stem == f"{name}-{_digest(kept)}":
-                return kept
-            kept.unlink()
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / "kernels.so"
-            _compile(made)
-            return made.replace(folder / f"{name}-{_digest(made)}.so")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _command() -> list[str]:
-    return shlex.split(compiler())
-
-
-def _compile(target: Path) -> None:
-    sources = [str(_HERE / name) for name in SOURCES]
-    command = [*_command(), *FLAGS, "-shared", "-fPIC", "-o", str(target), *sources, "-lm"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
-        wrong = next((line for line in told if "error" in line), told[0])
-        raise _UnavailableError(f"{compiler()} could not build them: {wrong}") from error
-    if not target.exists():
-        raise _UnavailableError(f"{compiler()} could not build them: it wrote nothing")
-
-
-def _folder() -> Path:
-    """Where libraries are kept: the user's cache, or where that can't be written a folder of this user's own."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cached = (given if given.is_absolute() else Path.home() / ".cache") / "fusedonebit"
-    for folder in (cached, Path(tempfile.gettempdir()) / f"fusedonebit-{os.getuid()}"):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        # What is loaded runs: never from a folder that somebody else may write.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022:
-            return folder
-    raise _UnavailableError(f"{cached} cannot be written")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process builds, the others of the machine wait for it."""
-    import fcntl
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _fingerprint() -> str:
-    """Differs between sources, compilers and processors: homes are shared between machines."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted(_HERE.glob("*.[ch]")):
-        digest.update(path.read_bytes())
-    version = subprocess.run([*_command(), "--version"], capture_output=True, text=True, check=False)
-    digest.update(version.stdout.encode())
-    digest.update(" ".join(_processor()).encode())
-    return digest.hexdigest()[:16]
-
-
-def _processor() -> Iterable[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return (platform.machine(), platform.processor())
-    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU "))})
+def _callable(loaded: ctypes.CDLL, name: str) -> Any:
+    call = getattr(loaded, name)
+    call.restype = None
+    call.argtypes = [ctypes.c_int64, ctypes.c_int64, *(argument.kind for argument in declarations()[name])]
+    return call
 
 
 # ---------------------------------------------------------------- calls

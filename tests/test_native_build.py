@@ -1,0 +1,253 @@
+"""Who builds the C kernels and where they are kept: whatever is odd there, steps run, and ``repr`` says on what.
+
+Where the library itself does not matter the compiler is a script that copies one: see ``pretend``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_native import ALONE, alone
+
+from fusedonebit.triton_kernels import backend, native
+
+CPU = torch.device("cpu")
+PLAIN = "plain torch, eager (cpu): "
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
+needs_compiler = pytest.mark.needs_compiler
+Ask = Callable[..., str]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """What ``backend`` tells in another environment, with empty caches, as in a process of its own; None unsets."""
+
+    def tell(**environment: str | None) -> str:
+        for name, value in environment.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        native._library.cache_clear()
+        native.compiler.cache_clear()
+        return backend(CPU)
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tell
+    native._library.cache_clear()
+    native.compiler.cache_clear()
+
+
+def script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that this machine has already."""
+    made = native.build.shared_library(list(native.declarations()))
+    return Path(shutil.copy(made, tmp_path_factory.mktemp("library") / "made.so"))
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, library: Path) -> str:
+    """A compiler that always makes this library, at once."""
+    answer = '[ "$1" = --version ] && echo "pretend 1" && exit'
+    return script(tmp_path / "pretend-cc", f'{answer}\nwhile [ "$1" != -o ]; do shift; done\ncp "{library}" "$2"')
+
+
+def kept(tmp_path: Path, where: str = "cache/fusedonebit") -> set[Path]:
+    return set((tmp_path / where).glob("kernels-*.so"))
+
+
+# ---------------------------------------------------------------- compilers
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("cc 'unfinished", "CC=cc 'unfinished is no command: No closing quotation"),
+        ("''", "CC='' was not found"),
+        ("no-such-cc", "CC=no-such-cc was not found"),
+        ("{folder}", "CC={folder} was not found"),
+        ("{text}", "{text} could not build them: "),
+        ("{silent}", "{silent} could not build them: it wrote nothing"),
+        ("{failing}", "{failing} could not build them: fatal error: no such thing as -O3"),
+        ("{garbled}", "{garbled} could not build them: error: \ufffd\ufffd"),
+        ("{damaged}", "what {damaged} built does not load: OSError: "),
+        ("{empty}", "what {empty} built does not load: "),
+        ("{fatal}", "what {fatal} built does not load: it ended with status -6"),
+    ],
+)
+@needs_compiler
+def test_an_odd_compiler_is_named_and_plain_torch_runs(given: str, why: str, tmp_path: Path, ask: Ask):
+    target = 'while [ "$1" != -o ]; do shift; done; '
+    built = f'[ "$1" = --version ] || {{ {target} {COMPILER} -shared -fPIC -o "$2" -x c'
+    odd = {
+        "folder": str(tmp_path),
+        "text": str(tmp_path / "text"),
+        "silent": script(tmp_path / "silent", "exit 0"),
+        "failing": script(tmp_path / "failing", "echo note; echo 'fatal error: no such thing as -O3' >&2; exit 1"),
+        "garbled": script(tmp_path / "garbled", r"printf 'error: \377\376\n'; exit 1"),
+        "damaged": script(tmp_path / "damaged", f'[ "$1" = --version ] || {{ {target} echo damaged > "$2"; }}'),
+        "empty": script(tmp_path / "empty", f"{built} /dev/null; }}"),
+        "fatal": script(tmp_path / "fatal", f'{built} "{tmp_path}/fatal.c"; }}'),
+    }
+    (tmp_path / "fatal.c").write_text("void abort(void); __attribute__((constructor)) void end(void) { abort(); }")
+    (tmp_path / "text").write_text("this is no program")
+    (tmp_path / "text").chmod(0o755)
+    assert ask(CC=given.format(**odd)).startswith(PLAIN + why.format(**odd))
+
+
+@pytest.mark.parametrize("at", ["--version", "anything"])
+def test_a_compiler_that_hangs_is_ended_with_what_it_has_started(
+    at: str, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+):
+    limit = "ANSWER_SECONDS" if at == "--version" else "BUILD_SECONDS"
+    monkeypatch.setattr(native.build, limit, 0.5)
+    pid = tmp_path / "pid"
+    answer = "" if at == "--version" else '[ "$1" = --version ] && exit\n'
+    compiler = script(tmp_path / "hanging", f'{answer}sleep 300 &\necho $! > "{pid}"\nwait')
+    began = time.monotonic()
+    told = ask(CC=compiler)
+    assert told.startswith(PLAIN + compiler)
+    assert told.endswith("it did not end within 0.5 s")
+    assert time.monotonic() - began < 60
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid.read_text().strip()}/cmdline").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # until its new parent has noticed
+    assert not Path(f"/proc/{pid.read_text().strip()}/exe").exists()
+
+
+@needs_compiler
+@pytest.mark.full
+def test_a_sanitizers_library_ends_no_process(tmp_path: Path):
+    places = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    told, bits = alone(ALONE, CC=f"{COMPILER} -fsanitize=address", **places)
+    assert told.startswith(PLAIN)
+    assert f"{COMPILER} -fsanitize=address" in told
+    assert alone(ALONE, CC=COMPILER, **places) == [f"C, {COMPILER} (cpu)", bits]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_arguments_for_another_arithmetic_do_not_switch_denormals_off(tmp_path: Path):
+    told = alone(
+        ALONE + "print((torch.tensor([1e-40]) / 2).item())", CC=f"{COMPILER} -ffast-math", XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert told[0] == f"C, {COMPILER} -ffast-math (cpu)"
+    assert float(told[2]) > 0
+
+
+# ---------------------------------------------------------------- which library
+
+
+@needs_compiler
+def test_a_library_is_kept_for_the_command_the_compiler_and_the_environment_it_was_made_with(
+    tmp_path: Path, ask: Ask, pretend: str
+):
+    first = f"C, {pretend} (cpu)"
+    assert ask(CC=pretend) == first
+    assert len(kept(tmp_path)) == 1
+    assert ask() == first
+    assert len(kept(tmp_path)) == 1
+    assert ask(CC=f"{pretend} -m64") == f"C, {pretend} -m64 (cpu)"
+    assert len(kept(tmp_path)) == 2
+    assert ask(CC=pretend, CPATH=str(tmp_path)) == first
+    assert len(kept(tmp_path)) == 3
+    with open(pretend, "a") as file:
+        file.write("# another compiler, that says it is the same\n")
+    assert ask(CPATH=None) == first
+    assert len(kept(tmp_path)) == 4
+
+
+# ---------------------------------------------------------------- where it is kept
+
+
+@needs_compiler
+def test_without_a_home_or_any_place_to_write_to_steps_run(
+    tmp_path: Path, ask: Ask, pretend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # as in a container with a user id of its own
+    temporary = f"temporary/fusedonebit-{os.getuid()}"
+    monkeypatch.chdir(tmp_path)
+    for home in (None, "", "relative", "/dev/null", str(tmp_path / "nothing")):
+        assert ask(CC=pretend, XDG_CACHE_HOME=None, HOME=home) == f"C, {pretend} (cpu)", home
+        assert len(kept(tmp_path, temporary)) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"pretend-cc", "temporary"}
+    shutil.rmtree(tmp_path / temporary)
+    (tmp_path / temporary).write_text("a file stands here")
+    told = ask()
+    assert told.startswith(f"{PLAIN}no folder can keep them: {tmp_path / temporary} (")
+
+
+@needs_compiler
+def test_no_link_in_the_cache_is_followed(tmp_path: Path, ask: Ask, pretend: str):
+    folder, precious = tmp_path / "cache" / "fusedonebit", tmp_path / "precious"
+    precious.write_text("precious")
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(precious)
+    assert ask(CC=pretend) == f"C, {pretend} (cpu)"
+    assert precious.read_text() == "precious"
+    (library,) = kept(tmp_path)
+    library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(tmp_path / "elsewhere.so")
+    assert ask() == f"C, {pretend} (cpu)"
+    assert [path.is_symlink() for path in kept(tmp_path)] == [False]
+    library.unlink()
+    os.mkfifo(library)
+    assert ask() == f"C, {pretend} (cpu)"
+    assert [path.is_file() for path in kept(tmp_path)] == [True]
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["a link", "others may write"])
+def test_a_folder_that_somebody_else_may_have_made_is_not_used(how: str, tmp_path: Path, ask: Ask, pretend: str):
+    folder, planted = tmp_path / "cache" / "fusedonebit", tmp_path / "planted"
+    planted.mkdir()
+    if how == "a link":
+        folder.parent.mkdir()
+        folder.symlink_to(planted)
+    else:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    assert ask(CC=pretend) == f"C, {pretend} (cpu)"
+    assert not list(planted.iterdir())
+    assert not kept(tmp_path)
+    assert len(kept(tmp_path, f"temporary/fusedonebit-{os.getuid()}")) == 1
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(tmp_path: Path, ask: Ask, pretend: str):
+    assert ask(CC=pretend) == f"C, {pretend} (cpu)"
+    (library,) = kept(tmp_path)
+    half = library.read_bytes()[:1000]
+    library.unlink()  # this process runs it
+    library.write_bytes(half)
+    assert ask() == f"C, {pretend} (cpu)"
+    assert len(library.read_bytes()) > 1000
+
+
+@needs_compiler
+def test_a_process_that_never_lets_go_of_the_lock_is_waited_for_for_a_while(
+    tmp_path: Path, ask: Ask, pretend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native.build, "LOCK_SECONDS", 0.3)
+    (tmp_path / "cache" / "fusedonebit").mkdir(parents=True)
+    with open(tmp_path / "cache" / "fusedonebit" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ask(CC=pretend) == f"C, {pretend} (cpu)"
