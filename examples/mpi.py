@@ -1,4 +1,4 @@
-"""1-bit Adam over MPI: pip install "fusedonebit[mpi]", and an MPI library.
+"""1-bit Adam over MPI: pip install mpi4py, and an MPI library.
 
 mpirun -n 2 python examples/mpi.py
 """

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from .extras import missing
 from .migrate import command as migration
 from .migrate.config import InputError as ConfigError
 from .plan import command as planner
@@ -159,11 +160,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as missing:
-        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[train]"')
+    if absent := missing("rich"):
+        return _refuse(f"this command needs {absent}")
     try:
         return planner.run(arguments)
     except planner.InputError as error:
@@ -171,16 +169,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _lab(arguments: argparse.Namespace) -> int:
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-        import sklearn  # noqa: F401
-    except ImportError as missing:
-        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[lab]"')
     from pathlib import Path
 
     from .lab.contenders import CONTENDERS
-    from .lab.launch import run_lab
     from .lab.tasks import TASKS
 
     if arguments.list:
@@ -192,6 +183,10 @@ def _lab(arguments: argparse.Namespace) -> int:
         for name in given:
             if name not in known:
                 return _refuse(f"{flag} must be of {', '.join(known)}, got {name!r}")
+    if absent := missing("rich", "sklearn"):
+        return _refuse(f"this command needs {absent}")
+    from .lab.launch import run_lab
+
     run_lab(tasks, optimizers, arguments.seeds, arguments.workers, Path(arguments.out))
     return 0
 
@@ -201,11 +196,8 @@ def _listed(names: str | None) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as missing:
-        return _refuse(f'this command needs {missing.name}: pip install "fusedonebit[train]"')
+    if absent := missing("rich"):
+        return _refuse(f"this command needs {absent}")
     from .train import launch
     from .train.data import InputError
     from .train.run import Job, check
@@ -282,7 +274,10 @@ def _whole(flag: str, least: int) -> Callable[[str], int]:
 
 
 def _freeze_step(text: str) -> int | str:
-    return text if text == "auto" else _whole("--freeze-step", 1)(text)
+    try:
+        return text if text == "auto" else _whole("--freeze-step", 1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 or auto, got {text!r}") from None
 
 
 def _rate(text: str) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import FusedOneBitWarning
-from .plots import plot
+from ..extras import missing
 from .report import named, table, traffic, verdicts
 from .run import Key, run
 
@@ -51,11 +51,16 @@ def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers
 
 
 def report(records: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Prints and writes the tables, and draws the plots."""
+    """Prints and writes the tables, and draws the plots where matplotlib is."""
     records = named(records)
     text = "\n".join([table(records), verdicts(records), traffic(records)])
     print(text)
     (out / "table.md").write_text(text)
+    if absent := missing("matplotlib"):
+        print(f"wrote {out / 'runs.jsonl'} and {out / 'table.md'}; pictures need {absent}")
+        return
+    from .plots import plot
+
     plot(records, out / "losses.png")
     print(f"wrote {out / 'runs.jsonl'}, {out / 'table.md'} and {out / 'losses.png'}")
 

@@ -41,8 +41,8 @@ def _cell(runs: Sequence[Record]) -> str:
     parts = []
     if fine:
         mean = sum(fine) / len(fine)
-        spread = math.sqrt(sum((x - mean) ** 2 for x in fine) / max(1, len(fine) - 1))
-        parts.append(f"{mean:.4g} ± {spread:.2g}")
+        spread = math.sqrt(sum((x - mean) ** 2 for x in fine) / max(1, len(fine) - 1))  # one has none
+        parts.append(f"{mean:.4g} ± {spread:.2g}" if len(fine) > 1 else f"{mean:.4g}")
     if len(fine) < len(runs):
         parts.append(f"**diverged {len(runs) - len(fine)}/{len(runs)}**")
     return ", ".join(parts)
@@ -118,16 +118,17 @@ def verdicts(records: Sequence[Record]) -> str:
         known = [c for c in found.values() if c is not None]
         if known:
             cells = [_claim(found[task]) for task in tasks]
-            lines.append(
-                f"| {one} than {other} | {' | '.join(cells)} | {sum(c['holds'] for c in known)}/{len(known)} |"
-            )
+            judged = [c["holds"] for c in known if c["seeds"] > 1]  # one seed has no error to judge by
+            holds = f"{sum(judged)}/{len(judged)}" if judged else "-"
+            lines.append(f"| {one} than {other} | {' | '.join(cells)} | {holds} |")
     return "\n".join(lines) + "\n"
 
 
 def _claim(c: Mapping[str, Any] | None) -> str:
     if c is None:
         return ""
-    parts = [] if math.isnan(c["percent"]) else [f"{c['percent']:+.2f} ± {c['error']:.2f}"]
+    error = "" if math.isnan(c["error"]) else f" ± {c['error']:.2f}"  # one seed has none
+    parts = [] if math.isnan(c["percent"]) else [f"{c['percent']:+.2f}{error}"]
     for key, whose in (("diverged", ""), ("other_diverged", "other ")):
         if c[key]:
             parts.append(f"**{whose}diverged {c[key]}/{c['seeds']}**")

@@ -114,7 +114,7 @@ def _transport(config: Config, call: Call) -> str:
     if backend == "mpi":
         call.imports.append("from fusedonebit.comm.mpi import MPITransport")
         call.mpi = True
-        return "process_group=MPITransport(): needs fusedonebit[mpi], and mpirun as before"
+        return "process_group=MPITransport(): needs mpi4py, and mpirun as before"
     return f'"{backend}": the process group decides; init_process_group() takes NCCL for GPUs and gloo for CPUs'
 
 

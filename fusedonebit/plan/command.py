@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..extras import missing
 from .costs import TYPICAL, Network
 from .units import parse_bandwidth, parse_count
+
+if TYPE_CHECKING:
+    from .report import Plan
 
 
 class InputError(ValueError):
@@ -47,14 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tables, draws the picture.
+    """Prints the tables; draws the picture where matplotlib is.
 
     Raises:
         InputError: if what was asked makes no sense together.
     """
     from rich.console import Console
 
-    from .plot import plot_plan
     from .report import Plan, show
 
     gpus, per_node = arguments.gpus, arguments.gpus_per_node
@@ -63,16 +67,23 @@ def run(arguments: argparse.Namespace) -> int:
     network = Network(arguments.network, arguments.nvlink, per_node, between_latency=arguments.latency_us * 1e-6)
     compute = None if arguments.step_ms is None else arguments.step_ms * 1e-3
     plan = Plan(arguments.params, gpus, network, compute, arguments.full_precision_every)
-    out = Path(arguments.out)
+    absent = missing("matplotlib")
+    picture = f"a picture needs {absent}" if absent else f"picture: {_draw(plan, Path(arguments.out))}"
+    console = Console(highlight=False)
+    show(plan, console)
+    console.print(picture, soft_wrap=True)
+    return 0
+
+
+def _draw(plan: Plan, out: Path) -> Path:
+    from .plot import plot_plan
+
     try:
         out.mkdir(parents=True, exist_ok=True)
         plot_plan(plan, out / "plan.png")
     except OSError as error:
         raise InputError(f"--out {out} can't be written: {error.strerror or error}") from error
-    console = Console(highlight=False)
-    show(plan, console)
-    console.print(f"picture: {out / 'plan.png'}", soft_wrap=True)
-    return 0
+    return out / "plan.png"
 
 
 def _whole(text: str, least: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,9 @@ HELD_OUT = 0.1
 """Share of the text that is never trained on: the end of each of ``PIECES`` equal pieces."""
 
 PIECES = 16
+
+LARGEST = 2**30
+"""Bytes of one file: each process holds all text in memory, twice while it reads."""
 
 
 class InputError(Exception):
@@ -60,7 +64,7 @@ def load_text(files: Sequence[str]) -> Tensor:
     """Reads files, one after the other, as uint8 [n]; none: Python's own documentation topics.
 
     Raises:
-        InputError: for a file that can't be read or is empty.
+        InputError: for a file that can't be read, is empty or larger than ``LARGEST``.
     """
     if not files:
         from pydoc_data.topics import topics
@@ -68,14 +72,25 @@ def load_text(files: Sequence[str]) -> Tensor:
         return _bytes("\n\n".join(topics.values()).encode())
     parts = []
     for name in files:
-        try:
-            content = Path(name).read_bytes()
-        except OSError as error:
-            raise InputError(f"--text {name} can't be read: {error.strerror or error}") from error
-        if not content:
-            raise InputError(f"--text {name} is empty; give a file with text in it")
-        parts.append(content)
+        parts.append(_read(name))
     return _bytes(b"\n\n".join(parts))
+
+
+def _read(name: str) -> bytes:
+    path = Path(name)
+    try:
+        # Of a pipe each rank would get a part, or wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"--text {name} can't be read: it must be a file, not a folder, a pipe or a device")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as error:
+        raise InputError(f"--text {name} can't be read: {error.strerror or error}") from error
+    if not content:
+        raise InputError(f"--text {name} is empty; give a file with text in it")
+    if len(content) > LARGEST:
+        raise InputError(f"--text {name} has more than {LARGEST:,} bytes; give a part of it")
+    return content
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..extras import missing
 from .display import print_table, summarise
-from .plot import plot_layers, plot_loss
-from .run import Job, read_metrics, train_all
+from .run import FREEZE, Job, read_metrics, train_all
 
 INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -41,17 +42,32 @@ def run(job: Job, nproc: int) -> int:
 
 
 def report(job: Job) -> None:
-    """Prints the table and draws the pictures of what was measured."""
+    """Prints the table, and draws pictures where matplotlib is, of what was measured."""
     records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
     if not records:
         return
-    print_table(summarise(records))
-    pictures = [Path(job.out) / "loss.png"]
-    plot_loss(records, pictures[0])
+    rows = summarise(records)
+    print_table(rows)
+    for row in rows:
+        if row["optimizer"] in FREEZE and row["freeze_step"] is None:
+            print(f"{row['optimizer']} was not frozen in {row['steps']} steps, and so has compressed nothing yet")
+    print(f"wrote {', '.join(map(str, [job.metrics, *_pictures(job, records)]))}")
+    if absent := missing("matplotlib"):
+        print(f"pictures need {absent}")
+
+
+def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
+    """Draws what there is to draw; nothing without matplotlib."""
+    if missing("matplotlib"):
+        return []
+    from .plot import plot_layers, plot_loss
+
+    drawn = [Path(job.out) / "loss.png"]
+    plot_loss(records, drawn[0])
     if any("coefficient" in r.get("layers", {}) for r in records):
-        pictures.append(Path(job.out) / "layers.png")
-        plot_layers(records, pictures[1])
-    print(f"wrote {job.metrics}, {' and '.join(map(str, pictures))}")
+        drawn.append(Path(job.out) / "layers.png")
+        plot_layers(records, drawn[1])
+    return drawn
 
 
 def _in_this_process(job: Job) -> int:

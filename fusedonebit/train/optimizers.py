@@ -191,5 +191,8 @@ OPTIMIZERS = {
 }
 """By name; each optimizer has ``stats()``."""
 
+FREEZE = ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")
+"""Those that send floats until they freeze."""
+
 AGREE_IN_ROUNDS = ("marsit", *AGGREGATIONS)
 """Those of them that take a topology and local steps."""

@@ -20,7 +20,7 @@ from ..recording import METRICS, Recorder, read_lines
 from .data import Corpus, InputError, load_text
 from .display import Display
 from .model import SIZES, ByteTransformer
-from .optimizers import AGREE_IN_ROUNDS, OPTIMIZERS, Settings
+from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Settings
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
@@ -225,6 +225,12 @@ def check(job: Job, world_size: int) -> None:
         for flag, steps in (("--steps", job.steps), ("--eval-every", job.eval_every), ("--save-every", job.save_every)):
             if steps % job.local_steps:
                 raise InputError(f"{flag} must be a multiple of --local-steps {job.local_steps}, got {steps}")
+    freezing = [name for name in job.optimizers if name in FREEZE]
+    if freezing and job.freeze_step != "auto" and job.freeze_step >= job.steps:
+        raise InputError(
+            f"--freeze-step must be below --steps {job.steps}, or {', '.join(freezing)} would never compress, "
+            f"got {job.freeze_step}"
+        )
     if "zero-one-adam" in job.optimizers and job.freeze_step == "auto":
         raise InputError("--freeze-step must be a number with zero-one-adam, got auto: its variance has a policy")
     others = sorted(set(in_rounds) - {"marsit"})
