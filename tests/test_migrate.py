@@ -273,9 +273,7 @@ def test_deepspeeds_numerics_of_0_1_adam_are_those_that_reproduce_the_recordings
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", r"is not JSON: Expecting value in line 1, column 1; comments, trailing commas .* have to go"),
-        ('{"optimizer": {"type": "OneBitAdam",},}', r"is not JSON: .* in line 1, column \d+; comments"),
-        ('{\n  // mine\n  "optimizer": {}}', r"is not JSON: .* in line 2, column \d+; comments"),
+        ("", r"is not JSON: Expecting value in line 1, column 1; keys and strings need their quotes"),
         ('{"a": 1, "a": 2}', r'the key "a" stands twice'),
         ("[1]", "must hold a JSON object, DeepSpeed's config, got list"),
         ("[" * 100_000, "is not JSON that can be read"),
@@ -283,9 +281,9 @@ def test_deepspeeds_numerics_of_0_1_adam_are_those_that_reproduce_the_recordings
         ('{"optimizer": 3}', r"optimizer must be a block \{\.\.\.\}, got 3"),
         (
             '{"optimizer": {"type": "Adam", "params": {}}}',
-            "must be one of OneBitAdam, OneBitLamb, ZeroOneAdam, got 'Adam'",
+            'must be one of OneBitAdam, OneBitLamb, ZeroOneAdam, got "Adam", which sends whole gradients',
         ),
-        ('{"optimizer": {"params": {}}}', "optimizer.type must be one of .*, got None"),
+        ('{"optimizer": {"params": {}}}', "optimizer.type must be one of .*, got null"),
     ],
 )
 def test_bad_file_gets_one_line_and_status_2(text, says, tmp_path, capsys):
@@ -317,13 +315,13 @@ def test_missing_file_and_binary_file_are_named(tmp_path, capsys):
         ("optimizer.params", [], r"optimizer.params must be a block"),
         ("gradient_clipping", True, "gradient_clipping must be a number >= 0, got true"),
         ("fp16", {"enabled": 1}, "fp16.enabled must be true, false"),
-        ("fp16", {"enabled": True, "loss_scale": "x"}, "fp16.loss_scale must be a number >= 0"),
+        ("fp16", {"enabled": True, "loss_scale": "x"}, "fp16.loss_scale must be a number in"),
         ("bf16", {"enabled": True}, "only one of fp16, bf16, .* can be enabled, got fp16 and bf16"),
         ("torch_autocast", {"enabled": True, "dtype": "int8"}, "(dtype must be|only one of)"),
         (
             "scheduler",
             {"type": "NoSuchLR"},
-            "scheduler.type must be one of WarmupLR, .*, or of torch.optim.lr_scheduler",
+            "scheduler.type must be one of WarmupLR, .*, or of torch.optim.lr_scheduler StepLR",
         ),
         ("scheduler", {"type": "WarmupDecayLR", "params": {}}, "total_num_steps must be a whole number >= 1, got null"),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}, "warmup_max_lr must be a number > 0"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .config import Fate, read
+from .config import Fate
+from .reading import read
 
 UNKNOWN_KEYS = 1
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
@@ -67,6 +65,9 @@ class Config:
     Args:
         values: The whole config; a bare optimizer block is put into one.
         name: What errors and comments call it.
+
+    Raises:
+        InputError: for a number that is not finite, or for more than any config has.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
@@ -74,6 +75,22 @@ class Config:
         self.name = name
         self.entries: list[Entry] = []
         self.constants: list[Constant] = []
+        self._check("", self.values, 0)
+        if len(self.paths()) > MOST_KEYS:
+            raise InputError(f"{name} must be a DeepSpeed config, got more than {MOST_KEYS:,} keys")
+
+    def _check(self, path: str, value: Any, depth: int) -> None:
+        """Raises InputError for what JSON's grammar does not know or nobody can read."""
+        if depth > DEEPEST:
+            raise InputError(f"{self.name} must be a DeepSpeed config, but its blocks are nested {depth} deep")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(path, "a finite number", value)
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self._check(_join(path, key), inner, depth + 1)
+        elif isinstance(value, list):
+            for inner in value:
+                self._check(path, inner, depth + 1)
 
     # ---------------------------------------------------------------- values
 
@@ -102,7 +119,7 @@ class Config:
         """The same as Python source, "auto" as the name of a constant at the top."""
         value = self.value(path, kind, default)
         if value != AUTO:
-            return repr(tuple(value)) if isinstance(value, list) else repr(value)
+            return literal(value)
         constant = FILLED_IN[path]
         if constant not in self.constants:
             self.constants.append(constant)
@@ -113,12 +130,13 @@ class Config:
         block, _, key = path.rpartition(".")
         return key in (self.block(block) if block else self.values)
 
-    def error(self, path: str, expected: str, value: Any) -> InputError:
+    def error(self, path: str, expected: str, value: Any, hint: str = "") -> InputError:
         """What to raise for a value that does not fit."""
         auto = ' (no argument of Hugging Face\'s Trainer fills that "auto" in)' if value == AUTO else ""
         shown = json.dumps(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return InputError(f"{self.name}: {path} must be {expected}, got {shown}{auto}")
+        path = path if len(path) <= 100 else path[:97] + "..."
+        return InputError(f"{self.name}: {path} must be {expected}, got {shown}{auto}{hint}")
 
     def _find(self, path: str) -> Any:
         value: Any = self.values
@@ -174,19 +192,49 @@ class Config:
 
 def _prefixes(path: str) -> Iterator[str]:
     """The path itself, then its blocks, the innermost first: the most exact word counts."""
-    while path:
-        yield path
+    yield path
+    while "." in path:
         path = path.rpartition(".")[0]
+        yield path
+
+
+def _join(path: str, key: str) -> str:
+    """The path of a key in a block; what could be taken for two keys, or for two lines, can't."""
+    shown = printable(key).replace(".", "\\.") or '""'
+    return f"{path}.{shown}" if path else shown
 
 
 def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
+        path = _join(prefix, key)
         if isinstance(value, dict) and value:
-            yield from _paths(value, f"{prefix}{key}.")
+            yield from _paths(value, path)
         else:
-            yield prefix + key
+            yield path
 
 
+def printable(text: str) -> str:
+    """The text in one line, with nothing in it that a terminal obeys."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def literal(value: Any) -> str:
+    """Python source of a number, a flag, None, or a short list of them: nothing else gets into a script.
+
+    Raises:
+        TypeError: for anything else, which is a fault of this package.
+    """
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_LIST:
+        inner = ", ".join(map(literal, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if value is None or isinstance(value, bool) or _number(value):
+        return repr(value)
+    raise TypeError(f"no source for a {type(value).__name__}")
+
+
+DEEPEST = 32
+MOST_KEYS = 2000
+LONGEST_LIST = 64
 LARGEST = 10**15
 """No whole number in a config means anything beyond."""
 
@@ -213,49 +261,18 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "number >= 0": (lambda value: _number(value) and value >= 0, "a number >= 0"),
     "number > 0": (lambda value: _number(value) and value > 0, "a number > 0"),
     "number in [0, 1)": (_in_unit, "a number in [0, 1)"),
+    "number in [0, 1]": (lambda value: _number(value) and 0 <= value <= 1, "a number in [0, 1]"),
+    "loss scale": (lambda value: _number(value) and 0 <= value <= 2.0**127, "a number in [0, 2**127]"),
+    "power of two": (lambda value: _whole(value, 0) and value <= 127, "a whole number in [0, 127]"),
     "whole >= 0": (lambda value: _whole(value, 0), "a whole number >= 0"),
     "whole >= 1": (lambda value: _whole(value, 1), "a whole number >= 1"),
     "whole >= 2": (lambda value: _whole(value, 2), "a whole number >= 2"),
+    "wholes": (
+        lambda value: isinstance(value, list) and 0 < len(value) <= LONGEST_LIST and all(_whole(x, 0) for x in value),
+        f"a list of at most {LONGEST_LIST} whole numbers >= 0",
+    ),
     "betas": (
         lambda value: isinstance(value, list) and len(value) == 2 and all(map(_in_unit, value)),
         "a list of two numbers in [0, 1)",
     ),
 }
-
-
-def read(path: str) -> Config:
-    """Reads a config from a file; ``-`` is the standard input.
-
-    Raises:
-        InputError: if there is none, or it is no JSON object.
-    """
-    name = "the standard input" if path == "-" else path
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{name} can't be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not JSON: it is not text in UTF-8") from error
-    try:
-        values = json.loads(text, object_pairs_hook=_no_key_twice)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}{HINT}"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        raise InputError(f"{name} is not JSON that can be read: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{name} must hold a JSON object, DeepSpeed's config, got {type(values).__name__}")
-    return Config(values, name)
-
-
-HINT = "; comments, trailing commas and keys without quotes, which DeepSpeed's hjson accepts, have to go"
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'the key "{twice}" stands twice in one block; keep one')
-    return values

@@ -27,7 +27,7 @@ LAMB_KEYS = {
     "coeff_beta": ("beta3", "number in [0, 1)", 0.9),
     "factor_max": ("r_max", "number > 0", 4.0),
     "factor_min": ("r_min", "number > 0", 0.5),
-    "factor_threshold": ("r_threshold", "number >= 0", 0.1),
+    "factor_threshold": ("r_threshold", "number in [0, 1)", 0.1),
 }
 """DeepSpeed's names of what 1-bit LAMB adds: ours, what they may be, DeepSpeed's defaults."""
 
@@ -38,6 +38,15 @@ ZERO_ONE_KEYS = {
     "local_step_clipper": 16,
 }
 """What 0/1 Adam adds, and DeepSpeed's defaults."""
+
+REPLACES = dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "OneBitAdam")
+REPLACES |= dict.fromkeys(("lamb", "fusedlamb"), "OneBitLamb")
+"""Optimizers that average whole gradients, by DeepSpeed's names in lower case, and ours that sends bits instead."""
+
+UNCOMPRESSED = (
+    ", which sends whole gradients; {ours} is the optimizer that sends bits instead: write that type, and a "
+    '"freeze_step" (15 to 20 % of all steps, behind the learning-rate warm-up) into params, and migrate that'
+)
 
 COMMON: dict[str, tuple[str, Any]] = {
     "lr": ("number > 0", 1e-3),
@@ -50,13 +59,17 @@ COMMON: dict[str, tuple[str, Any]] = {
 
 @dataclass
 class Call:
-    """An optimizer in the script: its class, what it needs imported, and its arguments as source, with comments."""
+    """An optimizer in the script: its class, what it needs imported, and its arguments as source, with comments.
+
+    Those of ``in_config`` go into the dict that ``from_deepspeed`` takes.
+    """
 
     name: str
     imports: list[str]
     mpi: bool = False
     arguments: dict[str, str] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
+    in_config: tuple[str, ...] = ()
 
 
 def translate(config: Config, numerics: Numerics) -> Call:
@@ -96,8 +109,9 @@ def _name(config: Config) -> str:
     given = config.value("optimizer.type", "text")
     known = {name.lower(): name for name in TRANSLATIONS}
     if given is None or given.lower() not in known:
-        ways = "; for Adam, AdamW and Lamb, torch.optim.AdamW and fusedonebit.Lamb need no migration"
-        raise InputError(f"{config.name}: optimizer.type must be one of {', '.join(TRANSLATIONS)}, got {given!r}{ways}")
+        ours = REPLACES.get((given or "").lower())
+        way = "" if ours is None else UNCOMPRESSED.format(ours=ours)
+        raise config.error("optimizer.type", f"one of {', '.join(TRANSLATIONS)}", given, way)
     config.block("optimizer.params")
     return known[given.lower()]
 
@@ -151,17 +165,27 @@ def _onebit_lamb(config: Config, call: Call, numerics: Numerics) -> None:
     for key, (ours, kind, default) in LAMB_KEYS.items():
         call.arguments[ours] = config.source(PARAMS + key, kind, default)
         config.carried(PARAMS + key, f"OneBitLamb({ours}=)")
+    for least, most in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+        _check_bounds(config, least, most)
     if numerics == "deepspeed":
         call.arguments |= deepspeeds() | {"variant": "'deepspeed'"}
+
+
+def _check_bounds(config: Config, least: str, most: str) -> None:
+    """Raises InputError where a lower bound, given or DeepSpeed's own, is above the upper one."""
+    low, high = (config.value(PARAMS + key, *LAMB_KEYS[key][1:]) for key in (least, most))
+    if low > high:
+        of_deepspeed = "" if config.has(PARAMS + least) else ", which is DeepSpeed's default"
+        raise config.error(PARAMS + most, f"at least {least} ({low}{of_deepspeed})", high)
 
 
 def _zero_one_adam(config: Config, call: Call, numerics: Numerics) -> None:
     kinds = {key: f"whole >= {2 if key == 'var_freeze_step' else 1}" for key in ZERO_ONE_KEYS}
     given = {key: config.source(PARAMS + key, kinds[key], default) for key, default in ZERO_ONE_KEYS.items()}
     if numerics == "deepspeed":  # its numerics are another class', which that makes
-        block = {key: call.arguments.pop(key) for key in COMMON} | given
         call.name = "ZeroOneAdam.from_deepspeed"
-        call.arguments["config"] = "{" + ", ".join(f"{key!r}: {value}" for key, value in block.items()) + "}"
+        call.arguments |= given
+        call.in_config = (*COMMON, *ZERO_ONE_KEYS)
         for key in ZERO_ONE_KEYS:
             config.carried(PARAMS + key, "the same, in steps as DeepSpeed counts them")
         _scope(config, call)

@@ -92,8 +92,8 @@ def _autocast_type(config: Config) -> str:
 
 
 def _scaling(config: Config, precision: Precision) -> None:
-    scale = config.value("fp16.loss_scale", "number >= 0", 0)
-    power = config.value("fp16.initial_scale_power", "whole >= 0", 16)
+    scale = config.value("fp16.loss_scale", "loss scale", 0)
+    power = config.value("fp16.initial_scale_power", "power of two", 16)
     window = config.value("fp16.loss_scale_window", "whole >= 1", 1000)
     if precision.scaler is None or not config.block("fp16").get("enabled"):
         return
@@ -127,7 +127,7 @@ def _rest(config: Config) -> None:
     for path, reason in reasons.items():
         config.explained(path, reason)
     for key in config.block("amp"):
-        if key != "enabled":
+        if key != "enabled" and "." not in key:
             config.explained(
                 f"amp.{key}", "an argument of Apex's amp.initialize; torch.autocast chooses types by itself"
             )

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from .config import AUTO, Config
+from . import torch_schedules
+from .config import Config
 from .optimizers import Call
 
 PARAMS = "scheduler.params."
@@ -32,7 +31,7 @@ def translate(config: Config, call: Call) -> Schedule | None:
     """The scheduler of the config, None if it has none; may set the optimizer's learning rate.
 
     Raises:
-        InputError: for a scheduler that neither DeepSpeed nor torch has, or a bad value.
+        InputError: for another scheduler than those of the two tables, or a bad value.
     """
     if config.values.get("scheduler") is None:
         config.explained("scheduler", "nothing to do: there is none")
@@ -40,20 +39,14 @@ def translate(config: Config, call: Call) -> Schedule | None:
     config.block("scheduler")
     config.block("scheduler.params")
     name: Any = config.value("scheduler.type", "text")
-    if name in SCHEDULES:
-        config.carried("scheduler.type", "torch's LambdaLR, with the same learning rate in every step")
-        config.explained(PARAMS + "last_batch_iteration", "load_deepspeed() says where a schedule stood")
-        return SCHEDULES[name](config, call)
-    known = ", ".join(SCHEDULES)
-    if not isinstance(name, str) or not isinstance(getattr(torch.optim.lr_scheduler, name, None), type):
-        raise config.error("scheduler.type", f"one of {known}, or of torch.optim.lr_scheduler", name)
-    given = config.block("scheduler.params")
-    for key in (key for key, value in given.items() if value == AUTO):
-        raise config.error(PARAMS + key, "a value", AUTO)
-    arguments = ", ".join(["optimizer", *(f"{key}={value!r}" for key, value in given.items())])
-    config.carried("scheduler.type", f"torch's own {name}")
-    config.carried("scheduler.params", "its arguments")
-    return Schedule([f"scheduler = torch.optim.lr_scheduler.{name}({arguments})"])
+    if name in torch_schedules.ARGUMENTS:
+        return Schedule(torch_schedules.translate(config, name))
+    if name not in SCHEDULES:
+        torchs = f"or of torch.optim.lr_scheduler {', '.join(torch_schedules.ARGUMENTS)}"
+        raise config.error("scheduler.type", f"one of {', '.join(SCHEDULES)}, {torchs}", name)
+    config.carried("scheduler.type", "torch's LambdaLR, with the same learning rate in every step")
+    config.explained(PARAMS + "last_batch_iteration", "load_deepspeed() says where a schedule stood")
+    return SCHEDULES[name](config, call)
 
 
 def _lambda(function: list[str], comment: str) -> Schedule:
@@ -83,11 +76,11 @@ def _take_rate(config: Config, call: Call, source: str, key: str) -> None:
 
 def _rise(config: Config) -> tuple[str, str]:
     """Over how many updates it rises, and the share that it has reached at ``step``, as source."""
-    steps = config.source(PARAMS + "warmup_num_steps", "whole >= 1", 1000)
+    steps = config.source(PARAMS + "warmup_num_steps", "whole >= 0", 1000)
     kind = config.value(PARAMS + "warmup_type", "text", "log")
     for key in ("warmup_num_steps", "warmup_type"):
         config.carried(PARAMS + key, "in rate()")
-    steps = "2" if steps == "1" else steps  # as in DeepSpeed
+    steps = str(max(2, int(steps))) if steps.isdigit() else f"max(2, {steps})"  # as in DeepSpeed
     return steps, RISE.get(kind, RISE["log"]).format(warmup=steps)  # of another type DeepSpeed warns
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import optimizers, precision, reasons, schedules
+from . import optimizers, precision, reasons, schedules, torch_schedules
 from .config import AUTO, FILLED_IN, Config, Fate
 from .optimizers import Call, Numerics
 from .precision import Precision
@@ -30,8 +30,10 @@ def translate(config: Config, numerics: Numerics) -> str:
     reasons.explain(config)
     config.close(KNOWN)
     lines = [
-        f"# From {_one_line(config.name)}, by `fusedonebit migrate`: docs/migrating-from-deepspeed.md.",
+        # Python looks for an encoding in the first two lines: nothing of the user's may stand there.
+        "# By `fusedonebit migrate`: docs/migrating-from-deepspeed.md.",
         f"# {CHOICE[numerics]}",
+        f"# From {_one_line(config.name)}.",
         *_imports(call, mixed, schedule),
         "",
         "# Yours: model, on its device and with equal values on all ranks; batches, of this rank;",
@@ -106,11 +108,7 @@ def _accumulation(config: Config, call: Call) -> list[str]:
 
 def _setup(call: Call, mixed: Precision, schedule: Schedule | None) -> list[str]:
     lines = [f"model.{mixed.cast}()  # inputs as well"] if mixed.cast else []
-    lines += [f"optimizer = {call.name}(", "    model.parameters(),"]
-    for name, source in call.arguments.items():
-        comment = f"  # {call.comments[name]}" if name in call.comments else ""
-        lines.append(f"    {name}={source},{comment}")
-    lines.append(")")
+    lines += _construction(call)
     if schedule:
         lines += schedule.lines
     if mixed.autocast or mixed.scaler is not None:
@@ -120,6 +118,18 @@ def _setup(call: Call, mixed: Precision, schedule: Schedule | None) -> list[str]
         lines.append(f"scaler = GradScaler(device{scaler})  # one scale for all ranks")
     lines.append("# fusedonebit.migrate.load_deepspeed(optimizer, folder) goes on from DeepSpeed's checkpoint.")
     return lines
+
+
+def _construction(call: Call) -> list[str]:
+    comments = {name: f"  # {text}" for name, text in call.comments.items()}
+    block = [f"        {name!r}: {call.arguments[name]},{comments.get(name, '')}" for name in call.in_config]
+    return [
+        f"optimizer = {call.name}(",
+        "    model.parameters(),",
+        *(["    config={", *block, "    },"] if block else []),
+        *(f"    {n}={s},{comments.get(n, '')}" for n, s in call.arguments.items() if n not in call.in_config),
+        ")",
+    ]
 
 
 def _loop(mixed: Precision, schedule: Schedule | None) -> list[str]:
@@ -169,6 +179,7 @@ KNOWN = {
     *(path.rpartition(".")[2] for path in FILLED_IN),
     *(*optimizers.COMMON, *optimizers.LAMB_KEYS, *optimizers.SHARED, *optimizers.ZERO_ONE_KEYS, "freeze_step"),
     *(*precision.BLOCKS, *precision.FP16_KEYS),
+    *(key for arguments in torch_schedules.ARGUMENTS.values() for key in arguments),
     *("optimizer", "scheduler", "type", "params", "zero_optimization", "gradient_allreduce_op", "data_types"),
 }
 """Names that a typing error may have meant."""
