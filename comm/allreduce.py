@@ -194,7 +194,7 @@ class CompressedAllReduce:
     def _exchange(
         self, compress: Callable[[], None], tag: int, abort: bool, hold: Tensor | None, pending: Tensor | None
     ) -> None:
-        """Fills ``to_servers`` with ``compress()``, sends it, serves, and receives; where ``hold`` is set scales stay."""
+        """Fills ``to_servers`` by ``compress()``, sends it, serves and receives; scales stay where ``hold`` is set."""
         going_on = self._going_on if hold is None else hold
         before = None if hold is None else [scale.clone() for scale in self._scales()]
         compress()
