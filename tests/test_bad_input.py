@@ -273,7 +273,8 @@ def test_looking_at_a_foreign_parameter_says_so():
 
 
 def test_importing_costs_less_than_a_second_beyond_torch():
-    code = "import time, torch; t = time.perf_counter(); import fusedonebit; print(time.perf_counter() - t)"
+    # Of the processor: on a busy machine the clock on the wall tells something else.
+    code = "import time, torch; t = time.process_time(); import fusedonebit; print(time.process_time() - t)"
     best = min(
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         for _ in range(2)

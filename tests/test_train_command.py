@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,21 +114,31 @@ def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, t
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def endless(text: Path, out: Path, records: int) -> subprocess.Popen[str]:
-    """A run on two ranks that has written so many records and would go on for hours; its own process group."""
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < records:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.2)
-    return process
+@pytest.fixture
+def endless(text: Path) -> Iterator[Callable[[Path, int], subprocess.Popen[str]]]:
+    """Starts a run on two ranks that would go on for hours, and waits until it has written so many records."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(out: Path, records: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *SMALL, "--nproc", "2", "--steps", "100000", "--text", str(text), "--out", str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < records:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.2)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and so have its ranks
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Process(NamedTuple):
@@ -154,9 +164,9 @@ def running(group: int) -> list[str]:
     return [process.arguments for process in processes() if process.group == group and process.state != "Z"]
 
 
-def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, text: Path):
+def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, endless):
     out = tmp_path / "out"
-    process = endless(text, out, records=5)
+    process = endless(out, records=5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -170,8 +180,8 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
         time.sleep(0.1)
 
 
-def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, text: Path):
-    process = endless(text, tmp_path / "out", records=1)
+def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, endless):
+    process = endless(tmp_path / "out", records=1)
     process.terminate()
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
@@ -182,10 +192,10 @@ def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, text: Path)
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, text: Path):
-    process = endless(text, tmp_path / "out", records=1)
-    ranks = [one.pid for one in processes() if one.parent == process.pid and "spawn_main" in one.arguments]
-    os.kill(max(ranks), signal.SIGKILL)
+def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, endless):
+    process = endless(tmp_path / "out", records=1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
     process.communicate(timeout=30)
     assert process.returncode == 1
 
