@@ -408,6 +408,7 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
 def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
+    optimizer._just_loaded = True
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)
     compressed = has_lines(header)

@@ -100,10 +100,30 @@ def agree_on_everything(optimizer: DistributedOptimizer, error: Exception | None
             transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
         with torch.no_grad():
             optimizer._list.after_update()
-    hint = "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
-    values = optimizer._list.values()
-    error = failure(lambda: agree(transport, values, device, hint=hint))
+    agree_on_values(
+        optimizer, "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
+    )
+
+
+def agree_on_values(optimizer: DistributedOptimizer, hint: str) -> None:
+    """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
+    values, device = optimizer._list.values(), optimizer.device
+    error = failure(lambda: agree(optimizer._transport, values, device, hint=hint))
     optimizer._shards.agree([], device, error, hint)
+
+
+def agree_on_loaded(optimizer: DistributedOptimizer) -> None:
+    """As ``agree_on_values``, at the first step after a checkpoint was loaded: models may be loaded later than that.
+
+    Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
+    those of the round's beginning, on which all have agreed while they loaded.
+    """
+    if optimizer._transport.world_size > 1 and optimizer._between_rounds:
+        agree_on_values(
+            optimizer,
+            "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
+            "load_state_dict(), and no parameter was changed",
+        )
 
 
 def failure(call: Callable[[], object]) -> Exception | None:

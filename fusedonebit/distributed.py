@@ -97,6 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._block_size: int | None = None  # of a checkpoint
         self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
+        self._just_loaded = False  # a checkpoint, and no step was taken since
         self._build()
         self._built = True
         self._number = compiled.number_of(self)
@@ -315,18 +316,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
                 'until optimizer.phase == "compression"'
             )
+        if self._just_loaded:
+            raise RuntimeError(
+                "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
+                "parameters in it: take an uncaptured step first"
+            )
         return True
 
     def _begin_step(self, captured: bool = False) -> None:
         """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
         if self._begun:
             return
+        if not captured:
+            with self._breaking():
+                if self._just_loaded:
+                    construction.agree_on_loaded(self)
+                self._just_loaded = False
         self._transport.traffic.start_step()
         self._inside.traffic.start_step()
         if not captured:
             with self._breaking():
                 self._enter_phase()
         self._begun = True
+
+    @property
+    def _between_rounds(self) -> bool:
+        """Whether all ranks have the same parameters now."""
+        return True
 
     def _enter_phase(self) -> None:
         """Changes the stage if it is time; the same on all ranks."""

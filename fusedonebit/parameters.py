@@ -279,8 +279,7 @@ class ParameterList:
         if self._seen == self._versions():
             return
         for i in self.masters:
-            p, master = self._targets[i].detach(), self.dense[i]
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+            self.dense[i].copy_(self._refreshed(i))
         self._seen = self._versions()
 
     def after_update(self) -> None:
@@ -313,11 +312,22 @@ class ParameterList:
         return [("the number of trainable parameters", str(len(self))), *described]
 
     def values(self) -> list[Fact]:
-        """Checksums of the values, which must be equal on all ranks."""
+        """Checksums of what the next update begins from, which must be equal on all ranks; changes nothing."""
         return [
-            (f"the checksum of {name}'s values", str(checksum(dense)))
-            for dense, name in zip(self.dense, self.names, strict=True)
+            (f"the checksum of {name}'s values", str(checksum(self._standing(i)))) for i, name in enumerate(self.names)
         ]
+
+    def _standing(self, i: int) -> Tensor:
+        """What ``before_update`` would make of ``dense[i]``."""
+        if i in self.masters:
+            return self._refreshed(i)
+        dense = self.dense[i].detach()
+        return dense.clone().copy_(self._targets[i]) if i in self._staged else dense
+
+    def _refreshed(self, i: int) -> Tensor:
+        """A master that has taken over what somebody has written into its parameter."""
+        p, master = self._targets[i].detach(), self.dense[i]
+        return torch.where(master.to(p.dtype) == p, master, p.float())
 
 
 def _check_parameter(p: Tensor, name: str) -> None:

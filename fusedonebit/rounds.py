@@ -132,6 +132,10 @@ class RoundOptimizer(DistributedOptimizer):
 
     # ---------------------------------------------------------------- the step
 
+    @property
+    def _between_rounds(self) -> bool:
+        return self._local == 0
+
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         self._list.before_update()
         if self._local < self.options.local_steps - 1:

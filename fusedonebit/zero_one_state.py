@@ -122,6 +122,10 @@ class ZeroOneState(AdamUpdate):
         return self._local == 0
 
     @property
+    def _between_rounds(self) -> bool:
+        return self.synchronised
+
+    @property
     def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
         return self.options.variance_policy, self.options.sync_policy
 

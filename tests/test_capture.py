@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from optimizers import EACH_ONEBIT, UNGUARDED, construct
@@ -142,6 +144,22 @@ def test_hyper_parameters_that_change_at_the_capture_say_so():
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with in_a_capture(), pytest.raises(RuntimeError, match="one uncaptured step"):
         optimizer.step()
+
+
+def test_the_first_step_after_a_load_in_which_ranks_compare_parameters_cannot_be_captured():
+    p = torch.nn.Parameter(torch.ones(64))
+    optimizer = OneBitAdam([p], 1e-2, freeze_step=1, capturable=True, **UNGUARDED)
+    p.grad = torch.ones(64)
+    for _ in range(3):
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with in_a_capture(), pytest.raises(RuntimeError, match="take an uncaptured step first"):
+        optimizer.step()
+    optimizer.step()
+    with capturing() as tape:
+        optimizer.step()
+    tape.replay()
+    assert optimizer.stats()["step"] == 6
 
 
 def test_a_learning_rate_that_is_set_or_loaded_goes_into_the_tensor_that_graphs_read():

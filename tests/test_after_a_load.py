@@ -1,0 +1,245 @@
+"""Whoever loads a checkpoint must load the same model on every rank: compared at the first step after it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from observe import fingerprint, parameters
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedonebit
+from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
+from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.policies import DoublingRounds
+
+MAKE: dict[str, Callable[..., Any]] = {
+    "onebit-adam": lambda p, **more: OneBitAdam(p, freeze_step=2, guard="off", **more),
+    "onebit-adam, masters": lambda p, **more: OneBitAdam(p, freeze_step=2, guard="off", master_weights=True, **more),
+    "onebit-lamb": lambda p, **more: OneBitLamb(p, freeze_step=2, guard="off", **more),
+    "lamb": Lamb,
+    "zero-one-adam": lambda p, **more: ZeroOneAdam(p, sync_policy=DoublingRounds(after=2, scaler=2, most=4), **more),
+    "marsit-sgd": lambda p, **more: MarsitSGD(p, full_precision_every=3, **more),
+    "marsit-adam": lambda p, **more: MarsitAdam(p, local_steps=2, **more),
+    "lion": OneBitLion,
+}
+EACH = pytest.mark.parametrize("name", MAKE)
+TOLD = "ranks differ: the checksum of parameter 1 (1.weight)'s values is"
+
+
+def make(name: str, **more: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False), nn.Linear(3, 1))
+    if "masters" in name:
+        model = model.bfloat16()
+    return model, MAKE[name](list(model.named_parameters()), **more)
+
+
+def set_gradients(optimizer: Any, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    for p in parameters(optimizer):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: Any, rank: int, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        set_gradients(optimizer, rank, step)
+        optimizer.step()
+
+
+def saved(rank: int, name: str, steps: int, **more: Any) -> tuple[dict, dict]:
+    model, optimizer = make(name, **more)
+    train(optimizer, rank, 0, steps)
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def spoil(model: nn.Module) -> None:
+    """One element of the second tensor is another one now."""
+    with torch.no_grad():
+        model[1].weight[2, 3] += 0.5
+
+
+def caught(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def check(told: list[tuple[str, str, bool]], name: str = TOLD) -> None:
+    for kind, text, still in told:
+        assert kind == "DisagreementError", (kind, text)
+        assert name in text
+        assert "found at the first step after load_state_dict(), and no parameter was changed" in text
+        assert still
+
+
+@EACH
+@pytest.mark.parametrize("steps", [2, 6])
+def test_one_other_element_on_one_rank_stops_all_and_names_the_tensor(name, steps):
+    """Whether the model is loaded before the optimizer or after it; with the right model training goes on."""
+
+    def run(rank: int, transport: Transport) -> list[Any]:
+        model_state, state = saved(rank, name, steps, process_group=transport)
+        model, optimizer = make(name, process_group=transport)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(model_state)
+        if rank == 1:
+            spoil(model)
+        before = fingerprint(parameters(optimizer))
+        set_gradients(optimizer, rank, steps)
+        first = (*caught(optimizer.step), fingerprint(parameters(optimizer)) == before)
+        again = (*caught(optimizer.step), fingerprint(parameters(optimizer)) == before)
+        model.load_state_dict(model_state)
+        train(optimizer, rank, steps, steps + 6)
+        return [first, again, fingerprint(parameters(optimizer))]
+
+    firsts, agains, ends = zip(*SimulatedGroup(2).run(run), strict=True)
+    check(firsts)
+    check(agains)
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "lamb", "marsit-sgd", "lion"])
+def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
+    def run(rank: int, transport: Transport) -> list[int]:
+        model_state, state = saved(rank, name, 6, process_group=transport)
+        model, optimizer = make(name, process_group=transport)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(model_state)
+        sent = [transport.traffic.collectives_total]
+        for step in range(6, 10):
+            train(optimizer, rank, step, step + 1)
+            sent.append(transport.traffic.collectives_total)
+        _, other = make(name, process_group=transport)
+        train(other, rank, 0, 6)
+        for step in range(6, 10):
+            sent.append(transport.traffic.collectives_total)
+            train(other, rank, step, step + 1)
+        sent.append(transport.traffic.collectives_total)
+        assert fingerprint(parameters(other)) == fingerprint(parameters(optimizer))
+        return sent
+
+    sent = SimulatedGroup(2).run(run)[0]
+    loaded, running = ([b - a for a, b in itertools.pairwise(part)] for part in (sent[:5], sent[5:]))
+    assert loaded == [running[0] + 1, *running[1:]]
+
+
+def test_a_gradscalers_overflow_in_that_step_does_not_lose_it():
+    def run(rank: int, transport: Transport) -> tuple[str, str, bool]:
+        model_state, state = saved(rank, "onebit-adam", 6, process_group=transport)
+        model, optimizer = make("onebit-adam", process_group=transport)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(model_state)
+        if rank == 1:
+            spoil(model)
+        before = fingerprint(parameters(optimizer))
+        scaler = fusedonebit.amp.GradScaler("cpu")
+        told = []
+        for step in (6, 7):
+            set_gradients(optimizer, rank, step)
+            parameters(optimizer)[0].grad[0, 0] = float("inf") if step == 6 else 1.0
+            scaler.scale(torch.ones(()))
+            told.append(caught(lambda: scaler.step(optimizer)))
+        assert {kind for kind, _ in told} == {"DisagreementError"}
+        return *told[-1], fingerprint(parameters(optimizer)) == before
+
+    check(SimulatedGroup(2).run(run))
+
+
+def test_in_the_midst_of_a_round_parameters_are_each_ranks_own():
+    """What all had when it began is part of the checkpoint, and compared when that is loaded."""
+
+    def run(rank: int, transport: Transport) -> list[str]:
+        model_state, state = saved(rank, "marsit-adam", 5, process_group=transport)
+        model, optimizer = make("marsit-adam", process_group=transport)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(model_state)
+        ends = []
+        for step in range(5, 8):
+            train(optimizer, rank, step, step + 1)
+            ends.append(fingerprint(parameters(optimizer)))
+        return ends
+
+    ours, theirs = SimulatedGroup(2).run(run)
+    assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True, False, True]
+
+
+def under_ddp(rank: int, world_size: int, steps: int) -> tuple[str, str, bool]:
+    """The bucket hook comes before the step."""
+    model_state, state = saved(rank, "onebit-adam", steps)
+    net, optimizer = make("onebit-adam")
+    model = DistributedDataParallel(net)
+    ddp.attach(model, optimizer)
+    optimizer.load_state_dict(state)
+    net.load_state_dict(model_state)
+    if rank == 1:
+        spoil(net)
+    before = fingerprint(parameters(optimizer))
+
+    def step() -> None:
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+
+    return *caught(step), fingerprint(parameters(optimizer)) == before
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_where_ddp_averages_it_is_found_as_well(steps):
+    check(run_ranks(under_ddp, 2, steps))
+
+
+def in_shards(rank: int, world_size: int) -> tuple[str, str, bool]:
+    from sharded import Bag, make_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def new() -> tuple[nn.Module, OneBitAdam]:
+        mesh = make_mesh()
+        model = Bag([torch.ones(8, 3), torch.ones(6)])
+        fully_shard(model, mesh=mesh["shard"])
+        return model, OneBitAdam(model.parameters(), freeze_step=2, mesh=mesh["replicate"], guard="off")
+
+    def step(model: nn.Module, optimizer: OneBitAdam, number: int) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) * (1 + rank // 2 + number)
+        optimizer.step()
+
+    model, optimizer = new()
+    for number in range(4):
+        step(model, optimizer, number)
+    model_state, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    model, optimizer = new()
+    optimizer.load_state_dict(state)
+    model.load_state_dict(model_state)
+    if rank == 3:
+        with torch.no_grad():
+            list(model.parameters())[1].to_local()[1] += 1
+    before: list[Tensor] = [p.to_local().clone() for p in model.parameters()]
+    told = caught(lambda: step(model, optimizer, 4))
+    return *told, all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
+
+
+def test_of_sharded_parameters_all_shards_are_told():
+    ranks = run_ranks(in_shards, 4)
+    for kind, text, still in ranks:
+        assert kind == "DisagreementError"
+        assert "the checksum of parameter 1's values is" in text
+        assert still
+
+
+def test_one_process_alone_compares_nothing():
+    model, optimizer = make("onebit-adam")
+    train(optimizer, 0, 0, 3)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    spoil(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, 0, 3, 5)
