@@ -145,6 +145,7 @@ class CompressedAllReduce:
         abort: bool = False,
         hold: Tensor | None = None,
         pending: Tensor | None = None,
+        number: int | Tensor | None = None,
     ) -> None:
         """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
 
@@ -162,6 +163,7 @@ class CompressedAllReduce:
             hold: int32 [1], flags that are equal on all ranks: where any is set nothing at all changes,
                 the last result included, but for the count of synchronisations. None: none.
             pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
+            number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
 
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
@@ -189,16 +191,22 @@ class CompressedAllReduce:
             )
             self.worker.finish(self.to_servers)
 
-        self._exchange(compress, tag, abort, hold, pending)
+        self._exchange(compress, tag, abort, hold, pending, number)
 
     def _exchange(
-        self, compress: Callable[[], None], tag: int, abort: bool, hold: Tensor | None, pending: Tensor | None
+        self,
+        compress: Callable[[], None],
+        tag: int,
+        abort: bool,
+        hold: Tensor | None,
+        pending: Tensor | None,
+        number: int | Tensor | None,
     ) -> None:
         """Fills ``to_servers`` by ``compress()``, sends it, serves and receives; scales stay where ``hold`` is set."""
         going_on = self._going_on if hold is None else hold
         before = None if hold is None else [scale.clone() for scale in self._scales()]
         compress()
-        self._sign_messages(tag, abort, pending)
+        self._sign_messages(tag, abort, pending, number)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
@@ -215,10 +223,12 @@ class CompressedAllReduce:
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale
 
-    def _sign_messages(self, tag: int, abort: bool, pending: Tensor | None) -> None:
+    def _sign_messages(self, tag: int, abort: bool, pending: Tensor | None, number: int | Tensor | None) -> None:
         words = self.to_servers.words
-        self.synchronisations += 1
-        words[:, Word.STEP] = self.served.words[:, Word.STEP] = self.synchronisations
+        if number is None:
+            self.synchronisations += 1
+            number = self.synchronisations
+        words[:, Word.STEP] = self.served.words[:, Word.STEP] = number
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
         words[:, Word.TAG].fill_(tag)
         self.to_servers.signal[:] = self.worker.error_norm()
@@ -343,9 +353,8 @@ class CompressedAllReduce:
         """What the next messages tell of the last; waits for the device."""
         return [int(self.served.words[0, Word.DIGEST])]
 
-    def resume(self, synchronisations: int, digests: Sequence[int]) -> None:
-        """Takes up the counts of a checkpoint; residuals, bits and ``scale`` are filled apart."""
-        self.synchronisations.fill_(synchronisations)
+    def resume(self, digests: Sequence[int]) -> None:
+        """Takes up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
         self.served.words[:, Word.DIGEST] = digests[0]
 
     def serve_again(self) -> None:

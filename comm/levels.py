@@ -111,7 +111,8 @@ class HierarchicalRounds:
         """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
         step, tag = (self._told[:, :-1] != self._told[:1, :-1]).any(0).tolist()
         if step or tag:
-            return f"the {'number of rounds' if step else 'hyper-parameters'} on ranks of one node"
+            steps = "number of steps (a rank has skipped or repeated a step())"
+            return f"{steps if step else 'hyper-parameters'} on ranks of one node"
         return f"on some node: {self.part.describe()}"
 
     @property

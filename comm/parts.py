@@ -159,19 +159,14 @@ class PartedAllReduce:
         return next(differing, self.parts[0]).arrived_words
 
     @property
-    def synchronisations(self) -> Tensor:
-        """How often these ranks have synchronised: int32 []."""
-        return self.parts[0].synchronisations
-
-    @property
     def digests(self) -> list[int]:
         """What each part's next messages tell of the last; waits for the device."""
         return [digest for part in self.parts for digest in part.digests]
 
-    def resume(self, synchronisations: int, digests: Sequence[int]) -> None:
+    def resume(self, digests: Sequence[int]) -> None:
         """See ``CompressedAllReduce``."""
         for i, part in enumerate(self.parts):
-            part.resume(synchronisations, digests[i : i + 1])
+            part.resume(digests[i : i + 1])
 
     def serve_again(self) -> None:
         """See ``CompressedAllReduce``."""

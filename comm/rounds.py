@@ -169,7 +169,14 @@ class RoundAllReduce:
         )
 
     def synchronise(
-        self, prepare: Prepare, step: Tensor, *, tag: int = 0, abort: bool = False, hold: Tensor | None = None
+        self,
+        prepare: Prepare,
+        step: Tensor,
+        *,
+        tag: int = 0,
+        abort: bool = False,
+        hold: Tensor | None = None,
+        number: int | None = None,
     ) -> None:
         """One round. Afterwards the global update is ``values``, or ``scale`` times the signs.
 
@@ -182,12 +189,13 @@ class RoundAllReduce:
             tag: A 31-bit number that must be equal on all ranks; else all skip.
             abort: Makes every rank skip this round.
             hold: int32 [1], further flags, equal on all ranks.
+            number: Of the caller's step, an int32 that must be equal on all ranks; else all skip. None: of the round.
 
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
         words = self.messages.words
-        words[:, Word.STEP] = self.rounds
+        words[:, Word.STEP] = self.rounds if number is None else number
         words[:, Word.DIGEST] = self._digest
         words[:, Word.TAG].fill_(tag)
         words[:, Word.SIGNAL] = 0

@@ -32,7 +32,16 @@ class SignVote(CompressedAllReduce):
         super().__init__(*arguments, **options)
         self.aggregation = aggregation
 
-    def vote(self, turn: Tensor, *, tag: int, abort: bool, hold: Tensor | None, flags: Tensor) -> None:
+    def vote(
+        self,
+        turn: Tensor,
+        *,
+        tag: int,
+        abort: bool,
+        hold: Tensor | None,
+        flags: Tensor,
+        number: int | Tensor | None = None,
+    ) -> None:
         """One exchange; see ``CompressedAllReduce``.
 
         Args:
@@ -41,6 +50,7 @@ class SignVote(CompressedAllReduce):
             abort: See there.
             hold: See there.
             flags: int32 [1], this rank's.
+            number: See ``CompressedAllReduce``.
         """
         chair = int(self.aggregation == "majority") * CHAIR
         mine = (turn + self.transport.rank) % self.layout.world_size == 0
@@ -49,7 +59,7 @@ class SignVote(CompressedAllReduce):
             self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
             self.to_servers.words[:, Word.FLAGS] = 0
 
-        self._exchange(compress, tag, abort, hold, flags)
+        self._exchange(compress, tag, abort, hold, flags, number)
 
     def _serve(self, hold: Tensor) -> None:
         if self.aggregation == "majority":  # nothing is left of the last vote

@@ -29,7 +29,7 @@ class Word(IntEnum):
 
     MAGIC = 0
     STEP = 1
-    """How often this rank has synchronised."""
+    """The step's number, modulo 2^32: how many this rank has taken, as the caller counts them."""
     LAYOUT = 2
     """``layout_word``."""
     DIGEST = 3
@@ -155,7 +155,7 @@ def union(flags: Tensor) -> Tensor:
 
 _MEANING = {
     Word.MAGIC: "message format",
-    Word.STEP: "number of synchronisations",
+    Word.STEP: "number of steps (a rank has skipped or repeated a step())",
     Word.LAYOUT: "parameter layout",
     Word.DIGEST: "digest of the last synchronisation",
     Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
@@ -180,6 +180,9 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
         differing = (words[:, word] != words[0, word]).nonzero()
         if len(differing):
             rank = int(differing[0])
+            if word is Word.STEP:
+                first, other = (int(words[r, word]) % 2**32 for r in (0, rank))
+                return f"{first} steps on rank 0, {other} on rank {rank} (a rank has skipped or repeated a step())"
             return f"{name}: {int(words[0, word])} on rank 0, {int(words[rank, word])} on rank {rank}"
     return otherwise
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .comm import Flag
 from .distributed import DistributedOptimizer
+from .errors import OutOfStepError
 from .marks import Mark, Marks
 from .scaling import LossScale, clip_factor, norm_over, overflow_flags
 from .triton_kernels import TAIL, adam_update, flatten
@@ -32,8 +33,7 @@ class AveragingOptimizer(DistributedOptimizer):
         if self._grad is None:
             self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
-        tag = self._coefficients.tag ^ layout.fingerprint
-        marks = Marks(self._transport.world_size, self._outcomes.attempts, tag)
+        marks = self._make_marks()
         marks.write(tail, abort, loss_scale.found_inf)
         # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
         flatten(
@@ -51,7 +51,7 @@ class AveragingOptimizer(DistributedOptimizer):
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
-        flags = self._shards.union(flags, self._coefficients.tag)
+        flags = self._shards.union(flags, self._tag_of_shards)
         if loss_scale.found_inf is not None:
             self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
@@ -62,6 +62,45 @@ class AveragingOptimizer(DistributedOptimizer):
         self._list.after_update()
         return flags
 
+    def _make_marks(self, skips: bool = False) -> Marks:
+        tag = self._coefficients.tag ^ self.layout.fingerprint
+        return Marks(self._transport.world_size, self._steps.total + skips, tag, skips)
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``DistributedOptimizer``. Averages that DDP has made all ranks throw away, or none.
+
+        Raises:
+            OutOfStepError: if others take the step; no gradient was dropped.
+        """
+        if self._averaged:
+            self._skip_together()
+        super().zero_grad(set_to_none)
+
+    def _skip_together(self) -> None:
+        # Others may be in their step, in which they send their marks: these are for them.
+        tail = torch.zeros(TAIL, device=self.device)
+        marks = self._make_marks(skips=True)
+        marks.write(tail, False, None)
+        with self._breaking():
+            self._transport.all_reduce(tail)
+        flags, _ = marks.read(tail)
+        self._averaged = False
+        if int(flags):
+            raise OutOfStepError(
+                f"ranks are out of step after {self._outcomes.updates} updates: this rank throws away by zero_grad() "
+                "what DDP has averaged, but others use it in their step(). No parameter was changed; every rank must "
+                "call step() equally often"
+            )
+
+    def _check_repeated(self, repeated: bool) -> None:
+        if repeated and self._ddp_attached and not self._averaged and self.averages_gradients:
+            raise RuntimeError(
+                "step() was called again on gradients that DDP has averaged for the last one: other ranks may be in "
+                "their next backward pass by now, and can't be asked. Nothing was sent or changed; call step() once "
+                "after each backward pass"
+            )
+
     def _describe(self, flag: Flag) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
@@ -70,7 +109,7 @@ class AveragingOptimizer(DistributedOptimizer):
                 ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
                 "(fusedonebit.amp.GradScaler)"
             )
-        return self._say_where("number of steps" if steps else what)
+        return self._say_where("number of steps (a rank has skipped or repeated a step())" if steps else what)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         """One update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""

@@ -149,6 +149,7 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "phase": optimizer.phase,
         "lines": optimizer._keeps_lines,
         "updates": optimizer._outcomes.updates,
+        "steps": optimizer._steps.total,
         "skipped": optimizer._outcomes.skipped,
         "world_size": optimizer._transport.world_size,
         "shards": optimizer._shards.count,
@@ -392,7 +393,7 @@ def _adamw_updates(states: Sequence[State]) -> int:
 
 
 def _moment(header: State) -> list[tuple[str, str]]:
-    keys = ("phase", "updates", "synchronisations", "started", "local", "done")
+    keys = ("phase", "updates", "steps", "started", "local", "done")
     return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
 
 
@@ -408,6 +409,7 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
 def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
     optimizer._step.fill_(header["updates"])
+    optimizer._steps.resume(header.get("steps", header["updates"] + header["skipped"]))
     optimizer._just_loaded = True
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)

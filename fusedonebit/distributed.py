@@ -23,6 +23,7 @@ from .parameters import ParameterList, first_device, first_mesh, materialise
 from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
 from .sharding import group_of
+from .steps import StepCount, as_word
 from .telemetry import capturing
 from .triton_kernels import Coef, block_table
 
@@ -92,6 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
+        self._steps = StepCount(self._list.owners, self.device if options.capturable else None)
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size: int | None = None  # of a checkpoint
@@ -125,11 +127,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._nothing = torch.empty(0, device=device)
         self._phase: Phase = "uncompressed"
         self._outcomes = Outcomes(device, self.options.nonfinite)
+        self._outcomes.on_replays = self._steps.replayed
         if self.options.capturable:
             self._outcomes.count_replays(device)
         self._overflowed = torch.zeros(1, device=device)
         self._grad_norm = torch.zeros((), device=device)
         self._begun = self._averaged = False
+        self._step_number: int | Tensor = 0
         self._broken = ""
         self._publish_state()
 
@@ -251,6 +255,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._take_step(grads)
         return loss
 
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or makes them zero. Those that no step has used count as a step that was skipped."""
+        self._steps.clear(self._list.owners)
+        super().zero_grad(set_to_none)
+        self._steps.cleared(self._list.owners)
+
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
@@ -261,6 +272,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             self._step_or_raise(given, params, checked)
         except Exception:
+            self._steps.forget()  # the same gradients may well be given again
             # A GradScaler removes what it has set only after a step that ends well.
             for name in SCALER_ATTRIBUTES:
                 vars(self).pop(name, None)
@@ -273,6 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not captured:
             self._outcomes.absorb_replays()
         self._begin_step(captured)
+        self._step_number = self._take_number(None if params is None else given, captured)
         error: Exception | None = None
         try:
             self._put_lr_on_the_device()
@@ -293,6 +306,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._outcomes.record_own_failure(flags)
         if error is not None:
             raise error
+
+    def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
+        """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
+        if captured:
+            return self._steps.capture()
+        self._check_repeated(self._steps.take(self._list.owners, compiled))
+        return as_word(self._steps.total)
+
+    def _check_repeated(self, repeated: bool) -> None:
+        """Raises RuntimeError if a step that this rank repeats can't tell the others of it."""
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
@@ -381,13 +404,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""
         self._outcomes.catch_up(self._describe)
 
+    @property
+    def _tag_of_shards(self) -> int:
+        """What ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
+        return (self._coefficients.tag ^ self._steps.total) & 0x7FFFFFFF
+
     def _describe(self, flag: Flag) -> str:
         """Details of why a step was skipped."""
         raise NotImplementedError
 
     def _say_where(self, what: str) -> str:
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
-        return f"{what}. On rank {self._transport.rank}: {here}"
+        return f"{what}. On rank {self._transport.rank}, in its step {self._steps.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")

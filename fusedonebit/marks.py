@@ -35,13 +35,14 @@ class Marks:
 
     Args:
         world_size: W.
-        step: Number of the step.
+        step: The step's number, as this rank's user counts.
         tag: Hash of the hyper-parameters.
+        skips: This rank does not take the step, which is right if none does.
     """
 
-    def __init__(self, world_size: int, step: int, tag: int) -> None:
+    def __init__(self, world_size: int, step: int, tag: int, skips: bool = False) -> None:
         self._modulus = modulus = int((2**24 / world_size) ** 0.5)
-        marks = (step % modulus, tag % modulus)
+        marks = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
         self._compared = [*marks, *(mark * mark for mark in marks)]
         self._world_size = world_size
 

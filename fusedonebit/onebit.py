@@ -141,11 +141,11 @@ class OneBitOptimizer(AveragingOptimizer):
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
-        reduce(grads, **self._momentum_options(agreed.scaled(coef), abort), hold=agreed.hold)
+        reduce(grads, **self._momentum_options(agreed.scaled(coef), abort, self._step_number), hold=agreed.hold)
         if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
             self._first_look = None
         if self._shards.count > 1:
-            reduce.refuse(self._shards.union(reduce.flags, self._coefficients.tag))
+            reduce.refuse(self._shards.union(reduce.flags, self._tag_of_shards))
         if self.options.guard != "off":
             refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
             reduce.refuse(refused.int() * int(Flag.VETO))
@@ -154,13 +154,14 @@ class OneBitOptimizer(AveragingOptimizer):
         self._list.after_update()
         return reduce.flags
 
-    def _momentum_options(self, coef: Tensor, abort: bool) -> dict[str, Any]:
+    def _momentum_options(self, coef: Tensor, abort: bool, number: int | Tensor) -> dict[str, Any]:
         return {
             "coef": coef,
             "exp_avg_sq": self._exp_avg_sq if self.options.precondition else None,
             "eps_inside_sqrt": self.options.eps_inside_sqrt,
             "tag": self._coefficients.tag,
             "abort": abort,
+            "number": number,
         }
 
     def _error_due(self, error: Exception | None) -> Exception | None:
@@ -367,7 +368,6 @@ class OneBitOptimizer(AveragingOptimizer):
         entered = self._step - self._behind if self._variance_step is None else self._variance_step
         return {
             "settled": self._settled(),
-            "synchronisations": int(self._reduce.synchronisations),
             "digests": self._reduce.digests,
             **cuts.cut_of(self),
             "variance_step": float(entered),
@@ -419,7 +419,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count
         same = all(header[key] == value for key, value in cuts.cut_of(self).items())
-        self._reduce.resume(header["synchronisations"], digests if same else digests[:1] * count)
+        self._reduce.resume(digests if same else digests[:1] * count)
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":

@@ -151,7 +151,8 @@ class OneBitLion(DistributedOptimizer):
         hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
         self._flags.zero_()
         lion_compress(grads, *where, self._exp_avg, *tables, self._step, hold, reduce.to_servers.bits, self._flags)
-        reduce.vote(self._step, tag=self._coefficients.tag, abort=abort, hold=agreed.hold, flags=self._flags)
+        how: dict[str, Any] = {"tag": self._coefficients.tag, "abort": abort, "number": self._step_number}
+        reduce.vote(self._step, hold=agreed.hold, flags=self._flags, **how)
         self._list.before_update()
         update = reduce.bits, reduce.scale, None, False
         apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)
@@ -174,8 +175,7 @@ class OneBitLion(DistributedOptimizer):
         return {}
 
     def _header(self) -> dict[str, Any]:
-        counts = {"synchronisations": int(self._reduce.synchronisations), "digests": self._reduce.digests}
-        return counts | {"buckets": 1, "inside": 1}
+        return {"digests": self._reduce.digests, "buckets": 1, "inside": 1}
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header.get("algorithm") != type(self).__name__:
@@ -185,7 +185,7 @@ class OneBitLion(DistributedOptimizer):
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         same = header["world_size"] == self._transport.world_size
-        self._reduce.resume(header["synchronisations"], header["digests"] if same else [0])
+        self._reduce.resume(header["digests"] if same else [0])
 
     def stats(self) -> dict[str, Any]:
         """What ``DistributedOptimizer.stats`` does, and sign_agreement: 1 where all vote alike, 1/W for coin flips."""

@@ -29,6 +29,7 @@ class Outcomes:
         skipped: Steps known to have been skipped.
         vetoed: Those of them that the divergence guard refused.
         veto_at: The first attempt that it refused since somebody set this to None.
+        on_replays: Told how many steps replayed graphs have taken.
         scaler_is_told: Whether the GradScaler learns what other ranks' gradients are like.
     """
 
@@ -43,6 +44,7 @@ class Outcomes:
         self._replays: Tensor | None = None
         self._replayed = False
         self.scaler_is_told = False
+        self.on_replays: Callable[[int], None] | None = None
         self._nonfinite = nonfinite
         self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
 
@@ -98,6 +100,8 @@ class Outcomes:
         self._replays.zero_()
         self.attempts += steps
         self._arrived += steps
+        if self.on_replays is not None:
+            self.on_replays(steps)
         self.skipped += skipped
         self.vetoed += vetoed
         if vetoed and self.veto_at is None:

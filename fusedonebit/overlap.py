@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .comm import BucketedAllReduce, CollectiveError, TorchTransport, Transport
+from .steps import as_word
 
 if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
@@ -113,7 +114,8 @@ class Overlap:
             grads = [optimizer._nothing] * len(self._buckets_of)
         coef = self._coef if self._coef is not None else optimizer._coefficient_table()
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        options = optimizer._momentum_options(coef, self.error is not None)
+        number = as_word(optimizer._steps.coming)
+        options = optimizer._momentum_options(coef, self.error is not None, number)
         reduce = self._reduce
         reduce.under_way.add(bucket)
         self._run(lambda: reduce.start(bucket, grads, **options))

@@ -21,6 +21,7 @@ from .comm.rounds import RoundAllReduce
 from .distributed import DistributedOptimizer
 from .hyperparameters import Options
 from .scaling import LossScale, agree_on_scaling
+from .steps import as_word
 from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
 
 
@@ -166,6 +167,7 @@ class RoundOptimizer(DistributedOptimizer):
             tag=self._mixed_tag(),
             abort=abort,
             hold=hold,
+            number=as_word(self._steps.total),
         )
         self._apply()
         reduce.forget()

@@ -179,6 +179,7 @@ class ZeroOneOptimizer(ZeroOneState):
             abort=abort,
             hold=agreed.hold,
             pending=self._pending,
+            number=self._step_number,
         )
         if steps > 1:
             self._sum_up(coef)

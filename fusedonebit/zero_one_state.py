@@ -238,7 +238,6 @@ class ZeroOneState(AdamUpdate):
         reduce = self._reduce
         return {
             "settled": {"precondition": self.options.precondition},
-            "synchronisations": int(reduce.synchronisations),
             "digests": reduce.digests,
             "buckets": 1,
             "inside": 1,
@@ -288,7 +287,7 @@ class ZeroOneState(AdamUpdate):
         self._pending.fill_(header["pending"])
         self._phase = header["phase"]
         same = header["world_size"] == self._transport.world_size
-        self._reduce.resume(header["synchronisations"], header["digests"] if same else [0])
+        self._reduce.resume(header["digests"] if same else [0])
 
     def _resumed(self, header: Mapping[str, Any]) -> None:
         self._sum_variance()

@@ -74,7 +74,7 @@ def lacks_a_key_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 
 def other_moment_on_rank_1(rank: int, files: list[dict]) -> dict:
-    change_header(files[rank], lambda header: header.update(synchronisations=header["synchronisations"] + rank))
+    change_header(files[rank], lambda header: header.update(steps=header["steps"] + rank))
     return files[rank]
 
 
@@ -165,7 +165,7 @@ def bad_r_max(rank: int, files: list[dict]) -> dict:
 FOR_ANY = {
     "rank_0s_file": ["rank is 0, but here it is 1; each rank must load the file that it saved itself"],
     "lacks_a_key_on_rank_1": ["state_dict lacks the key 'worker_error'"],
-    "other_moment_on_rank_1": ["synchronisations is 2 on rank 0 but 3 on rank 1", "of the same moment"],
+    "other_moment_on_rank_1": ["steps is 6 on rank 0 but 7 on rank 1", "of the same moment"],
     "other_variance_on_rank_1": ["checksum of exp_avg_sq of parameter 0", "of the same moment"],
 }
 FOR_ADAM = {

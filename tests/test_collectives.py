@@ -280,7 +280,7 @@ REASONS = [
         Flag.MISMATCH,
         "hyper-parameters (learning rate and the like), as a hash: 7 on rank 0, 8 on rank 1",
     ),
-    ("a_missed_step", Flag.MISMATCH, "number of synchronisations: 3 on rank 0, 4 on rank 1"),
+    ("a_missed_step", Flag.MISMATCH, "3 steps on rank 0, 4 on rank 1 (a rank has skipped or repeated a step())"),
 ]
 
 

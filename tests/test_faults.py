@@ -195,7 +195,7 @@ def test_a_message_of_another_length_is_never_taken_for_a_whole_one():
 
 
 def spoil(optimizer: Any, what: str) -> None:
-    """Makes this rank send another step or layout than the others."""
+    """Makes this rank send another layout than the others."""
     if what == "layout":
         optimizer.layout.__dict__["fingerprint"] = optimizer.layout.fingerprint ^ 1
     reduce = getattr(optimizer, "_reduce", None)
@@ -211,10 +211,6 @@ def spoil(optimizer: Any, what: str) -> None:
             gather()
 
         reduce._gather = gather_spoilt
-    if what == "step":
-        optimizer._outcomes.attempts += 1
-        if hasattr(reduce, "synchronisations"):
-            reduce.synchronisations += 1
 
 
 def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, bool]:
@@ -227,7 +223,8 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
         set_gradients(params, rank, step)
         optimizer.step()
     before = fingerprint(params)
-    set_gradients(params, rank, steps)
+    if what != "step" or rank != WORLD_SIZE - 1:  # else it repeats one
+        set_gradients(params, rank, steps)
     if rank == WORLD_SIZE - 1:
         spoil(optimizer, what)
     try:
@@ -242,7 +239,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
     [
         ("onebit-adam", 1, "step", "number of steps"),
         ("onebit-adam", 2, "layout", "parameter layout"),
-        ("onebit-adam", 6, "step", "number of synchronisations"),
+        ("onebit-adam", 6, "step", "7 steps on rank 0, 6 on rank 3 (a rank has skipped or repeated a step())"),
         ("onebit-adam", 6, "layout", "parameter layout"),
         ("onebit-adam", 6, "server's layout", "a message arrived damaged"),
         ("lamb", 2, "step", "number of steps"),

@@ -1,0 +1,144 @@
+"""How many steps this rank's user has taken, so that messages can tell other ranks.
+
+A count of ``step()`` calls would be equal by construction wherever each call sends a message: a rank that has left
+one out pairs its next call with the others'. Sets of gradients are counted instead. A set counts once: in the step
+that consumes it, or when ``zero_grad()`` throws it away unconsumed, for then this rank has skipped a step. A step on
+gradients that an earlier step has consumed already does not count: this rank has repeated that step.
+
+Sets are told apart by the first gradient that there is: by its tensor, and that tensor's version counter. It may be an
+old one, of a parameter that was not used, beside new ones of others. Where nobody clears gradients by ``zero_grad()``
+between two steps, which takes such away, all of them are looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sharding import is_dtensor, local
+
+_Mark = tuple[weakref.ref[Tensor], int]
+
+
+class StepCount:
+    """Counts sets of gradients.
+
+    Args:
+        owners: The parameters.
+        device: Where a captured CUDA graph counts its replays; None: nothing is captured.
+    """
+
+    def __init__(self, owners: Sequence[Tensor], device: torch.device | None) -> None:
+        self._total = 0
+        self._known: _Mark | None = _mark(_first(owners))  # of gradients that a step or zero_grad() has dealt with
+        self._all: int | None = None  # of gradients that a step has used where nobody has cleared others before
+        self._consumed = self._cleared = False
+        self._dropped = False
+        self._unsure = False
+        self._of_replays = None if device is None else torch.zeros((), dtype=torch.int32, device=device)
+
+    @property
+    def total(self) -> int:
+        """Steps so far, those of this rank's user."""
+        return self._total
+
+    @property
+    def coming(self) -> int:
+        """What ``total`` will be in a step on the gradients that a backward pass is making."""
+        return self._total + 1 + self._dropped
+
+    def take(self, owners: Sequence[Tensor], given: Sequence[Tensor] | None = None) -> bool:
+        """Counts the step that begins.
+
+        Args:
+            owners: The parameters.
+            given: The step's gradients where a compiler has passed them: they may not be those of the parameters.
+
+        Returns:
+            Whether it uses gradients that the last one has used.
+        """
+        first, known = _first(owners), self._all
+        self._all = None if self._cleared else _signature(owners)
+        repeats = self._consumed and not self._unsure and self._is_known(first) and known in (None, self._all)
+        self._total += (not repeats) + self._dropped
+        self._known, self._consumed, self._cleared, self._dropped = _mark(first), True, False, False
+        self._unsure = given is not None and not _same_memory(owners, given)
+        if self._of_replays is not None:
+            self._of_replays.fill_(as_word(self._total))
+        return repeats
+
+    def clear(self, owners: Sequence[Tensor]) -> None:
+        """Called before gradients are thrown away; several times between two steps count once."""
+        grad = _first(owners)
+        if grad is not None and not self._unsure and not self._is_known(grad):
+            self._dropped = True
+
+    def cleared(self, owners: Sequence[Tensor]) -> None:
+        """Called after it; gradients that are zeros now are nothing new."""
+        self._known = _mark(_first(owners))
+        self._consumed, self._cleared, self._unsure = False, True, False
+
+    def forget(self) -> None:
+        """Called after a step that has raised, and where a graph may have written gradients: judges none of them."""
+        self._unsure = True
+
+    def capture(self) -> Tensor:
+        """Counts each replay of the graph that is being captured: int32 [], on the device."""
+        assert self._of_replays is not None  # allocated before the capture, or each replay would zero it
+        self._of_replays += 1
+        self.forget()
+        return self._of_replays
+
+    def replayed(self, steps: int) -> None:
+        """Takes over what replays have counted."""
+        self._total += steps
+        self.forget()
+
+    def resume(self, total: int) -> None:
+        """Takes up a checkpoint's count."""
+        self._total, self._dropped = total, False
+        if self._of_replays is not None:
+            self._of_replays.fill_(as_word(total))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Weak references can't be copied: of a copy's gradients nothing is known."""
+        return vars(self) | {"_known": None, "_unsure": True}
+
+    def _is_known(self, grad: Tensor | None) -> bool:
+        if grad is None or self._known is None:
+            return False
+        known, version = self._known
+        return known() is grad and local(grad)._version == version
+
+
+def as_word(number: int) -> int:
+    """``number`` modulo 2^32 as an int32."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _first(owners: Sequence[Tensor]) -> Tensor | None:
+    return next((p.grad for p in owners if p.grad is not None), None)
+
+
+def _mark(grad: Tensor | None) -> _Mark | None:
+    # Tensors made in inference mode have no version: each counts as new.
+    return None if grad is None or grad.is_inference() else (weakref.ref(grad), local(grad)._version)
+
+
+def _signature(owners: Sequence[Tensor]) -> int:
+    """Changes when any gradient does."""
+    grads = [p.grad for p in owners if p.grad is not None]
+    parts = [local(g) for g in grads] if grads and is_dtensor(grads[0]) else grads
+    versions = [] if any(g.is_inference() for g in parts) else [g._version for g in parts]
+    return hash((*map(id, grads), *versions))
+
+
+def _same_memory(owners: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    for p, g in zip(owners, given, strict=True):
+        if g.numel():
+            return p.grad is not None and local(p.grad).data_ptr() == g.data_ptr()
+    return True

@@ -1,0 +1,328 @@
+"""A rank that skips or repeats a step is found at the next exchange, by all ranks; other differences raise no alarm.
+
+Where every step sends a message a rank that has left one out pairs its next step with the others'. What tells is the
+number of sets of gradients that its user has made.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from observe import change_header, fingerprint, parameters
+from ranks import run_ranks
+from test_after_a_load import MAKE, caught, make, set_gradients, train
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedonebit
+from fusedonebit import OneBitAdam, ddp
+from fusedonebit.comm import SimulatedGroup, Transport
+
+EACH = pytest.mark.parametrize("name", [name for name in MAKE if "masters" not in name])
+SKIPS = "a rank has skipped or repeated a step()"
+
+
+def skip(optimizer: Any, rank: int, step: int) -> None:
+    set_gradients(optimizer, rank, step)
+    optimizer.zero_grad()
+
+
+def repeat(optimizer: Any, rank: int, step: int) -> None:
+    optimizer.step()
+
+
+def find(optimizer: Any, rank: int, start: int) -> tuple[str, str, int, bool]:
+    """Trains until a step raises: its error, how many steps that took, and whether parameters stayed still in it."""
+    for step in range(start, start + 8):
+        before = fingerprint(parameters(optimizer))
+        set_gradients(optimizer, rank, step)
+        kind, text = caught(optimizer.step)
+        if kind:
+            return kind, text, step - start, fingerprint(parameters(optimizer)) == before
+        optimizer.zero_grad()
+    return "", "", 8, True
+
+
+@EACH
+@pytest.mark.parametrize("wrong", [skip, repeat])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_skipped_or_repeated_step_is_found_by_all_ranks_where_they_next_meet(name, wrong, steps):
+    """The rank that repeats one does so in place of the others' next, which is where they meet."""
+
+    def run(rank: int, transport: Transport) -> tuple[str, str, int, bool]:
+        _, optimizer = make(name, process_group=transport)
+        train(optimizer, rank, 0, steps)
+        if rank == 1 and wrong is skip:
+            optimizer.zero_grad()
+            skip(optimizer, rank, steps)
+        if rank == 1 and wrong is repeat:
+            before = fingerprint(parameters(optimizer))
+            kind, text = caught(optimizer.step)
+            if kind:
+                return kind, text, 0, fingerprint(parameters(optimizer)) == before
+            optimizer.zero_grad()
+            return find(optimizer, rank, steps + 1)
+        optimizer.zero_grad()
+        return find(optimizer, rank, steps)
+
+    results = SimulatedGroup(2).run(run)
+    within = {"zero-one-adam": 4, "marsit-adam": 2}.get(name, 1)
+    for kind, text, after, still in results:
+        assert kind == "OutOfStepError", (kind, text)
+        assert SKIPS in text
+        assert after < within
+        assert still or within > 1
+    steps_of = sorted(int(re.search(r"in its step (\d+)", text)[1]) for _, text, *_ in results)
+    assert steps_of[1] - steps_of[0] == 1
+
+
+def test_in_the_compression_stage_both_numbers_are_named():
+    def run(rank: int, transport: Transport) -> str:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        train(optimizer, rank, 0, 10)
+        if rank == 0:
+            set_gradients(optimizer, rank, 10)
+        return caught(optimizer.step)[1]
+
+    for text in SimulatedGroup(2).run(run):
+        assert text.startswith("ranks are out of step after 10 updates: ")
+        assert f"11 steps on rank 0, 10 on rank 1 ({SKIPS})" in text
+
+
+# ---------------------------------------------------------------- what ranks may do differently
+
+
+def accumulate_differently(optimizer: Any, rank: int, step: int) -> None:
+    """Another number of backward passes on each rank."""
+    for part in range(1 + (rank + step) % 3):
+        loss_of(optimizer, 100 * step + 10 * part + rank).backward()
+
+
+def none_here(optimizer: Any, rank: int, step: int) -> None:
+    """In every other step one rank has no gradient at all."""
+    if (rank + step) % 2:
+        loss_of(optimizer, step + 50 * rank).backward()
+
+
+def some_here(optimizer: Any, rank: int, step: int) -> None:
+    """Each rank has gradients of other parameters."""
+    loss_of(optimizer, step + 50 * rank, parameters(optimizer)[(rank + step) % 2 :: 2]).backward()
+
+
+def the_same_again(optimizer: Any, rank: int, step: int) -> None:
+    """Gradients lie where they lay, and are overwritten."""
+    for p in parameters(optimizer):
+        fresh = torch.randn(p.shape, generator=torch.Generator().manual_seed(step + 7 * rank))
+        if p.grad is None or rank == 1:
+            p.grad = fresh
+        else:
+            p.grad.copy_(fresh)
+
+
+def several_calls(optimizer: Any, rank: int, step: int) -> None:
+    """Nobody counts calls of ``zero_grad()``."""
+    for _ in range(rank + step % 2):
+        optimizer.zero_grad(set_to_none=bool(step % 3))
+    loss_of(optimizer, step + 50 * rank).backward()
+
+
+def thrown_away_by_the_model(optimizer: Any, rank: int, step: int) -> None:
+    """As after an evaluation that needs gradients, on one rank."""
+    if rank == 0:
+        loss_of(optimizer, step).backward()
+        for p in parameters(optimizer):
+            p.grad = None
+    loss_of(optimizer, step + 50 * rank).backward()
+
+
+def loss_of(optimizer: Any, seed: int, params: list[Tensor] | None = None) -> Tensor:
+    params = parameters(optimizer) if params is None else params
+    generator = torch.Generator().manual_seed(seed)
+    return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params)
+
+
+MAY_DIFFER = [
+    accumulate_differently,
+    none_here,
+    some_here,
+    the_same_again,
+    several_calls,
+    thrown_away_by_the_model,
+]
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "marsit-adam"])
+def test_what_ranks_may_do_differently_raises_no_alarm(name):
+    def run(rank: int, transport: Transport) -> None:
+        for differ in MAY_DIFFER:
+            for dropped in ("optimizer", "to zeros", "model", "never"):
+                if differ is none_here and dropped == "never":
+                    continue  # a step on old gradients
+                _, optimizer = make(name, process_group=transport)
+                for step in range(5):
+                    differ(optimizer, rank, step)
+                    optimizer.step()
+                    if dropped == "model":
+                        for p in parameters(optimizer):
+                            p.grad = None
+                    elif dropped != "never":
+                        optimizer.zero_grad(set_to_none=dropped == "optimizer")
+
+    SimulatedGroup(2).run(run)
+
+
+def test_closures_that_evaluate_again_on_one_rank_raise_no_alarm():
+    def run(rank: int, transport: Transport) -> None:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        for step in range(5):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(optimizer, step + 50 * rank)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    SimulatedGroup(2).run(run)
+
+
+def test_what_all_ranks_do_alike_raises_no_alarm():
+    """All repeat steps, and throw gradients away, equally often."""
+
+    def run(rank: int, transport: Transport) -> None:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        for step in range(6):
+            skip(optimizer, rank, step)
+            set_gradients(optimizer, rank, step)
+            optimizer.step()
+            repeat(optimizer, rank, step)
+            optimizer.zero_grad()
+
+    SimulatedGroup(2).run(run)
+
+
+def test_a_gradscaler_that_skips_steps_raises_no_alarm():
+    def run(rank: int, transport: Transport) -> float:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        scaler = fusedonebit.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(8):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(optimizer, step + 50 * rank)).backward()
+            if step % 3 == 1 and rank == 0:
+                parameters(optimizer)[0].grad[0, 0] = float("inf")
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    assert SimulatedGroup(2).run(run) == [4.0 / 2**3] * 2
+
+
+def test_a_step_that_one_rank_could_not_take_may_be_repeated_with_the_same_gradients():
+    def run(rank: int, transport: Transport) -> list[str]:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        kinds = []
+        for step in range(5):
+            set_gradients(optimizer, rank, step)
+            first = parameters(optimizer)[0]
+            good = first.grad
+            if rank == 1 and step in (1, 4):
+                first.grad = good.to_sparse()
+            kinds.append(caught(optimizer.step)[0])
+            first.grad = good
+            if step in (1, 4):
+                kinds.append(caught(optimizer.step)[0])
+        return kinds
+
+    ours, theirs = SimulatedGroup(2).run(run)
+    assert ours == ["", "AbortedStepError", "", "", "", "AbortedStepError", ""]
+    assert theirs == ["", "TypeError", "", "", "", "TypeError", ""]
+
+
+# ---------------------------------------------------------------- checkpoints, other loops
+
+
+def test_the_count_goes_on_in_a_checkpoint_beyond_32_bits():
+    """Whatever the number: what an older version has written says updates and skipped steps."""
+
+    def run(rank: int, transport: Transport, steps: int | None) -> str:
+        _, optimizer = make("onebit-adam", process_group=transport)
+        train(optimizer, rank, 0, 5)
+        state = copy.deepcopy(optimizer.state_dict())
+        change_header(state, lambda header: header.pop("steps") if steps is None else header.update(steps=steps))
+        _, optimizer = make("onebit-adam", process_group=transport)
+        optimizer.load_state_dict(state)
+        train(optimizer, rank, 5, 7)
+        if rank == 1:
+            skip(optimizer, rank, 7)
+        return find(optimizer, rank, 7)[1]
+
+    for steps, first in ((None, 5), (2**31 - 3, 2**31 - 3), (2**32 - 3, 2**32 - 3)):
+        for text in SimulatedGroup(2).run(lambda rank, t, steps=steps: run(rank, t, steps)):
+            assert f"{(first + 3) % 2**32} steps on rank 0, {(first + 4) % 2**32} on rank 1" in text
+
+
+def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 30), nn.Linear(30, 1))
+    optimizer = OneBitAdam(net.parameters(), freeze_step=2, guard="off", overlap=True)
+    for step in range(6):
+        before = fingerprint(parameters(optimizer))
+        if rank == 0 or step < 5:
+            net(torch.randn(4, 6)).square().mean().backward()
+        told = caught(optimizer.step)
+        if told[0]:
+            break
+        if rank == 0:
+            optimizer.zero_grad()
+    return *told, fingerprint(parameters(optimizer)) == before
+
+
+def test_a_repeated_step_is_found_where_backward_passes_send_buckets():
+    for kind, text, still in run_ranks(repeat_with_overlap, 2):
+        assert kind == "OutOfStepError"
+        assert f"6 steps on rank 0, 5 on rank 1 ({SKIPS})" in text
+        assert still
+
+
+def under_ddp(rank: int, world_size: int) -> list[Any]:
+    """What DDP has averaged in the warm-up is thrown away by all, by one, and used twice by one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    model, optimizer = DistributedDataParallel(net), OneBitAdam(net.parameters(), freeze_step=20)
+    ddp.attach(model, optimizer)
+    told = []
+    for what in ("", "all skip", "", "one repeats", "", "one skips"):
+        model(torch.randn(4, 6)).square().mean().backward()
+        if what == "all skip":
+            optimizer.zero_grad()
+            continue
+        before = fingerprint(parameters(optimizer))
+        told.append(caught(optimizer.zero_grad if what == "one skips" and rank == 1 else optimizer.step))
+        if what == "one repeats" and rank == 1:
+            before = fingerprint(parameters(optimizer))
+            told.append(caught(optimizer.step))
+        if told[-1][0]:
+            told.append(fingerprint(parameters(optimizer)) == before)
+        optimizer.zero_grad()
+    return told
+
+
+def test_under_ddp_a_skipped_step_is_found_and_a_repeated_one_refused_before_it_meets_the_others_buckets():
+    fine = ("", "")
+    ours, theirs = run_ranks(under_ddp, 2)
+    assert ours[:3] == theirs[:3] == [fine] * 3
+    (kind, text), *still = ours[4:]
+    assert (kind, still) == ("OutOfStepError", [True])
+    assert SKIPS in text
+    (kind, text), still, after, (later, said), *end = theirs[3:]
+    assert (kind, still, after) == ("RuntimeError", True, fine)
+    assert "step() was called again on gradients that DDP has averaged" in text
+    assert (later, end) == ("OutOfStepError", [True])
+    assert "throws away by zero_grad() what DDP has averaged" in said
