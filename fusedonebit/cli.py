@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
+from .errors import printable
 from .extras import missing
 from .migrate import command as migration
 from .migrate.config import InputError as ConfigError
@@ -291,7 +292,7 @@ def _rate(text: str) -> float:
 
 
 def _refuse(message: str) -> int:
-    print(f"fusedonebit: {message}", file=sys.stderr)
+    print(f"fusedonebit: {printable(message)}", file=sys.stderr)  # a message may quote what a file holds
     return USAGE_ERROR
 
 

@@ -33,6 +33,9 @@ STEP_KEYS = ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps"
 SIGNALS = ("residual_over_momentum", "sign_agreement")
 """What is recorded of it where something was compressed: elsewhere both are 0."""
 
+LONGEST_LINE = 1 << 24
+"""Bytes; layers by the ten thousand take fewer."""
+
 LAYERS_GROWTH = 18
 """Layers are recorded when the steps have grown by this share, an 18th: some 190 times in 100,000 steps."""
 
@@ -215,17 +218,28 @@ class Recorder:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields each line that is not empty and the record in it: None where it is damaged, as a torn last one is."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for raw in file:
-            line = raw.strip()
-            if not line:
+    """Yields each line that is not empty and the record in it: None where it is damaged, as a torn last one is.
+
+    A line of more than ``LONGEST_LINE`` bytes is damaged, and yielded without its text.
+    """
+    with path.open("rb") as file:
+        while raw := file.readline(LONGEST_LINE):
+            if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                yield "", None
                 continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            yield line, record if isinstance(record, dict) else None
+            line = raw.decode("utf-8", "replace").strip()
+            if line:
+                yield line, _record(line)
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

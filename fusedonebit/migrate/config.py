@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..errors import printable
+
 AUTO = "auto"
 
 
@@ -211,11 +213,6 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _paths(value, path)
         else:
             yield path
-
-
-def printable(text: str) -> str:
-    """The text in one line, with nothing in it that a terminal obeys."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def literal(value: Any) -> str:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .config import Config, InputError, printable
+from ..errors import printable
+from .config import Config, InputError
 
 LARGEST = 1 << 20
 """Bytes of a config: a thousand times those of DeepSpeed's own."""

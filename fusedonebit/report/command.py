@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import printable
 from .page import build
 from .read import InputError, read_runs, size_of
 from .tables import in_bytes
@@ -30,9 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Reads, writes the page, says where it is and how large.
 
     Raises:
-        InputError: if a folder holds no run, or the page can't be written.
+        InputError: if a folder holds no run, or can't be looked at, or the page can't be written.
     """
-    out = _target(arguments)
+    try:
+        return _run(arguments, _target(arguments))
+    except OSError as error:
+        raise InputError(f"{error.filename or 'a file'} can't be used: {error.strerror or error}") from error
+
+
+def _run(arguments: argparse.Namespace, out: Path) -> int:
     with _Progress(size_of(arguments.folders)) as progress:
         runs = read_runs(arguments.folders, progress.read)
         page = build(runs, arguments.title, progress.drawn(len(runs)))
@@ -45,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     damaged = sum({r.folder: r.damaged for r in runs}.values())
     more = f", {damaged} damaged lines passed over" if damaged else ""
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    print(f"wrote {out}: {in_bytes(len(content))}, {count}{more}")
+    print(f"wrote {printable(str(out))}: {in_bytes(len(content))}, {count}{more}")
     return 0
 
 
@@ -56,7 +64,7 @@ def _target(arguments: argparse.Namespace) -> Path:
             raise InputError(f"--out must be a file to write, got the folder {arguments.out}; add /{NAME}")
         return out
     first = Path(arguments.folders[0])
-    alone = len({Path(folder).resolve() for folder in arguments.folders}) == 1
+    alone = len({os.path.realpath(folder) for folder in arguments.folders}) == 1
     folder = first if first.is_dir() else first.parent
     return folder / NAME if alone else Path(NAME)
 

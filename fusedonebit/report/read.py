@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,18 @@ from ..recording import METRICS, STARTS, read_lines
 NOT_NUMBERS = ("optimizer", "step", "phase", "layers")
 MOST_OWN = 12
 """Of a user's own numbers at most so many are shown."""
+
+MOST_RUNS = 200
+"""Of one folder. More would be one name for each record, not runs."""
+
+LAST_STEP = 2**53
+"""Beyond it steps are no whole numbers in a browser."""
+
+LARGEST = 1e250
+"""What is larger counts as infinite: sums of such values have no number."""
+
+COUNTS = ("bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
+"""Of these a value that is not finite tells nothing, and is left out."""
 
 
 class InputError(Exception):
@@ -50,12 +64,17 @@ class Run:
     folder: Path
     label: str = ""
     series: dict[str, Series] = field(default_factory=dict)
-    phases: list[str] = field(default_factory=list)
     layers: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     damaged: int = 0
     _last: int = -1
     _in_order: bool = True
+    _places: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> list[str]:
+        """Names of phases, in the order in which they came."""
+        return list(self._places)
 
     @property
     def first_step(self) -> int:
@@ -87,11 +106,11 @@ class Run:
         for key, value in record.items():
             if key in NOT_NUMBERS or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
-            self.series.setdefault(key, Series()).add(step, _float(value))
+            if math.isfinite(number := plain_float(value)) or key not in COUNTS:
+                self.series.setdefault(key, Series()).add(step, number)
         if isinstance(phase := record.get("phase"), str):
-            if phase not in self.phases:
-                self.phases.append(phase)
-            self.series.setdefault("phase", Series()).add(step, self.phases.index(phase))
+            place = self._places.setdefault(phase, len(self._places))
+            self.series.setdefault("phase", Series()).add(step, place)
         layers = record.get("layers")
         if isinstance(layers, dict) and isinstance(layers.get("name"), list):
             self.layers[step] = layers
@@ -114,7 +133,7 @@ def read_runs(folders: Sequence[str], progress: Callable[[int], None] = lambda n
         InputError: for a folder without a single record.
     """
     paths = [_metrics_of(given) for given in folders]
-    distinct = list({path.resolve(): path for path in paths}.values())
+    distinct = list({os.path.realpath(path): path for path in paths}.values())
     runs = [run for path in distinct for run in _read_folder(path, progress)]
     for run, label in zip(runs, _labels(runs), strict=True):
         run.label = label
@@ -151,12 +170,16 @@ def _read_folder(path: Path, progress: Callable[[int], None]) -> list[Run]:
                 progress(seen)
                 seen = 0
             step = None if record is None else record.get("step")
-            if record is None or isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            if record is None or isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST_STEP:
                 damaged += 1
                 continue
             name = record.get("optimizer")
-            name = name if isinstance(name, str) and name else folder.resolve().name
-            runs.setdefault(name, Run(name, folder)).take(step, record)
+            name = name if isinstance(name, str) and name else Path(os.path.realpath(folder)).name
+            if name not in runs:
+                if len(runs) == MOST_RUNS:
+                    raise InputError(f'DIR {folder} holds more than {MOST_RUNS} runs, by "optimizer"; name fewer')
+                runs[name] = Run(name, folder)
+            runs[name].take(step, record)
         progress(seen)
         _read_starts(folder / STARTS, runs)
     except OSError as error:
@@ -177,13 +200,15 @@ def _read_starts(path: Path, runs: dict[str, Run]) -> None:
     if not path.is_file():
         return  # written before there was a header
     for _, start in read_lines(path):
-        if start is not None and start.get("optimizer") in runs:
-            runs[start["optimizer"]].starts.append(start)
+        name = None if start is None else start.get("optimizer")
+        if isinstance(name, str) and name in runs:
+            runs[name].starts.append(start)
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
     """Names alone in one folder; of several folders as much of each path as tells them apart."""
-    folders = list(dict.fromkeys(run.folder.resolve() for run in runs))
+    real = {run.folder: Path(os.path.realpath(run.folder)) for run in runs}
+    folders = list(dict.fromkeys(real.values()))
     if len(folders) == 1:
         return [run.name for run in runs]
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
@@ -191,11 +216,11 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         if len(set(tails)) == len(tails):
             break
     tail = dict(zip(folders, tails, strict=True))
-    return [f"{tail[run.folder.resolve()]}: {run.name}" for run in runs]
+    return [f"{tail[real[run.folder]]}: {run.name}" for run in runs]
 
 
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf")
+def plain_float(value: float) -> float:
+    """As a float; infinite from ``LARGEST`` on."""
+    if abs(value) >= LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value)

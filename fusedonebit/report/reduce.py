@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from .read import Run, Series
+from .read import Run, Series, plain_float
 
 MOST_POINTS = 1500
 """Of a curve; of many runs together ``ALL_POINTS``, so that the page stays small."""
@@ -85,10 +85,10 @@ def at_steps(series: Series, steps: Sequence[int]) -> list[float]:
 
 def bands(run: Run) -> list[list[Any]]:
     """Stretches of one phase each: first step, last step, name. Phases that alternate quickly share one."""
-    series = run.get("phase")
+    series, phases = run.get("phase"), run.phases
     if not series.steps:
         return []
-    stretches = _stretches(series.steps, [run.phases[int(i)] for i in series.values])
+    stretches = _stretches(series.steps, [phases[int(i)] for i in series.values])
     if len(stretches) <= MOST_BANDS:
         return stretches
     # A window as long as the phases' cycle sees all of it, and so do its neighbours.
@@ -96,11 +96,11 @@ def bands(run: Run) -> list[list[Any]]:
 
 
 def _in_windows(run: Run, series: Series, count: int) -> list[list[Any]]:
-    steps, names = [], []
+    steps, names, phases = [], [], run.phases
     for start, stop in pairwise(len(series.steps) * b // count for b in range(count + 1)):
         seen = sorted(set(series.values[start:stop]))
         steps += [series.steps[start], series.steps[stop - 1]]
-        names += [" + ".join(run.phases[int(i)] for i in seen)] * 2
+        names += [" + ".join(phases[int(i)] for i in seen)] * 2
     return _stretches(steps, names)
 
 
@@ -158,7 +158,9 @@ def heat(run: Run, key: str, most_cells: int, middle: float | None) -> dict[str,
     for column, group in enumerate(groups):
         for _, told in group:
             for name, value in zip(told["name"], told[key], strict=False):
-                if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                if not isinstance(value, (int, float)) or isinstance(value, bool):
+                    continue
+                if math.isfinite(value := plain_float(value)):
                     row, was = rows[place[str(name)]], rows[place[str(name)]][column]
                     if was is None or _says_more(value, was, middle):
                         row[column] = short(value, 4)

@@ -101,7 +101,7 @@ def settings(runs: Sequence[Run]) -> str:
     rows = []
     for key in keys:
         values = [told.get(key) for told in facts]
-        known = {json.dumps(value, sort_keys=True, default=str) for value in values if value is not None}
+        known = {_json(value, sort_keys=True) for value in values if value is not None}
         differs = len(known) > 1 and key not in DATES  # what only one kind of optimizer has is no difference
         cells = "".join(f"<td>{ABSENT if value is None else escape(_text(value))}</td>" for value in values)
         mark = ' class="differs"' if differs else ""
@@ -150,7 +150,14 @@ def _dict(header: dict[str, Any], key: str) -> dict[str, Any]:
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any, sort_keys: bool = False) -> str:
+    try:
+        return json.dumps(value, sort_keys=sort_keys, default=str)
+    except RecursionError:
+        return "(nested too deeply to be shown)"
 
 
 def _details(run: Run) -> str:
