@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -210,6 +210,14 @@ class TorchTransport:
             )
         self.traffic.add(sent.nbytes)
         return _Works(self, works, self.traffic.collectives_total)
+
+    def watched(self, call: str) -> AbstractContextManager[None]:
+        """Turns the ``RuntimeError`` of other collectives between these ranks into a ``CollectiveError``.
+
+        Args:
+            call: What makes them, for the message.
+        """
+        return self._named(call)
 
     @contextmanager
     def _named(self, collective: str, number: int | None = None) -> Iterator[None]:

@@ -14,7 +14,7 @@ from . import amp, baselines, ddp, policies
 from .adam import OneBitAdam
 from .buffers import broadcast_buffers
 from .comm import CollectiveError, DisagreementError
-from .errors import AbortedStepError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
+from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
 from .lamb import Lamb
 from .marsit import MarsitAdam, MarsitSGD
 from .onebit import OneBitOptimizer
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbortedStepError",
+    "CheckpointError",
     "CollectiveError",
     "DisagreementError",
     "FusedOneBitWarning",

@@ -31,14 +31,14 @@ ignores what it has, which leaves the rounded values.
 And what else an optimizer keeps per element (``_buffers``), as bits (``_momenta``) or, in all stages,
 per tensor (``_tables``): 1-bit LAMB adds the fresh variance, the last momentum, ``layer`` and ``unit``.
 Momentum and residuals are in the unit in which they are compressed. The header, all that is no tensor,
-is JSON in the first of the ``param_groups``. Like torch's, the tensors are references to live state where
-they can be: copy or save them before the next step. Saving settles the deferred residuals, which changes
-no later step.
+is JSON in the first of the ``param_groups``; it has a checksum of each tensor, and of itself (``integrity``),
+which takes one pass over the state on the host, and from a GPU the copy. Like torch's, the tensors are
+references to live state where they can be: copy or save them before the next step. Saving settles the
+deferred residuals, which changes no later step.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
@@ -46,12 +46,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from . import lines, packing
+from . import header as header_rules
+from . import integrity, lines, packing
 from .comm import CollectiveError, agree, checksum
 from .comm.agree import Fact
 from .construction import failure
 from .errors import warn
 from .hyperparameters import LAMB_KEYS
+from .integrity import read_header
 from .policies import stated
 from .sharding import local
 
@@ -91,10 +93,28 @@ def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
         states[optimizer._list.index_of[0]] |= lines.save(onebit)
     elif optimizer._of_one_rank:
         states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.of_each(optimizer._rows.rank())
+    header = _header(optimizer)
+    own = [states[index] for index in optimizer._list.index_of]
+    for state in own:
+        for name in optimizer._not_kept(header):
+            state.pop(name, None)
+    header["names"] = sorted(_names(states, optimizer) - others)
+    if optimizer._sums_up:
+        summed = integrity.of_names(own, header["names"])
+        header[integrity.CHECKSUMS] = integrity.checksums(optimizer, summed)
+        header[integrity.BETWEEN] = integrity.between(summed)
     packed["state"] = states
-    names = sorted(_names(states, optimizer) - others)
-    packed["param_groups"][0][KEY] = json.dumps(_header(optimizer) | {"names": names})
+    packed["param_groups"][0][KEY] = integrity.sealed(header)
     return packed
+
+
+def forget_checksums(state_dict: Mapping[str, Any]) -> None:
+    """Removes a checkpoint's checksums, in place, so that tensors that were changed on purpose can be loaded."""
+    header = header_of(state_dict)
+    if header is not None and KEY not in state_dict:
+        for key in (integrity.CHECKSUMS, integrity.BETWEEN):
+            header.pop(key, None)
+        state_dict["param_groups"][0][KEY] = integrity.sealed(header)
 
 
 def _names(states: Mapping[Any, State], optimizer: DistributedOptimizer) -> set[str]:
@@ -130,16 +150,12 @@ def has_lines(header: State) -> bool:
 
 def own_names(optimizer: DistributedOptimizer, header: State) -> tuple[str, ...]:
     """What each rank has of its own in a checkpoint; of another algorithm, or another library, nothing."""
-    own = header.get("algorithm") == type(optimizer).__name__ and "world_size" in header
-    return optimizer._of_one_rank if own else ()
+    return optimizer._of_one_rank if _is_own(optimizer, header) else ()
 
 
-def read_header(text: str) -> dict[str, Any]:
-    """The header from its JSON; ValueError if it is none."""
-    try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the checkpoint's header is damaged: {error}; load another checkpoint") from error
+def _is_own(optimizer: DistributedOptimizer, header: State) -> bool:
+    """Whether an optimizer of the same class has written it; ``migrate`` leaves out how many ranks there were."""
+    return header.get("algorithm") == type(optimizer).__name__ and "world_size" in header
 
 
 def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
@@ -152,6 +168,7 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "steps": optimizer._steps.total,
         "skipped": optimizer._outcomes.skipped,
         "world_size": optimizer._transport.world_size,
+        "rank": int(optimizer._rows.rank()),
         "shards": optimizer._shards.count,
         "block_size": optimizer.layout.block_size,
         "line": optimizer.layout.numel,
@@ -257,8 +274,8 @@ def _examined(
         states = by_parameter(optimizer, state_dict)
         header = _check(optimizer, header_of(state_dict), states)
         return header, states, _facts(optimizer, states, header)
-    except KeyError as missing:
-        raise ValueError(f"state_dict lacks the key {missing}") from missing
+    except Exception as caught:
+        raise _explained(caught) from caught
 
 
 def _take_up(
@@ -266,6 +283,7 @@ def _take_up(
 ) -> None:
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
     packing.take_groups(optimizer, _merged_groups(optimizer, state_dict["param_groups"]))
+    optimizer.param_groups[0][KEY] = ""  # as ``DistributedOptimizer`` has it
     optimizer._block_size = header.get("block_size") if has_lines(header) else None
     optimizer.state.clear()
     optimizer._build()
@@ -283,37 +301,54 @@ def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any])
 def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State]) -> State:
     """Returns the header; makes one up for a checkpoint of AdamW."""
     if header is None:
-        header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0, "names": ADAMW}
-    elif header["format"] != FORMAT:
-        raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
+        header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0, "names": list(ADAMW)}
     if "names" not in header:  # before it named them, only the optimizer's own were saved
         header = {**header, "names": sorted({name for state in states for name in state})}
-    compressed, own = has_lines(header), own_names(optimizer, header)
     check_header(optimizer, header)
+    compressed, own = has_lines(header), own_names(optimizer, header)
     if compressed:
         _warn_of_options(optimizer, header)
     for i, state in enumerate(states):
-        if not state and not compressed:
+        if not state and not compressed and not _is_own(optimizer, header):
             continue  # AdamW has none for a parameter that never had a gradient
         for key, expected in _shapes(optimizer, i, compressed).items():
-            if key not in state and (key in optimizer._optional or (key in optimizer._tables() and not compressed)):
-                continue  # nor has it what LAMB keeps per tensor, or master weights
+            if key not in state and _may_lack(optimizer, key, header):
+                continue
             _check_shape(optimizer, i, key, state[key], expected, key in own)
             if key in own:
                 optimizer._rows.check(state[key], states[0]["rank"], header["world_size"])
     if compressed:
         lines.check(cast("OneBitOptimizer", optimizer), states[0], header)
+    ours = integrity.of_names(states, header["names"])
+    integrity.verify(optimizer, ours, header)
+    integrity.check_values(optimizer, ours, header)
     return header
+
+
+def _may_lack(optimizer: DistributedOptimizer, key: str, header: State) -> bool:
+    """Whether a checkpoint may be without an entry: AdamW's has nothing of LAMB's per tensor, or of rounds."""
+    if _is_own(optimizer, header):
+        return key == "master" or key in optimizer._not_kept(header)
+    return key in optimizer._optional or (key in optimizer._tables() and not has_lines(header))
+
+
+def _explained(error: Exception) -> Exception:
+    """The error with which loading fails, as users can understand it."""
+    if isinstance(error, KeyError):
+        return ValueError(
+            f"state_dict lacks the key {error}; torch's flatten_optimizer_state_dict=True drops what a new optimizer "
+            "does not have: leave it out"
+        )
+    if isinstance(error, (TypeError, ValueError)):
+        return error
+    return ValueError(f"the checkpoint is damaged: {type(error).__name__}: {error}; load another checkpoint")
 
 
 def _check_shape(
     optimizer: DistributedOptimizer, i: int, key: str, value: Any, expected: tuple[int, ...], in_rows: bool
 ) -> None:
     if not isinstance(value, Tensor):
-        flattened = "; torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have: leave it out"
-        raise TypeError(
-            f"{key} in the checkpoint must be a tensor, got {type(value).__name__}{flattened * (value == {})}"
-        )
+        raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
     shape = tuple(local(value).shape)[2 * in_rows :]
     if shape != expected:
         raise ValueError(
@@ -348,13 +383,16 @@ def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
 def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The saved groups; what a checkpoint of another optimizer lacks is as it is, what only that has is dropped."""
     foreign = {*LAMB_KEYS, KEY} - set(optimizer._hyper_parameters)
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in optimizer.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
 def check_header(optimizer: DistributedOptimizer, header: State) -> None:
     """Raises ValueError if this optimizer can't go on from a checkpoint with this header."""
+    if header.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
+    header_rules.check(optimizer, header, _is_own(optimizer, header))
     if "rounds" in header and not optimizer._of_one_rank:
         raise ValueError(
             f"the checkpoint's algorithm is {header.get('algorithm', 'AdamW')}, which {type(optimizer).__name__} can't "
@@ -402,7 +440,7 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
     for state, name in zip(states, optimizer._list.names, strict=True):
         for key, value in state.items():
             if isinstance(value, Tensor) and key in header["names"] and key not in (*lines.OWN, *own):
-                facts.append((f"the checksum of {key} of {name}", str(checksum(local(value).contiguous()))))
+                facts.append((f"the checksum of {key} of {name}", f"{integrity.crc32(local(value)):08x}"))
     return facts
 
 

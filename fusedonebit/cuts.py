@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .comm import BucketedAllReduce, CompressedAllReduce, HierarchicalAllReduce, Transport
@@ -64,6 +65,16 @@ def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
         "buckets": optimizer.options.bucket_count,
         "inside": inside,
     }
+
+
+def check_digests(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
+    """Raises ValueError if a checkpoint that is cut alike has not a digest of each part."""
+    alike = all(header[key] == value for key, value in cut_of(optimizer).items())
+    if alike and len(header["digests"]) != (count := len(optimizer._reduce.digests)):
+        raise ValueError(
+            f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; load "
+            "another checkpoint"
+        )
 
 
 def catch_up_with_buckets(overlap: Overlap, loss_scale: LossScale) -> Exception | None:

@@ -48,6 +48,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _optional: ClassVar[tuple[str, ...]] = ("master",)
     """What a checkpoint may lack."""
 
+    _header_keys: ClassVar[tuple[str, ...]] = ()
+    """What its own checkpoint's header must have, besides what all have."""
+
+    _phases: ClassVar[dict[str, bool]] = {"uncompressed": False}
+    """The stages in which it can be, and whether a checkpoint has lines then."""
+
+    _sums_up = True
+    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
+
     _takes_shards: ClassVar[bool] = True
     """Whether parameters may be shards of tensors."""
 
@@ -81,6 +90,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             options.check()
             self._check_group(defaults)
             super().__init__(params, defaults)
+            # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
+            self.param_groups[0][checkpoint.KEY] = ""
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
             construction.check_shards(self)
@@ -424,6 +435,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _keeps_lines(self) -> bool:
         """Whether a checkpoint has residuals and bits along the whole line (``lines``), and ``_buffers``."""
         return False
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a checkpoint with this header has not, since something else in it says it."""
+        return ()
 
     def _tables(self) -> dict[str, Tensor]:
         """What a subclass keeps per tensor, in all stages: [..., tensors] each."""

@@ -37,3 +37,7 @@ class AbortedStepError(RuntimeError):
 
 class OutOfStepError(RuntimeError):
     """Ranks disagree about the step, the layout, the hyper-parameters or the last synchronisation."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can't be saved, or can't be loaded; every rank raises it, naming the rank that failed and why."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .onebit import OneBitOptimizer
 
 OWN = ("worker_error", "server_error", "rank")
+SHARED = ("_bits", "_nonzero", "_scale")
+"""How names of lines end that all replicas have alike."""
 
 
 def save(optimizer: OneBitOptimizer) -> dict[str, Tensor]:

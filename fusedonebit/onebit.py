@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from .errors import warn
 from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
+from .header import CUT, LINES
 from .hyperparameters import OneBitOptions
 from .overlap import Overlap
 from .scaling import LossScale, agree_on_scaling
@@ -345,6 +346,9 @@ class OneBitOptimizer(AveragingOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    _phases: ClassVar = {"warmup": False, "compression": True}
+    _header_keys: ClassVar = (*LINES, *CUT, "settled", "variance_step", "dead_tensors", "dead_coordinates")
+
     @property
     def _keeps_lines(self) -> bool:
         return self._phase == "compression"
@@ -393,6 +397,12 @@ class OneBitOptimizer(AveragingOptimizer):
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
                         "changed before the freeze"
                     )
+            cuts.check_digests(self, header)
+        if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
+            raise ValueError(
+                f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
+                f"got {header.get('freeze_due')!r}; load another checkpoint"
+            )
         if self._auto is not None and header.get("auto") is not None:
             self._auto.check(header["auto"])
 

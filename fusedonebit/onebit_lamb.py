@@ -437,6 +437,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         started = {"started": bool(self._started)} if self._adaptive else {}
         return super()._header() | {"unit_is_known": self._unit_is_known} | started
 
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        super()._check_header(header)
+        own = header["phase"] == "compression" and header["algorithm"] == type(self).__name__
+        if own and self._adaptive and "started" not in header:
+            raise ValueError("the checkpoint's header is damaged: it lacks started; load another checkpoint")
+
     def _resume(self, header: Mapping[str, Any]) -> None:
         super()._resume(header)
         self._unit_is_known = header.get("unit_is_known", False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .comm import Flag, SignVote, Transport, describe_mismatch
 from .comm.votes import Aggregation
 from .distributed import DistributedOptimizer
+from .header import CUT, LINES
 from .hyperparameters import Options, check_choice
 from .scaling import LossScale, agree_on_scaling
 from .triton_kernels import Coef, apply_momentum, lion_compress
@@ -163,6 +164,9 @@ class OneBitLion(DistributedOptimizer):
         return self._say_where(describe_mismatch(self._reduce.arrived_words, "a message arrived damaged"))
 
     # ---------------------------------------------------------------- checkpoints: momenta travel as worker_error
+
+    _phases: ClassVar = {"one-bit": True}
+    _header_keys: ClassVar = (*LINES, *CUT)
 
     @property
     def _keeps_lines(self) -> bool:

@@ -257,12 +257,15 @@ class RoundOptimizer(DistributedOptimizer):
             kept["anchor"] = self._anchor[: self.layout.numel]
         return kept
 
+    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
+    _header_keys: ClassVar = ("block_size", "line", "inside", "rounds", "digest", "local", "flags", "tag")
+
     def _saved(self) -> dict[str, Any]:
         self._reduce.settle()
-        packed = super()._saved()
-        for index in self._list.index_of if self._local == 0 else ():
-            packed["state"][index].pop("anchor", None)  # between two rounds the parameters say it
-        return packed
+        return super()._saved()
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if header["local"] else ("anchor",)  # between two rounds the parameters say it
 
     def _header(self) -> dict[str, Any]:
         return {

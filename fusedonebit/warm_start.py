@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checkpoint import by_parameter, header_of
+from . import integrity
+from .checkpoint import ADAMW, by_parameter, header_of
 from .comm import agree, checksum
 from .construction import failure
 from .sharding import local
@@ -32,6 +33,10 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
     try:
         _check(optimizer, state_dict)
         states = by_parameter(optimizer, state_dict)
+        header = header_of(state_dict) or {"names": ADAMW}
+        ours = integrity.of_names(states, header.get("names", {name for state in states for name in state}))
+        integrity.verify(optimizer, ours, header)
+        integrity.check_values(optimizer, ours, header)
         variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
         if optimizer._shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")

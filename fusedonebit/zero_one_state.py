@@ -14,6 +14,7 @@ from .comm import CompressedAllReduce
 from .comm.wire import Word
 from .first_look import FirstLook
 from .freezing import denominator
+from .header import CUT, LINES
 from .hyperparameters import Options, check_choice, check_flag, check_unit
 from .policies import (
     Progress,
@@ -219,14 +220,15 @@ class ZeroOneState(AdamUpdate):
     def _visible_moments(self) -> dict[str, Tensor]:
         return {"exp_avg_sq": self._exp_avg_sq}  # the momentum is mostly bits
 
-    def _saved(self) -> dict[str, Any]:
-        packed = super()._saved()
-        for index in self._list.index_of:
-            if not self._as_floats:
-                packed["state"][index].pop("exp_avg", None)  # the bits say it
-            if self._local == 0:
-                packed["state"][index].pop("anchor", None)  # the parameters say it
-        return packed
+    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
+    _header_keys: ClassVar = (
+        *(*LINES, *CUT, "settled", "done", "round", "local"),
+        *("tag", "floats", "entered", "summed", "pending"),
+    )
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        # Bits say the momentum, and the parameters say where a round begins.
+        return (*(() if header["floats"] else ("exp_avg",)), *(() if header["local"] else ("anchor",)))
 
     def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {"exp_avg": (self._reduce.bits, self._reduce.scale)}

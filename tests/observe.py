@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from fusedonebit import OneBitOptimizer
 from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.integrity import sealed
 from fusedonebit.sharding import local
 
 LINES = ["worker_error", "server_error", "rank"]
@@ -20,10 +20,10 @@ LINES += [f"exp_avg{last}_{kind}" for last in ("", "_last") for kind in ("bits",
 
 
 def change_header(saved: dict, change: Callable[[dict], object]) -> None:
-    """Lets ``change`` change what a checkpoint says of itself."""
+    """Lets ``change`` change what a checkpoint says of itself, with the checksum that belongs to it."""
     header = header_of(saved)
     change(header)
-    saved["param_groups"][0][KEY] = json.dumps(header)
+    saved["param_groups"][0][KEY] = sealed(header)
 
 
 def flat(tensors: Sequence[Tensor]) -> np.ndarray:

@@ -31,8 +31,9 @@ OVERFLOWS = (
     FIRST_COMPRESSED,
     *(75, 90, 91, 100, NAN_AT + 1, 120, LOAD_AT, 145, 160, 170, 180, 190, STEPS - 1),
 )
-COUNTERS = ("skipped", "steps", "bytes_total", "digest", "digests")
-"""Of a checkpoint's header, what counts attempts; the digest is of the last messages, whatever became of them."""
+COUNTERS = ("skipped", "steps", "bytes_total", "digest", "digests", "between")
+"""Of a checkpoint's header, what counts attempts; the digest is of the last messages, whatever became of
+them, and between tensors lie headers of messages."""
 
 
 def make() -> list[Parameter]:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from test_checkpoint import make, saved_state, step_once, through_a_file
 from torch import Tensor
 
-from fusedonebit.checkpoint import KEY, header_of
+from fusedonebit.checkpoint import KEY, forget_checksums, header_of
 from fusedonebit.distributed import DistributedOptimizer
 
 
@@ -80,6 +80,7 @@ def other_moment_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 def other_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
     files[rank]["state"][0]["exp_avg_sq"][3, 4] += rank * 1e-3
+    forget_checksums(files[rank])
     return files[rank]
 
 
@@ -128,6 +129,7 @@ def lacks_the_fresh_variance(rank: int, files: list[dict]) -> dict:
 
 def other_fresh_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
     files[rank]["state"][0]["exp_avg_sq_fresh"][3, 4] += rank * 1e-3
+    forget_checksums(files[rank])
     return files[rank]
 
 
@@ -144,6 +146,7 @@ def long_last_scale_on_rank_1(rank: int, files: list[dict]) -> dict:
 
 def other_layers_on_rank_1(rank: int, files: list[dict]) -> dict:
     files[rank]["state"][0]["layer"][0] *= 1 + rank
+    forget_checksums(files[rank])
     return files[rank]
 
 
