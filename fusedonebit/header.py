@@ -52,7 +52,7 @@ _PHASES = ("uncompressed", "warmup", "compression", "local", "one-bit")
 _STEPS = Rule(lambda value: value == math.inf or (_is_number(value) and value >= 0), "a number >= 0")  # inf: corrected
 _INT32 = Rule(lambda value: _is_int(value) and -(2**31) <= value < 2**32, "an int of 32 bits")
 
-LINES = ("shards", "block_size", "line", "strides", "masks", "options", "synchronisations", "digests")
+LINES = ("shards", "block_size", "line", "strides", "masks", "options", "digests")
 """What a header must say of lines, whichever optimizer has them, besides how they are cut."""
 CUT = ("buckets", "inside")
 
@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
     "lines": _FLAG,
     "updates": _COUNT,
     "skipped": _COUNT,
+    "steps": _COUNT,
     "world_size": _POSITIVE,
     "rank": _COUNT,
     "shards": _POSITIVE,
@@ -85,7 +86,6 @@ RULES: dict[str, Rule] = {
     ),
     # of a compression stage
     "settled": _TABLE,
-    "synchronisations": _COUNT,
     "digests": Rule(lambda value: _list_of(_INT32).holds(value) and bool(value), "a list of ints of 32 bits"),
     "buckets": _POSITIVE,
     "inside": _POSITIVE,
