@@ -58,13 +58,16 @@ PAGES: dict[str, tuple[str | bytes, str | bytes | None]] = {
     "NaN in counts": (lines(*GOOD, record(6, skipped_steps=float("nan"), bytes_total=float("nan"))), None),
     "Infinity in counts": (lines(*GOOD, record(6, skipped_steps=float("inf"), bytes_fp32=float("inf"))), None),
     "counts beyond float64": (lines(*GOOD, record(6, skipped_steps=BEYOND, bytes_total=BEYOND, rewarms=BEYOND)), None),
-    "bytes at the end of float64": (lines(*(record(i, bytes_total=1e308, bytes_fp32=1e308) for i in range(1, 10))), None),
+    "bytes at the end of float64": (lines(*(record(i, bytes_total=1e308, bytes_fp32=1e308) for i in (1, 2, 3))), None),
     "values of other types": (lines(*GOOD, record(6, loss="x", phase=3, lr=[1], bytes_total={}, layers="x")), None),
     "nothing but a step": (lines({"step": 1}, {"step": 2, "optimizer": None}), None),
     "layers beyond float64": (lines(*(layered(i, ratio=[BEYOND, 1e308]) for i in range(1, 6))), None),
     "layers of other types": (lines(layered(1, ratio=["x", None]), layered(2, ratio={}), layered(3, ratio=[[]])), None),
     "layers that are too few": (lines(layered(1, ratio=[1.5]), layered(2, ratio=[2.0] * 9, name=[[1], {}])), None),
-    "nested deeply": (lines(*GOOD, nested(100_000), '{"a":' * 100_000, f'{{"optimizer": "one", "step": 6, "x": {nested(900)}}}'), None),
+    "nested deeply": (
+        lines(*GOOD, nested(100_000), '{"a":' * 100_000, f'{{"optimizer": "one", "step": 6, "x": {nested(900)}}}'),
+        None,
+    ),
     "starts nested deeply": (
         lines(*GOOD),
         lines(*(f'{{"optimizer": "one", "options": {{"a": {nested(n)}}}}}' for n in (100, 900, 950, 980, 5000))),
