@@ -8,7 +8,9 @@ DeepSpeed as well when it loads. In 16 bits there are float32 weights besides.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from ..comm import agree, checksum
 from ..construction import failure
 from ..distributed import DistributedOptimizer
 from ..errors import warn
+from .values import count, floats, mapping, number, sequence
 
 GROUP_KEYS = {
     "lr": "lr",
@@ -32,6 +35,9 @@ GROUP_KEYS = {
     "min_coeff": "c_min",
 }
 """DeepSpeed's names of what a parameter group has, and ours."""
+
+LEAST = {"exp_avg": -math.inf, "exp_avg_sq": 0.0}
+"""What is per element in a state, and what each element is at least."""
 
 KINDS = {"lamb_coeff_freeze": "OneBitLamb", "var_interval": "ZeroOneAdam"}
 """By what only that optimizer keeps of a parameter."""
@@ -101,30 +107,54 @@ def load_deepspeed(
     Raises:
         OSError, TypeError, ValueError: on every rank, if it can't be read, or is of another model or optimizer.
     """
-    error: Exception | None = None
+    mine: Exception | None = None
     saved: dict[str, Any] = {}
-    read, facts = None, []
+    read, taken, before, facts = None, None, None, []
     try:
         whole = checkpoint if isinstance(checkpoint, Mapping) else _from_disk(Path(checkpoint))
         read = _read(optimizer, whole)
         saved = _ours(optimizer, read, _freeze_step(optimizer, whole))
-        facts = [(f"the checksum of weights {i}", str(checksum(w.contiguous()))) for i, w in read.masters.items()]
-        if model is not None and "module" not in whole:
-            raise ValueError('model must be None for a checkpoint without "module": load its weights yourself')
+        taken = _taken(optimizer, read, whole)
+        facts = _facts(read)
+        if model is not None:
+            if "module" not in whole:
+                raise ValueError('model must be None for a checkpoint without "module": load its weights yourself')
+            before = copy.deepcopy(model.state_dict())
+            model.load_state_dict(mapping(whole["module"], "module"))
     except Exception as caught:  # whatever it is: the other ranks must not wait
-        error = caught if not isinstance(caught, KeyError) else ValueError(f"the checkpoint lacks the key {caught}")
-    mine, hint = error, "give every rank the same checkpoint"
-    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
-    if error is not None or read is None:
-        raise error or RuntimeError("nothing was read")
-    optimizer.load_state_dict(saved)
-    if model is not None:
-        model.load_state_dict(whole["module"])
+        mine = _clear(caught)
+    try:
+        hint = "give every rank the same checkpoint"
+        error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
+        if error is not None or read is None or taken is None:
+            raise error or RuntimeError("nothing was read")
+        optimizer.load_state_dict(saved)
+    except Exception:
+        if model is not None and before is not None:
+            model.load_state_dict(before)
+        raise
     _take_weights(optimizer, read)
-    taken = _taken(optimizer, read, whole)
     if taken.lost:
         warn(str(taken))
     return taken
+
+
+def _clear(error: Exception) -> Exception:
+    """The same, or in words where it was raised by what no check has foreseen."""
+    if isinstance(error, KeyError):
+        return ValueError(f"the checkpoint lacks the key {error}")
+    if isinstance(error, (OSError, TypeError, ValueError)):
+        return error
+    reason = (str(error).strip() or type(error).__name__).replace("\n", " ")
+    return ValueError(f"the checkpoint can't be taken up: {reason}")
+
+
+def _facts(read: _Read) -> list[tuple[str, str]]:
+    """What all ranks must have read alike."""
+    tensors = {f"weights {i}": weights for i, weights in read.masters.items()}
+    tensors |= {f"{key} of parameter {i}": s[key] for i, s in read.states.items() for key in LEAST if key in s}
+    facts = [(f"the checksum of {what}", str(checksum(tensor.contiguous()))) for what, tensor in tensors.items()]
+    return [("the number of steps", str(read.step)), *facts]
 
 
 @torch.no_grad()
@@ -140,13 +170,15 @@ def _take_weights(optimizer: DistributedOptimizer, read: _Read) -> None:
 def _from_disk(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
         path = _file_of(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} must be a folder that DeepSpeed wrote, or a file of it")
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise ValueError(
-            f"{path} can't be read as plain tensors and values: {str(error).splitlines()[0]} "
+            f"{path} can't be read as plain tensors and values: {[*str(error).splitlines(), type(error).__name__][0]} "
             "If you trust it, give load_deepspeed what torch.load(path, map_location='cpu', weights_only=False) returns"
         ) from error
     if not isinstance(whole, Mapping):
@@ -157,7 +189,11 @@ def _from_disk(path: Path) -> Mapping[str, Any]:
 def _file_of(folder: Path) -> Path:
     """The one file with the model's states."""
     latest = folder / "latest"
-    folder = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+    if latest.is_file():
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if Path(tag).name != tag or tag == ".." or "\x00" in tag:
+            raise ValueError(f"{latest} must hold the name of a folder beside it, got {tag[:60]!r}")
+        folder = folder / tag
     files = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not files:
         raise FileNotFoundError(
@@ -176,12 +212,12 @@ def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
         raise ValueError(
             "load_deepspeed needs whole parameters, but they are sharded; load before fully_shard, then save"
         )
-    wrapped = whole["optimizer"] if "module" in whole else whole
-    if wrapped is None:
+    if _wrapped(whole) is None:
         raise ValueError(
             "the checkpoint has no optimizer state in it: ZeRO and DeepSpeed's bf16 wrapper write it cut by rank, in "
             "*_optim_states.pt, which can't be taken up; load the weights, and warm up anew"
         )
+    wrapped = mapping(_wrapped(whole), "optimizer")
     inner = wrapped.get("optimizer_state_dict", wrapped)
     if not isinstance(inner, Mapping) or not {"state", "param_groups"} <= set(inner):
         raise ValueError(
@@ -189,15 +225,20 @@ def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
             + ", ".join(map(str, wrapped))
         )
     flat = wrapped.get("fp32_groups_flat")
-    weights = wrapped.get("fp32_groups") if flat is None else [[w] for w in flat]
+    weights = wrapped.get("fp32_groups") if flat is None else [[w] for w in sequence(flat, "fp32_groups_flat")]
     states, masters = _by_parameter(optimizer, inner, weights, flat is not None)
     any_state = next((state for state in states.values() if "exp_avg" in state), None)
     if any_state is None:
         raise ValueError("the checkpoint is of a run before its first step, with no state; load the weights, and begin")
     kind = next((kind for key, kind in KINDS.items() if key in any_state), "OneBitAdam")
     _check_kind(optimizer, kind)
-    step = max(int(state["step"]) for state in states.values() if "step" in state)
+    step = max(count(state["step"], f"step of parameter {i}") for i, state in states.items() if state)
     return _Read(kind, step, states, inner["param_groups"], masters)
+
+
+def _wrapped(whole: Mapping[str, Any]) -> Any:
+    """The optimizer's part of what an engine writes, or the whole."""
+    return whole["optimizer"] if "module" in whole else whole
 
 
 def _check_kind(optimizer: DistributedOptimizer, kind: str) -> None:
@@ -212,27 +253,33 @@ def _by_parameter(
     """State, and float32 weights if there are any, by the number of the parameter; flat buffers are cut."""
     states: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    own, theirs = optimizer.param_groups, inner["param_groups"]
+    own, theirs = optimizer.param_groups, sequence(inner["param_groups"], "param_groups")
+    saved_states = mapping(inner["state"], "state")
+    if weights is not None and len(sequence(weights, "fp32_groups")) != len(theirs):
+        raise ValueError(f"the checkpoint has {len(theirs)} parameter groups, but {len(weights)} groups of weights")
     if len(own) != len(theirs):
         raise ValueError(f"the checkpoint has {len(theirs)} parameter groups, this optimizer {len(own)}; make as many")
     first = 0
-    for number, (group, saved) in enumerate(zip(own, theirs, strict=True)):
+    for place, (group, saved) in enumerate(zip(own, theirs, strict=True)):
+        indices = [count(i, "params") for i in sequence(mapping(saved, "a group")["params"], "params")]
         numbered = list(enumerate(group["params"], start=first))
         first += len(numbered)
         trained = [(i, p) for i, p in numbered if p.requires_grad]
-        fitting = trained if flat or len(saved["params"]) == len(trained) else numbered
-        if len(saved["params"]) != (1 if flat else len(fitting)):
+        fitting = trained if flat or len(indices) == len(trained) else numbered
+        if len(indices) != (1 if flat else len(fitting)):
             raise ValueError(
-                f"the checkpoint's group {number} has {len(saved['params'])} parameters, this optimizer's "
+                f"the checkpoint's group {place} has {len(indices)} parameters, this optimizer's "
                 f"{len(numbered)}; give it the same model and the same groups"
             )
-        for place, index in enumerate(saved["params"]):
-            parts = fitting if flat else [fitting[place]]
-            what = f"group {number}" if flat else f"parameter {parts[0][0]}"
-            for i, state in _cut_state(inner["state"].get(index, {}), parts, what).items():
-                states[i] = state
+        for at, index in enumerate(indices):
+            parts = fitting if flat else [fitting[at]]
+            what = f"group {place}" if flat else f"parameter {parts[0][0]}"
+            states |= _cut_state(mapping(saved_states.get(index, {}), f"the state of {what}"), parts, what)
             if weights is not None:
-                pieces = _cut(weights[number][place], parts, f"weights of {what}")
+                group_weights = sequence(weights[place], f"the weights of group {place}")
+                if len(group_weights) != len(indices):
+                    raise ValueError(f"the checkpoint's group {place} has weights of {len(group_weights)} parameters")
+                pieces = _cut(group_weights[at], parts, f"weights of {what}")
                 masters |= {i: piece for (i, _), piece in zip(parts, pieces, strict=True)}
     return states, masters
 
@@ -241,23 +288,25 @@ def _cut_state(state: Mapping[str, Any], parts: Sequence[tuple[int, Tensor]], wh
     """The same for a state, of which only the moments are per element."""
     cut: dict[int, dict[str, Any]] = {i: {} for i, _ in parts} if state else {}
     for key, value in state.items():
-        moment = key in ("exp_avg", "exp_avg_sq")
-        pieces = _cut(value, parts, f"{key} of {what}") if moment else [value] * len(parts)
+        moment = key in LEAST
+        pieces = _cut(value, parts, f"{key} of {what}", LEAST[key]) if moment else [value] * len(parts)
         for (i, _), piece in zip(parts, pieces, strict=True):
             cut[i][key] = piece
     return cut
 
 
-def _cut(value: Any, parts: Sequence[tuple[int, Tensor]], what: str) -> list[Tensor]:
+def _cut(value: Any, parts: Sequence[tuple[int, Tensor]], what: str, least: float = -math.inf) -> list[Tensor]:
     """A flat buffer, or one tensor, in the shapes of parameters."""
     sizes = [p.numel() for _, p in parts]
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{what} in the checkpoint must be a tensor, got {type(value).__name__}")
+    value = floats(value, what, least=least)
     if value.numel() != sum(sizes):
         raise ValueError(
             f"checkpoint of another model: {what} has {value.numel()} elements, these parameters {sum(sizes)}"
         )
-    pieces = value.detach().float().reshape(-1).split(sizes)
+    if value.dim() > 1 and value.shape != parts[0][1].shape:
+        here = tuple(parts[0][1].shape)
+        raise ValueError(f"checkpoint of another model: {what} has shape {tuple(value.shape)}, this parameter {here}")
+    pieces = value.reshape(-1).split(sizes)
     return [piece.view(p.shape) for piece, (_, p) in zip(pieces, parts, strict=True)]
 
 
@@ -265,9 +314,10 @@ def _freeze_step(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> i
     """After how many updates its variance was frozen; None: not by number."""
     config = whole.get("ds_config")
     block = config.get("optimizer") if isinstance(config, Mapping) else None
-    given = (block.get("params") or {}).get("freeze_step") if isinstance(block, Mapping) else None
-    if isinstance(given, int):
-        return given - 1
+    params = block.get("params") if isinstance(block, Mapping) else None
+    given = params.get("freeze_step") if isinstance(params, Mapping) else None
+    if given is not None:
+        return max(0, count(given, "freeze_step of ds_config") - 1)
     mine = getattr(optimizer.options, "freeze_step", None)
     return mine if isinstance(mine, int) else None
 
@@ -286,6 +336,7 @@ def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> d
     groups, first = [], 0
     for own, theirs in zip(optimizer.param_groups, read.groups, strict=True):
         group = {ours: theirs[key] for key, ours in GROUP_KEYS.items() if key in theirs and ours in own}
+        optimizer._check_group({**own, **group}, f"group {len(groups)} of the checkpoint")
         groups.append(group | {"params": list(range(first, first + len(own["params"])))})
         first += len(own["params"])
     groups[0][KEY] = json.dumps(header)
@@ -300,10 +351,10 @@ def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> d
 
 def _of_lamb(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """c_avg, and once frozen the scale of the momentum."""
-    average = float(state["lamb_coeff_freeze"])
+    average = number(state["lamb_coeff_freeze"], "lamb_coeff_freeze")
     kept = {"layer": torch.tensor([average, 1.0, average])}
     if "unit" in optimizer._tables() and "scaling_coeff" in state:
-        kept["unit"] = torch.tensor(float(state["scaling_coeff"]))
+        kept["unit"] = torch.tensor(number(state["scaling_coeff"], "scaling_coeff"))
     return kept
 
 
@@ -311,13 +362,15 @@ def _taken(optimizer: DistributedOptimizer, read: _Read, whole: Mapping[str, Any
     updates = max(read.step - 1, 0)
     freeze = getattr(optimizer.options, "freeze_step", None)
     compressed = isinstance(freeze, int) and updates >= freeze
-    wrapped = whole["optimizer"] if "module" in whole else whole
-    scale = wrapped.get("cur_scale")
-    position = (whole.get("lr_scheduler") or {}).get("last_batch_iteration")
+    scale = _wrapped(whole).get("cur_scale")
+    scale = None if scale is None else number(scale, "cur_scale")
+    position = mapping(whole.get("lr_scheduler") or {}, "lr_scheduler").get("last_batch_iteration")
+    if position not in (None, -1):  # before its first step
+        position = count(position, "last_batch_iteration")
     return Taken(
         updates=updates,
         phase="rounds" if read.kind == "ZeroOneAdam" else "compression" if compressed else "warmup",
         lost=LOST[read.kind] if compressed or read.kind == "ZeroOneAdam" else "",
-        loss_scale=None if scale is None or scale == 1 else float(scale),
-        schedule_steps=None if position is None else int(position) + 1,
+        loss_scale=None if scale is None or scale == 1 else scale,
+        schedule_steps=None if position is None else position + 1,
     )
