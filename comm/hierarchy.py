@@ -21,7 +21,7 @@ from .parts import NodeMean, PartedAllReduce
 from .transport import Transport
 from .wire import CHECKED, Flag, Word, union
 
-_ALIKE = [int(Word.STEP), int(Word.TAG)]
+_ALIKE = (Word.STEP, Word.TAG)
 
 
 class HierarchicalAllReduce(PartedAllReduce):
@@ -76,7 +76,8 @@ class HierarchicalAllReduce(PartedAllReduce):
     def _signed(self) -> Tensor:
         """What all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
         words = self.gathered.words.view(self.count, self.between.world_size, -1)
-        return words[..., _ALIKE].transpose(0, 1).reshape(-1, len(_ALIKE))
+        # By number: a list of them would be uploaded as an index in every step, and waited for.
+        return torch.stack([words[..., word] for word in _ALIKE], -1).transpose(0, 1).reshape(-1, len(_ALIKE))
 
     @property
     def arrived_words(self) -> Tensor:
@@ -85,7 +86,8 @@ class HierarchicalAllReduce(PartedAllReduce):
         if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
             return words
         told = words[:1].repeat(self.layout.world_size, 1)
-        told[:, _ALIKE] = self._signed()
+        for column, word in enumerate(_ALIKE):
+            told[:, word] = self._signed()[:, column]
         return told
 
     def clear_elsewhere(self) -> None:

@@ -85,7 +85,8 @@ class HierarchicalRounds:
         part.synchronise(prepare, step[self._blocks], hold=hold, **more)
         self._grads = None
         # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
-        told = torch.cat([part.messages.words[0, [Word.STEP, Word.TAG]], part.flags])
+        words = part.messages.words[0]
+        told = torch.stack([words[Word.STEP], words[Word.TAG], part.flags[0]])
         rows = told.new_empty(self.inside.world_size, len(told))
         self.inside.all_gather(rows, told[None])
         self._told = rows

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .triton_kernels.capture import capturing
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: what runs now only runs when the graph is replayed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+__all__ = ["HostMirror", "capturing", "upload"]
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -139,7 +139,8 @@ class ZeroOneState(AdamUpdate):
         if self._eps_inside_sqrt:
             mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
             coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
-        coef[:, [Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE]] *= self._seen[:, None]
+        for column in (Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE):
+            coef[:, column] *= self._seen
         return coef
 
     def _sum_variance(self) -> None:

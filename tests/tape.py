@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +47,16 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+class HostIndices(TorchFunctionMode):
+    """Refuses an index that is, or has, a list: it becomes a tensor, uploaded by a copy that the host waits for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list) for part in index), f"{args[1]} as an index uploads a list"
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def in_a_capture() -> Iterator[None]:
     """Makes optimizers believe that a CUDA graph is being captured."""
@@ -58,5 +69,5 @@ def in_a_capture() -> Iterator[None]:
 @contextmanager
 def capturing() -> Iterator[Tape]:
     """Records the ops in it; they do run, as they would not in the capture of a CUDA graph."""
-    with in_a_capture(), Tape() as tape:
+    with in_a_capture(), HostIndices(), Tape() as tape:
         yield tape
