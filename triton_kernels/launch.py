@@ -18,6 +18,7 @@ from torch import Tensor
 from . import native
 from .arithmetic import NONZERO
 from .backends import chosen
+from .capture import capturing
 from .layout import FlatLayout, flat_layout
 from .live import live_table
 from .twins import TAIL
@@ -123,14 +124,19 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-    key = (addresses, kinds, device, stream)
+    what = (addresses, kinds, device)
     with _tables_lock:
-        pointers = _tables.pop(key, None) or _make_pointers(addresses, kinds, device)
-        _tables[key] = pointers
+        if capturing(device):
+            # What was uploaded before a capture is there when its graph is replayed. What is uploaded in a capture is
+            # there only after a replay of that graph, so that neither another graph nor an uncaptured step may read it.
+            uploaded = next((pointers for key, pointers in _tables.items() if key[:-1] == what), None)
+            pointers = uploaded or _make_pointers(addresses, kinds, device)
+            _captured.append(pointers)
+            return pointers
+        pointers = _tables.pop((*what, stream), None) or _make_pointers(addresses, kinds, device)
+        _tables[(*what, stream)] = pointers
         if len(_tables) > _MOST_TABLES:
             _tables.popitem(last=False)
-        if cuda and torch.cuda.is_current_stream_capturing():
-            _captured.append(pointers)
     return pointers
 
 

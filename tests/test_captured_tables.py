@@ -1,0 +1,68 @@
+"""Tables of addresses under capture: what a graph reads is there at its first replay, whichever graph is replayed first.
+
+No CUDA graph is captured here: that a table is uploaded by the graph that reads it, or before, is seen by which memory
+each of them is given.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedonebit.triton_kernels import launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Switches whether a graph is being captured."""
+    now = [False]
+    monkeypatch.setattr(launch, "capturing", lambda device: now[0])
+
+    def switch(on: bool) -> None:
+        now[0] = on
+
+    return switch
+
+
+def memory(tensors: list[torch.Tensor]) -> int:
+    return launch.pointer_table(tensors, CPU).table.data_ptr()
+
+
+def test_two_captures_before_the_first_replay_upload_a_table_each(capture):
+    tensors = [torch.zeros(4), torch.zeros(5)]
+    capture(True)
+    first, second = memory(tensors), memory(tensors)
+    assert first != second
+
+
+def test_an_uncaptured_step_does_not_read_what_only_a_replay_uploads(capture):
+    tensors = [torch.zeros(4), torch.zeros(5)]
+    capture(True)
+    captured = memory(tensors)
+    capture(False)
+    stepped = memory(tensors)
+    assert stepped != captured
+    assert memory(tensors) == stepped
+
+
+def test_a_capture_reads_what_a_step_before_it_has_uploaded(capture):
+    tensors = [torch.zeros(4), torch.zeros(5)]
+    stepped = memory(tensors)
+    capture(True)
+    assert memory(tensors) == memory(tensors) == stepped
+
+
+def test_a_captured_table_stays_when_many_others_are_made(capture):
+    tensors = [torch.zeros(4), torch.zeros(5)]
+    capture(True)
+    addresses = [t.data_ptr() for t in tensors]
+    table = launch.pointer_table(tensors, CPU).table
+    where, kept = table.data_ptr(), table.clone()
+    del table
+    capture(False)
+    others = [torch.zeros(1) for _ in range(600)]
+    tables = [memory([t]) for t in others]
+    assert where not in tables
+    assert kept[0].tolist() == addresses
