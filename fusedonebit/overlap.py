@@ -42,6 +42,7 @@ class Overlap:
         threaded = not cuda and isinstance(reduce.transport, TorchTransport)
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
+        self._in_use: list[Any] = []
         handles: list[RemovableHandle] = [
             owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
             for i, owner in enumerate(optimizer._list.owners)
@@ -118,6 +119,9 @@ class Overlap:
         options = optimizer._momentum_options(coef, self.error is not None, number)
         reduce = self._reduce
         reduce.under_way.add(bucket)
+        # The other stream may still read them when nobody else has them any more: gradients are copies where their
+        # memory order is another than the parameter's.
+        self._in_use.append((grads, options))
         self._run(lambda: reduce.start(bucket, grads, **options))
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -158,6 +162,7 @@ class Overlap:
         self._forget()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._in_use.clear()
         errors = [error for future in pending if (error := future.exception()) is not None]  # waits for all of them
         if errors:
             self._reduce.under_way.clear()

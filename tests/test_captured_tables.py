@@ -1,4 +1,4 @@
-"""Tables of addresses under capture: what a graph reads is there at its first replay, whichever graph is replayed first.
+"""Tables of addresses under capture: what a graph reads is there at its replay, whichever graph is replayed first.
 
 No CUDA graph is captured here: that a table is uploaded by the graph that reads it, or before, is seen by which memory
 each of them is given.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OneBitAdam, OutOfStepError, ddp
+from fusedonebit.comm import BucketedAllReduce
 
 FREEZE, STEPS = 4, 12
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "block_size": 128, "buckets": 3}
@@ -183,6 +184,32 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
         under_way = optimizer._reduce.under_way
         assert under_way == ({1, 2} if overlap else set())
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
+    """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
+    params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
+    optimizer = OneBitAdam(params, freeze_step=1, guard="off", buckets=3, overlap=True)
+    copies: list[weakref.ref[Tensor]] = []
+    start = BucketedAllReduce.start
+
+    def starting(self: BucketedAllReduce, bucket: int, tensors: list[Tensor], **more: Any) -> None:
+        addresses = {p.grad.data_ptr() for p in params if p.grad is not None}
+        copies.extend(weakref.ref(t) for t in tensors if t.numel() and t.data_ptr() not in addresses)
+        start(self, bucket, tensors, **more)
+
+    monkeypatch.setattr(BucketedAllReduce, "start", starting)
+    for step in range(3):
+        copies.clear()
+        for p in params:
+            p.grad = torch.zeros(32, 40).T  # which the backward pass adds to
+        sum((p * (step + 1)).sum() for p in params).backward()
+        gc.collect()
+        assert len(copies) == 2 * (step > 0)  # of three buckets two start in the backward pass
+        assert all(copy() is not None for copy in copies)
+        optimizer.step()
+        gc.collect()
+        assert all(copy() is None for copy in copies)
 
 
 # ---------------------------------------------------------------- nothing is lost
