@@ -68,13 +68,17 @@ def _missing(marker: str) -> str:
         import mpi_ranks
 
         return mpi_ranks.missing()
+    if marker == "needs_browser":
+        import report_pages
+
+        return "" if report_pages.BROWSER else "no chromium here: apt-get install chromium"
     from fusedonebit.triton_kernels import native
 
     return "" if native.library() else f"{native.reason()}: for instance apt-get install gcc; then make test-compiler"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("needs_mpi", "needs_compiler"):
+    for marker in ("needs_mpi", "needs_compiler", "needs_browser"):
         if item.get_closest_marker(marker) and (missing := _missing(marker)):
             pytest.skip(missing)
 

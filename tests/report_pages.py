@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt-get install chromium")
+in_a_browser = pytest.mark.needs_browser
 
 
 def record(step: int, name: str = "one", **more: Any) -> dict[str, Any]:

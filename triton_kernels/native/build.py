@@ -136,7 +136,12 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
     with tempfile.TemporaryFile() as output:  # a pipe would wait for all who hold its other end
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | {"LC_ALL": "C"},  # in whatever language its user reads
             )
         except OSError as error:
             return str(error), ""
