@@ -2,8 +2,9 @@
 
 A count of ``step()`` calls would be equal by construction wherever each call sends a message: a rank that has left
 one out pairs its next call with the others'. Sets of gradients are counted instead. A set counts once: in the step
-that consumes it, or when ``zero_grad()`` throws it away unconsumed, for then this rank has skipped a step. A step on
-gradients that an earlier step has consumed already does not count: this rank has repeated that step.
+that consumes it, or when ``zero_grad()`` throws it away and the next step consumes another, for then this rank has
+skipped one. A step on gradients that an earlier step has consumed already does not count: this rank has repeated
+that step.
 
 Sets are told apart by the first gradient that there is: by its tensor, and that tensor's version counter. It may be an
 old one, of a parameter that was not used, beside new ones of others. Where nobody clears gradients by ``zero_grad()``
@@ -63,8 +64,10 @@ class StepCount:
         """
         first, known = _first(owners), self._all
         self._all = None if self._cleared else _signature(owners)
-        repeats = self._consumed and not self._unsure and self._is_known(first) and known in (None, self._all)
-        self._total += (not repeats) + self._dropped
+        fresh = first is not None and not self._is_known(first)
+        repeats = self._consumed and not (self._unsure or first is None or fresh) and known in (None, self._all)
+        # Who clears what is bad and takes part with nothing has skipped none.
+        self._total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._cleared, self._dropped = _mark(first), True, False, False
         self._unsure = given is not None and not _same_memory(owners, given)
         if self._of_replays is not None:

@@ -130,6 +130,13 @@ def several_calls(optimizer: Any, rank: int, step: int) -> None:
     loss_of(optimizer, step + 50 * rank).backward()
 
 
+def thrown_away_before_the_step(optimizer: Any, rank: int, step: int) -> None:
+    """A rank clears its gradients, since they are bad or it has run out of data, and takes part without any."""
+    loss_of(optimizer, step + 50 * rank).backward()
+    if (rank + step) % 2:
+        optimizer.zero_grad(set_to_none=bool(step % 3))
+
+
 def thrown_away_by_the_model(optimizer: Any, rank: int, step: int) -> None:
     """As after an evaluation that needs gradients, on one rank."""
     if rank == 0:
@@ -151,6 +158,7 @@ MAY_DIFFER = [
     some_here,
     the_same_again,
     several_calls,
+    thrown_away_before_the_step,
     thrown_away_by_the_model,
 ]
 
