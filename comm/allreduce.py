@@ -321,18 +321,6 @@ class CompressedAllReduce:
         result = self.scale.double().square() * self.live.numel
         return torch.stack([self.worker.error_squares(), result])
 
-    def looks_alike(self) -> Tensor:
-        """Whether all ranks seem to have sent the same values in the last step, for no extra collective.
-
-        Returns:
-            1 or 0, or -1 if it was skipped; int32 [1], equal on all ranks.
-        """
-        residual = self.arrived_words[:, Word.SIGNAL]
-        agreement = self.gathered.signal.nan_to_num(1.0)  # a chunk of padding has none
-        # Tensors of one element leave no residual, whatever they hold.
-        alike = (residual == residual[0]).all() & (residual[0] != 0) & (agreement > 1 - 1e-6).all()
-        return torch.where(self.flags == 0, alike.int(), -1)
-
     @property
     def bits(self) -> Tensor:
         """The result's signs: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary."""

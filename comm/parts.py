@@ -146,10 +146,6 @@ class PartedAllReduce:
             squares[:, self._blocks(i)] = part.squares_by_block()
         return squares
 
-    def looks_alike(self) -> Tensor:
-        """See ``CompressedAllReduce``: whether all parts do."""
-        return torch.stack([part.looks_alike() for part in self.parts]).amin(0)
-
     @property
     def arrived_words(self) -> Tensor:
         """The headers of the part in which ranks differ; reads from the device."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import checkpoint, compiled, construction, cuts, inspection, packing
 from .comm import CollectiveError, Flag, Transport, make_transport
+from .first_look import FirstLook, warn_of_averages
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, first_mesh, materialise
@@ -105,6 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
         self._steps = StepCount(self._list.owners, self.device if options.capturable else None)
+        self._first_look = FirstLook(self._transport)
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size: int | None = None  # of a checkpoint
@@ -305,6 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught
+        saw_averages = self._look_at(grads, captured)
         with self._list.standing_in(self._list.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
         self._advance(flags)
@@ -317,6 +320,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._outcomes.record_own_failure(flags)
         if error is not None:
             raise error
+        if saw_averages and self._transport.rank == self._shards.transport.rank == 0:
+            warn_of_averages()
+
+    def _look_at(self, grads: Sequence[Tensor], captured: bool) -> bool:
+        """Whether gradients are seen, now, to be averages that somebody else has made; their bytes count from then."""
+        if captured or self._ddp_attached:
+            return False
+        looking = self._first_look.pending
+        if looking:
+            with self._breaking():
+                self._first_look.look(grads)
+        if self._first_look.averaged:
+            self._transport.traffic.add(self._first_look.sent(grads))
+        return looking and self._first_look.averaged
 
     def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
         """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
@@ -478,9 +495,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others); collectives_inside and bytes_inside (of the last step, between ranks that hold other shards,
-            or are of one node); state_bytes (allocated); freeze_step (None); grad_norm (before clipping, of the last
-            step; None without ``max_grad_norm``).
+            others, with what DDP sends if it averages, attached or not); averaged_already (whether all ranks had the
+            same gradients in the first step, without ``ddp.attach``); collectives_inside and bytes_inside (of the
+            last step, between ranks that hold other shards, or are of one node); state_bytes (allocated); freeze_step
+            (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
         """
         return inspection.stats(self)
 

@@ -25,14 +25,12 @@ from .comm import (
 )
 from .construction import live_of
 from .errors import warn
-from .first_look import FirstLook
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .header import CUT, LINES
 from .hyperparameters import OneBitOptions
 from .overlap import Overlap
 from .scaling import LossScale, agree_on_scaling
-from .telemetry import capturing
 from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
 
@@ -66,7 +64,6 @@ class OneBitOptimizer(AveragingOptimizer):
         self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
         self._frozen_at: int | None = None
         self._guard = DivergenceGuard(device, options.precondition)
-        self._first_look: FirstLook | None = None
         self._rewarms = 0
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
@@ -143,8 +140,6 @@ class OneBitOptimizer(AveragingOptimizer):
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
         reduce(grads, **self._momentum_options(agreed.scaled(coef), abort, self._step_number), hold=agreed.hold)
-        if self._first_look is not None and not capturing(self.device) and self._first_look.over(reduce.looks_alike()):
-            self._first_look = None
         if self._shards.count > 1:
             reduce.refuse(self._shards.union(reduce.flags, self._tag_of_shards))
         if self.options.guard != "off":
@@ -250,8 +245,6 @@ class OneBitOptimizer(AveragingOptimizer):
         if isinstance(self._reduce, HierarchicalAllReduce):
             self._reduce.clear_elsewhere()
         self._phase = "compression"
-        if self._frozen_at is None and self._transport.world_size > 1:
-            self._first_look = FirstLook(self.device)
         self._frozen_at = self._outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors:
@@ -451,7 +444,8 @@ class OneBitOptimizer(AveragingOptimizer):
             before the first); rewarms; vetoed_steps (of those skipped); update_norm (of the last
             compressed update, divided by the learning rate) and update_norm_limit (the guard's);
             backend; transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
-            bytes_total (sent by this rank to others); state_bytes (what the next step needs) and
+            bytes_total (sent by this rank to others, with what DDP sends if it averages); averaged_already (see
+            ``DistributedOptimizer``); state_bytes (what the next step needs) and
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in

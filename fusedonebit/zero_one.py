@@ -211,8 +211,6 @@ class ZeroOneOptimizer(ZeroOneState):
             None,
         )
         self._list.after_update()
-        if self._first_look is not None and self._first_look.over(reduce.looks_alike()):
-            self._first_look = None
         summed = torch.full_like(self._summed, steps)
         self._summed = summed if hold is None else torch.where(hold[0] == 0, summed, self._summed)
         self._pending.zero_()

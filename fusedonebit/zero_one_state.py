@@ -12,7 +12,6 @@ from torch import Tensor
 from .averaging import AdamUpdate
 from .comm import CompressedAllReduce
 from .comm.wire import Word
-from .first_look import FirstLook
 from .freezing import denominator
 from .header import CUT, LINES
 from .hyperparameters import Options, check_choice, check_flag, check_unit
@@ -97,7 +96,6 @@ class ZeroOneState(AdamUpdate):
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
         self._held_error: Exception | None = None
-        self._first_look = FirstLook(device) if self._transport.world_size > 1 else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, while all rounds have renewed the variance. Every rank must call it."""

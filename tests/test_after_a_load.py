@@ -113,6 +113,7 @@ def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
     def run(rank: int, transport: Transport) -> list[int]:
         model_state, state = saved(rank, name, 6, process_group=transport)
         model, optimizer = make(name, process_group=transport)
+        train(optimizer, rank, 0, 1)
         optimizer.load_state_dict(state)
         model.load_state_dict(model_state)
         sent = [transport.traffic.collectives_total]

@@ -66,9 +66,9 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(what):
 SEEDS = 5
 
 
-def warned(rank: int, world_size: int, name: str, how: str) -> list[int]:
-    """The steps, counted over some seeds, that warn of averaged gradients; all steps take other data."""
-    steps = []
+def warned(rank: int, world_size: int, name: str, how: str) -> tuple[list[int], set[tuple[bool, bool]]]:
+    """The steps, over some seeds, that warn of averaged gradients, and of what is told; all steps take other data."""
+    steps, told = [], []
     for seed in range(SEEDS):
         model, optimizer = make(name, {} if how == "attached" else None, freeze_step=5)
         if how == "averaged by DDP":
@@ -82,18 +82,22 @@ def warned(rank: int, world_size: int, name: str, how: str) -> list[int]:
             steps += [step] * sum("fusedonebit.ddp.attach(model, optimizer)" in text for text in ours)
             optimizer.zero_grad()
         assert optimizer.phase == "compression"
-    return steps
+        stats = optimizer.stats()
+        told.append((stats["averaged_already"], stats["bytes_step"] >= stats["bytes_fp32"]))
+    return steps, set(told)
 
 
 @EACH_ONEBIT
-def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_compressed_step(name):
-    assert run_ranks(warned, 2, name, "averaged by DDP") == [[5] * SEEDS] * 2
+def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_step_and_no_savings_are_told(name):
+    told = {(True, True)}
+    assert run_ranks(warned, 2, name, "averaged by DDP") == [([0] * SEEDS, told), ([], told)]
 
 
 @EACH_ONEBIT
 @pytest.mark.parametrize(("world_size", "how"), [(2, "local"), (2, "attached"), (1, "averaged by DDP")])
 def test_nobody_warns_of_other_gradients(name, world_size, how):
-    assert run_ranks(warned, world_size, name, how) == [[]] * world_size
+    nothing_is_sent = world_size == 1
+    assert run_ranks(warned, world_size, name, how) == [([], {(False, nothing_is_sent)})] * world_size
 
 
 # ---------------------------------------------------------------- averages that are not what was averaged
