@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 BLOCK = 1024
 WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
 _POINTERS = {
-    "*i64": "pointers block_start segment_start layer_start",
+    "*i64": "pointers block_start segment_start layer_start rounding",
     "*fp32": (
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x fresh last_scale largest layers rounding"
+        "server_scale grad exp_avg x fresh last_scale largest layers"
     ),
     "*fp64": "partials agreement count exp_avg_sq_sums norms",
     "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
@@ -27,7 +27,7 @@ _LOCAL_TYPES = dict.fromkeys(("params", "grads"), "*i64") | dict.fromkeys(("scal
 TYPES_OF = dict.fromkeys(PACKED, _WORD_TYPES)
 TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"params": "*i64", "values": "*fp32"}}
 TYPES_OF |= {"local_step": dict.fromkeys(("params", "grads"), "*i64") | {"flags": "*i32"}}
-TYPES_OF |= {"lion_compress": {"step": "*fp32", "flags": "*i32"}}
+TYPES_OF |= {"lion_compress": {"step": "*i64", "flags": "*i32"}}
 """Where a kernel's argument has another type than its namesakes."""
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}

@@ -29,6 +29,7 @@ from ..triton_kernels import (
     server_reduce,
     unpack,
 )
+from .absent import Kept, absence, packed, told_by_all
 from .feedback import ErrorFeedback
 from .transport import LocalTransport, Transport
 from .wire import Flag, Messages, Word, agreed_flags, digest
@@ -66,6 +67,8 @@ class CompressedAllReduce:
         scale: float32 [B], the result's magnitude per block.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
         flags: int32 [1], the last step's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
+        absent: Of which tensors no rank had a gradient in the last step, bool [tensors]; None where this rank had all
+            gradients, so that there are none.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class CompressedAllReduce:
         self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary, gathered, served)
         self.set_live(live_table(layout).to(self.device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
-        self.synchronisations = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.synchronisations = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def _build(
         self,
@@ -127,6 +130,9 @@ class CompressedAllReduce:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._going_on = torch.zeros_like(self.flags)
         self.arrived_words = self.gathered.words.clone()
+        self.absent: Tensor | None = None
+        self._told: tuple[int, ...] = ()
+        self._kept: list[Kept] = []
 
     def set_live(self, live: LiveTable) -> None:
         """Says which elements count. No other may be non-zero in ``worker.compensated``."""
@@ -146,6 +152,7 @@ class CompressedAllReduce:
         hold: Tensor | None = None,
         pending: Tensor | None = None,
         number: int | Tensor | None = None,
+        missing: Sequence[int] = (),
     ) -> None:
         """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
 
@@ -164,10 +171,13 @@ class CompressedAllReduce:
                 the last result included, but for the count of synchronisations. None: none.
             pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
             number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
+            missing: Tensors of which this rank has no gradient. They count as zeros, unless all ranks miss them and
+                ``restore`` follows.
 
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
+        self.keep(missing)
         going_on = self._going_on if hold is None else hold
 
         def compress() -> None:
@@ -193,6 +203,39 @@ class CompressedAllReduce:
 
         self._exchange(compress, tag, abort, hold, pending, number)
 
+    def keep(self, missing: Sequence[int]) -> None:
+        """Takes note of what a step is about to change of tensors of which this rank has no gradient."""
+        missing = tuple(missing)
+        on_cuda = self.device.type == "cuda"
+        if missing != self._told or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
+            self.served.absent.zero_()
+            self._told = missing
+        self._kept = []
+        if not missing:
+            return
+        worker, server = self.worker, self.server
+        rows = absence(self.layout, missing, self.device).rows
+        blocks = (self._own.start, self._own.stop)
+        served = absence(self.layout, missing, self.device, blocks).rows
+        of_worker = [worker.scale, worker.partials, self.scale]
+        of_server = [server.scale, server.partials]
+        lines, bits = [worker.compensated], [self.gathered.bits]
+        self._kept = [
+            Kept(rows, self.block_tensor, lines=lines, bits=bits, tables=of_worker),
+            Kept(served, self.block_tensor[self._own], lines=[server.compensated], tables=of_server),
+        ]
+
+    def restore(self, absent: Tensor) -> None:
+        """Leaves ``absent`` bool [tensors], equal on all ranks, as they were before the last step; see ``missing``.
+
+        Called after all else that may change them, such as ``refuse``.
+        """
+        for kept in self._kept:
+            kept.restore(absent)
+        self._kept = []
+        self.serve_again()
+
     def _exchange(
         self,
         compress: Callable[[], None],
@@ -212,6 +255,9 @@ class CompressedAllReduce:
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
         if hold is not None:
             self.flags = self.flags | hold
+        self.absent = self._told_by_all() if self._kept else None
+        if self.absent is not None:
+            self.served.absent.copy_(packed(self.absent))
         self._serve(going_on)
         # Where this step is held back the bits of the last result are here again: servers have kept them.
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
@@ -219,6 +265,11 @@ class CompressedAllReduce:
         if before is not None:
             for scale, old in zip(self._scales(), before, strict=True):
                 scale.copy_(torch.where(going_on == 0, scale, old))
+
+    def _told_by_all(self) -> Tensor:
+        # Of messages that can't be read no bit counts.
+        readable = (self.flags & int(Flag.MISMATCH)) == 0
+        return told_by_all(self.gathered.absent, len(self.layout.sizes)) & readable
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale

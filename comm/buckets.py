@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
@@ -49,6 +50,7 @@ class BucketedAllReduce(PartedAllReduce):
         tensors: Sequence[Tensor],
         *,
         exp_avg_sq: Tensor | None = None,
+        missing: Sequence[int] = (),
         **more: Any,
     ) -> None:
         """Averages one bucket; ``finish`` says how it went. All ranks start buckets in the same order.
@@ -57,11 +59,15 @@ class BucketedAllReduce(PartedAllReduce):
             bucket: Its index.
             tensors: As for ``CompressedAllReduce``; those that do not lie in the bucket are not looked at.
             exp_avg_sq: float32 [P], or None.
+            missing: Those of them that this rank has no gradient of.
             more: As for a call of ``CompressedAllReduce``.
         """
         self.under_way.add(bucket)
         v = None if exp_avg_sq is None else exp_avg_sq[self._elements(bucket)]
-        self.parts[bucket](pieces_of(tensors, self._spans[bucket], self.layout.sizes), exp_avg_sq=v, **more)
+        # A bucket that was sent earlier knew nothing of tensors outside of it: none speaks for others'.
+        missing = [i for i in missing if self.parts[bucket].layout.sizes[i]]
+        pieces = pieces_of(tensors, self._spans[bucket], self.layout.sizes)
+        self.parts[bucket](pieces, exp_avg_sq=v, missing=missing, **more)
 
     def finish(self, start: Callable[[int], None]) -> None:
         """Starts, with ``start(bucket)``, all that have not been; then all buckets are skipped, or none."""
@@ -75,6 +81,8 @@ class BucketedAllReduce(PartedAllReduce):
         for part in self.parts:
             part.refuse(flags)
         self.flags = flags
+        told = [part.absent for part in self.parts if part.absent is not None]
+        self.absent = torch.stack(told).any(0) if told else None
 
     def __call__(self, tensors: Sequence[Tensor], **options: Any) -> None:
         """All buckets, the last first; see ``CompressedAllReduce``."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
+from .absent import Kept, absence, told_by_all
 from .parts import NodeMean, PartedAllReduce
 from .transport import Transport
 from .wire import CHECKED, Flag, Word, union
@@ -57,13 +58,15 @@ class HierarchicalAllReduce(PartedAllReduce):
         *,
         exp_avg_sq: Tensor | None = None,
         hold: Tensor | None = None,
+        missing: Sequence[int] = (),
         **more: Any,
     ) -> None:
         """See ``CompressedAllReduce``."""
+        self._keep(missing)
         part, before = self.parts[0], self.scale.clone()
         v = None if exp_avg_sq is None else exp_avg_sq[self._own]
         part.served.words[:, Word.TAG] = more.get("tag", 0)  # ranks of a node meet nowhere else
-        part(self._mean(tensors), exp_avg_sq=v, hold=hold, **more)
+        part(self._mean(tensors), exp_avg_sq=v, hold=hold, missing=missing, **more)
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
         differ = (self._signed() != self._signed()[:1]).any()
         flags = union(self.gathered.words[:, Word.FLAGS]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
@@ -72,6 +75,24 @@ class HierarchicalAllReduce(PartedAllReduce):
         kept = torch.where(flags == 0, arrived, 0.0)
         self.scale.copy_(kept if hold is None else torch.where(hold == 0, kept, before))
         self.flags = flags
+        self.absent = None
+        if missing:
+            readable = (flags & int(Flag.MISMATCH)) == 0
+            self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes)) & readable
+
+    def _keep(self, missing: Sequence[int]) -> None:
+        """Keeps the bits and the scales of the whole result, as parts keep theirs."""
+        self._kept: Kept | None = None
+        if missing:
+            rows = absence(self.layout, missing, self.device).rows
+            self._kept = Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])
+
+    def restore(self, absent: Tensor) -> None:
+        """See ``CompressedAllReduce``."""
+        super().restore(absent)
+        if self._kept is not None:
+            self._kept.restore(absent)
+        self._kept = None
 
     def _signed(self) -> Tensor:
         """What all parts' messages must say alike: int32 [ranks, 2], rank by rank."""

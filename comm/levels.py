@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable
+from .absent import told_by_all
 from .parts import NodeMean
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
@@ -62,6 +63,8 @@ class HierarchicalRounds:
         self._blocks = blocks
         self._grads: list[Tensor] | None = None
         self._told = torch.zeros(inside.world_size, 3, dtype=torch.int32, device=device)
+        self.absent: Tensor | None = None
+        self._missing = False
 
     def add(
         self,
@@ -79,19 +82,33 @@ class HierarchicalRounds:
         m, v = (None if flat is None else flat[self.own] for flat in (exp_avg, exp_avg_sq))
         self.part.add(self._mean.pieces(params), self._grads, chunks, coef, m, v, *more)
 
+    def keep(self, missing: Sequence[int], moments: Sequence[Tensor]) -> None:
+        """See ``RoundAllReduce``."""
+        self.part.keep(missing, [moment[self.own] for moment in moments])
+        self._missing = bool(missing)
+
+    def restore(self, absent: Tensor) -> None:
+        """See ``RoundAllReduce``."""
+        self.part.restore(absent)
+
     def synchronise(self, prepare: Prepare, step: Tensor, *, hold: Tensor | None = None, **more: Any) -> None:
         """See ``RoundAllReduce``."""
         part = self.part
         part.synchronise(prepare, step[self._blocks], hold=hold, **more)
         self._grads = None
         # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
-        words = part.messages.words[0]
-        told = torch.stack([words[Word.STEP], words[Word.TAG], part.flags[0]])
+        head = part.messages.head[0]
+        told = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], part.flags, head[len(Word) :]])
         rows = told.new_empty(self.inside.world_size, len(told))
         self.inside.all_gather(rows, told[None])
-        self._told = rows
-        differ = (rows[:, :-1] != told[:-1]).any()
-        self.flags = union(rows[:, -1]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+        self._told = rows[:, :3]
+        differ = (rows[:, :2] != told[:2]).any()
+        self.flags = union(rows[:, 2]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+        self.absent = None
+        if self._missing:
+            readable = (self.flags & int(Flag.MISMATCH)) == 0
+            absent = rows[:, 3:].contiguous().view(torch.uint8)
+            self.absent = told_by_all(absent, len(self.layout.sizes)) & readable
         part.refuse(self.flags)
         self.scale = step * (self.flags == 0)
         if part.values is None:

@@ -111,6 +111,8 @@ class MarsitAllReduce(RoundAllReduce):
 
     def _merge(self, chunks: slice, number: int, stage: Stage, position: int) -> None:
         count = chunks.stop - chunks.start
+        if self._kept is not None:  # else this worker has all gradients, and its bits are zeros already
+            self.messages.absent[chunks] &= self._arrived.absent[:count]
         merge_signs(
             self.messages.bits[chunks],
             self._arrived.bits[:count],
@@ -143,9 +145,10 @@ class MarsitAllReduce(RoundAllReduce):
     def _gather_owned(self, prepare: Prepare) -> None:
         prepare(self.everything)
         pick_owned(self.messages.bits, self.transport.rank, self._draw(), self._owners, self._picked.bits)
-        self._picked.words.copy_(self.messages.words[:1])
+        self._picked.head.copy_(self.messages.head[:1])
         self._picked.words[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
+        self._told = self._arrived.absent
         place_owned(self._arrived.bits, self._owners, self.messages.bits)
         self.flags = agreed_flags(self._arrived.words, self._picked.words[0])
         self.arrived_words = self._arrived.words

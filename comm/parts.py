@@ -65,6 +65,7 @@ class PartedAllReduce:
         self.server_residual = torch.zeros(len(self._here), layout.chunk_numel, device=device)
         self._compensated = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self.absent: Tensor | None = None
         self._spans = [list(layout.spans(*_ends(self._elements(i)))) for i in self._here]
         chunks = layout.world_size // count
         self.parts = [
@@ -117,6 +118,11 @@ class PartedAllReduce:
             part.refuse(flags)
         self.scale *= ((self.flags != 0) | (flags == 0)).float()
         self.flags = self.flags | flags
+
+    def restore(self, absent: Tensor) -> None:
+        """See ``CompressedAllReduce``."""
+        for part in self.parts:
+            part.restore(absent)
 
     def settle(self) -> None:
         """See ``CompressedAllReduce``."""

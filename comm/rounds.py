@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
+from .absent import Kept, absence, packed, told_by_all
 from .transport import CollectiveError, LocalTransport, Transport
 from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 
@@ -41,6 +42,8 @@ class RoundAllReduce:
         full_precision: Whether the last round sent float32.
         flags: int32 [1], the last round's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
         rounds: How many there were, t of the next.
+        absent: Of which tensors no worker had a gradient in the last round, bool [tensors]; None where this one had
+            all, so that there are none.
     """
 
     def __init__(
@@ -75,6 +78,10 @@ class RoundAllReduce:
         self.rounds = 0
         self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
+        self.absent: Tensor | None = None
+        self._told: Tensor | None = None
+        self._has_told = False
+        self._kept: Kept | None = None
 
     @property
     def everything(self) -> slice:
@@ -168,6 +175,34 @@ class RoundAllReduce:
             self.messages.words[:, Word.FLAGS],
         )
 
+    def keep(self, missing: Sequence[int], moments: Sequence[Tensor]) -> None:
+        """Takes note of what a round is about to change of tensors of which this worker has no gradient.
+
+        Args:
+            missing: Which.
+            moments: This worker's, float32 [P] each.
+        """
+        tables = absence(self.layout, missing, self.device) if missing else None
+        if tables is not None:
+            self.messages.absent.copy_(tables.bits)
+        elif self._has_told:  # what the round before has left there
+            self.messages.absent.zero_()
+        self._has_told, self._kept = bool(missing), None
+        if tables is not None:
+            lines = [self.compensated, *moments]
+            self._kept = Kept(tables.rows, self.block_tensor, lines=lines, bits=[self.messages.bits])
+            self._scale_before, self._limit_before = self.scale, self._limit
+
+    def restore(self, absent: Tensor) -> None:
+        """Leaves ``absent`` bool [tensors], equal on all ranks, as they were before the last round."""
+        if self._kept is None:
+            return
+        self._kept.restore(absent)
+        blocks = absent[self.block_tensor]
+        self.scale = torch.where(blocks, self._scale_before, self.scale)
+        self._limit = torch.where(blocks, self._limit_before, self._limit)
+        self._kept = None
+
     def synchronise(
         self,
         prepare: Prepare,
@@ -195,14 +230,21 @@ class RoundAllReduce:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
         words = self.messages.words
-        words[:, Word.STEP] = self.rounds if number is None else number
+        words[:, Word.STEP] = self.rounds & 0x7FFFFFFF if number is None else number
         words[:, Word.DIGEST] = self._digest
         words[:, Word.TAG].fill_(tag)
         words[:, Word.SIGNAL] = 0
         if abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
         self.values = self.arrived_words = None
+        self._told = None
         self._round(prepare, step, hold)
+        self.absent = None
+        if self._kept is not None:
+            told = self.messages.absent if self._told is None else self._told
+            readable = (self.flags & int(Flag.MISMATCH)) == 0
+            self.absent = told_by_all(told, len(self.layout.sizes)) & readable
+            self.messages.absent.copy_(packed(self.absent))
         words[:, Word.FLAGS] = 0
         self._take(step)
         self._digest = checksum_of(self.messages.payload if self.values is None else self.values)
@@ -254,11 +296,13 @@ class RoundAllReduce:
         self.messages.words[:, Word.FLAGS] = flags
 
     def _agree(self, hold: Tensor | None) -> None:
-        """Makes ``flags`` of all ranks' headers; everything is prepared. 32 bytes to each rank."""
-        own = self.messages.words[:1].clone()
+        """Makes ``flags`` of all ranks' headers; all is prepared. 32 bytes to each rank, and a bit per tensor."""
+        own = self.messages.head[:1].clone()
         own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
-        arrived = torch.empty(self.layout.world_size, len(Word), dtype=torch.int32, device=self.device)
+        arrived = torch.empty(self.layout.world_size, own.shape[1], dtype=torch.int32, device=self.device)
         self.transport.all_gather(arrived, own)
+        self._told = arrived[:, len(Word) :].contiguous().view(torch.uint8)
+        arrived, own = arrived[:, : len(Word)], own[:, : len(Word)]
         # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
         if self.device.type == "cpu" and bool((arrived[:, Word.LAYOUT] != own[:, Word.LAYOUT]).any()):
             raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(arrived)}")

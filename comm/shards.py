@@ -40,12 +40,28 @@ class ShardGroup:
         """Maxima over the shards: of the shape and dtype of ``values``."""
         return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
 
-    def union(self, flags: Tensor, tag: int = 0) -> Tensor:
-        """All flags that any of them has set: int32 [1], from int32 [1]; ``MISMATCH`` too where their tags differ."""
+    def union(self, flags: Tensor) -> Tensor:
+        """All flags that any of them has set: int32 [1], from int32 [1]."""
+        return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
+
+    def unite(self, flags: Tensor, tag: int, absent: Tensor | None, tensors: int) -> tuple[Tensor, Tensor | None]:
+        """What all shards say of a step, in one exchange.
+
+        Args:
+            flags: Int32 [1].
+            tag: ``MISMATCH`` is set where theirs differ.
+            absent: Tensors that no replica of this shard has a gradient of, bool [tensors]; None: there are none.
+            tensors: Their number.
+
+        Returns:
+            The flags that any has set, and the tensors that are absent in all shards; or None.
+        """
         if self.count == 1:
-            return flags
-        told = self._gathered(torch.cat([flags, flags.new_full((1,), tag)]))
-        return union(told[:, 0]) | (told[:, 1] != told[0, 1]).any().int() * int(Flag.MISMATCH)
+            return flags, absent
+        here = flags.new_zeros(tensors) if absent is None else absent.int()
+        rows = self._gathered(torch.cat([flags, flags.new_full((1,), tag), here]))
+        differ = (rows[:, 1] != rows[0, 1]).any().int() * int(Flag.MISMATCH)
+        return union(rows[:, 0]) | differ, None if absent is None else rows[:, 2:].bool().all(0)
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """As ``agree.agree``, between the shards."""

@@ -45,7 +45,7 @@ class SignVote(CompressedAllReduce):
         """One exchange; see ``CompressedAllReduce``.
 
         Args:
-            turn: float32 [], equal on all ranks, says whose chair it is: updates done.
+            turn: int64 [], equal on all ranks, says whose chair it is: updates done.
             tag: See ``CompressedAllReduce``.
             abort: See there.
             hold: See there.

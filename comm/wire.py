@@ -1,6 +1,7 @@
 """The message: one uint8 buffer that holds a header, the scales and one bit per element.
 
     bytes  0..31   header, eight int32 words (below)
+    then           one bit per tensor, LSB first, 1 = no gradient; zero-padded to a multiple of 16 bytes
     then           scales, float32 [slots], zero-padded to a multiple of 16 bytes
     then           bits, one per element, LSB first, 1 = non-negative
     where ternary  bits, one per element, LSB first, 1 = not zero
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout
 
-MAGIC = 0x02314F46  # "FO1", and the format's version
+MAGIC = 0x03314F46  # "FO1", and the format's version
 ALIGNMENT = 16
 
 
@@ -33,7 +34,7 @@ class Word(IntEnum):
     LAYOUT = 2
     """``layout_word``."""
     DIGEST = 3
-    """``digest`` of the last gathered messages' bits and scales."""
+    """``digest`` of the last gathered messages, but for their words."""
     TAG = 4
     """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
     SENDER = 5
@@ -77,6 +78,8 @@ class Messages:
     Attributes:
         buffer: uint8 [count, nbytes].
         words: int32 [count, 8], the headers.
+        absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
+        head: int32 [count, 8 and more], words and ``absent`` together.
         signal: float32 [count], their last words.
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
@@ -92,15 +95,19 @@ class Messages:
         buffer: Tensor | None = None,
     ) -> None:
         self.nbytes = self.size(slots, layout, ternary)
-        scale_bytes = self.nbytes - HEADER_BYTES - _bit_bytes(layout, ternary)
+        tensors = len(layout.sizes)
+        head = HEADER_BYTES + _aligned(-(-tensors // 8))
+        scale_bytes = self.nbytes - head - _bit_bytes(layout, ternary)
         self.slots = slots
         if buffer is None:
             buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
         self.buffer = buffer
-        self.words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
-        self.scales = self.buffer[:, HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)[:, :slots]
+        self.head = self.buffer[:, :head].view(torch.int32)
+        self.words = self.head[:, : len(Word)]
+        self.absent = self.buffer[:, HEADER_BYTES : HEADER_BYTES + -(-tensors // 8)]
+        self.scales = self.buffer[:, head : head + scale_bytes].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
-        self.bits = self.buffer[:, HEADER_BYTES + scale_bytes :]
+        self.bits = self.buffer[:, head + scale_bytes :]
         if ternary:
             self.bits = self.bits.view(count, 2, layout.chunk_bytes)
         self.words[:, Word.MAGIC] = MAGIC
@@ -114,12 +121,12 @@ class Messages:
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:
         """Bytes of one message."""
-        scale_bytes = -(-4 * slots // ALIGNMENT) * ALIGNMENT
-        return HEADER_BYTES + scale_bytes + _bit_bytes(layout, ternary)
+        absent_bytes = _aligned(-(-len(layout.sizes) // 8))
+        return HEADER_BYTES + absent_bytes + _aligned(4 * slots) + _bit_bytes(layout, ternary)
 
     @property
     def payload(self) -> Tensor:
-        """Scales and bits, uint8 [count, nbytes - 32]."""
+        """All behind the words, uint8 [count, nbytes - 32]."""
         return self.buffer[:, HEADER_BYTES:]
 
 
@@ -129,6 +136,10 @@ def layout_word(layout: FlatLayout, *more: object) -> int:
     The length counts: a library may take a message that is too short for a whole one, and leave the rest as it was.
     """
     return (layout.fingerprint ^ zlib.crc32(repr(more).encode())) & 0x7FFFFFFF
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _bit_bytes(layout: FlatLayout, ternary: bool) -> int:

@@ -31,7 +31,7 @@ class AveragingOptimizer(DistributedOptimizer):
         """See ``DistributedOptimizer``: one all-reduce, or none where DDP has averaged."""
         layout, loss_scale = self.layout, LossScale.of(self)
         if self._grad is None:
-            self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
+            self._grad = self._make_grad()
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
         marks = self._make_marks()
         marks.write(tail, abort, loss_scale.found_inf)
@@ -41,7 +41,7 @@ class AveragingOptimizer(DistributedOptimizer):
             layout.sizes,
             layout.block_size,
             1.0 if self._averaged else 1 / self._transport.world_size,
-            self._grad,
+            self._grad[: layout.numel + TAIL],
         )
         if (factor := loss_scale.factor()) is not None:
             values *= factor
@@ -51,20 +51,23 @@ class AveragingOptimizer(DistributedOptimizer):
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
-        flags = self._shards.union(flags, self._tag_of_shards)
+        told = flags, self._tag_of_shards, marks.absent(tail), len(layout.sizes)
+        flags, self._absent = self._shards.unite(*told)
         if loss_scale.found_inf is not None:
             self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
             self._grad_norm = norm_over(self._shards, torch.linalg.vector_norm(values))
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._list.before_update()
-        self._update(self._grad, coef, flags)
+        self._update(self._grad, self._coefficients.still(coef, self._absent), flags)
         self._list.after_update()
         return flags
 
     def _make_marks(self, skips: bool = False) -> Marks:
         tag = self._coefficients.tag ^ self.layout.fingerprint
-        return Marks(self._transport.world_size, self._steps.total + skips, tag, skips)
+        return Marks(
+            self._transport.world_size, self._steps.total + skips, tag, len(self.layout.sizes), self._missing, skips
+        )
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -79,7 +82,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _skip_together(self) -> None:
         # Others may be in their step, in which they send their marks: these are for them.
-        tail = torch.zeros(TAIL, device=self.device)
+        tail = torch.zeros(TAIL + len(self.layout.sizes), device=self.device)
         marks = self._make_marks(skips=True)
         marks.write(tail, False, None)
         with self._breaking():
@@ -100,6 +103,10 @@ class AveragingOptimizer(DistributedOptimizer):
                 "their next backward pass by now, and can't be asked. Nothing was sent or changed; call step() once "
                 "after each backward pass"
             )
+
+    def _make_grad(self) -> Tensor:
+        """Room for the gradients and the marks behind them, float32 [P + TAIL + tensors]."""
+        return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _describe(self, flag: Flag) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()

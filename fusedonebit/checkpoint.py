@@ -3,7 +3,7 @@
 In the warm-up the ``state`` is AdamW's own (``step``, ``exp_avg``, ``exp_avg_sq`` per parameter),
 equal on all ranks. In the compression stage per parameter:
 
-    step               float32 []
+    step               float64 []: updates in which some rank had a gradient of it
     exp_avg_sq         float32, the parameter's shape: the frozen variance
 
 and with the first parameter, along the whole line of elements (P, padding included; ``FlatLayout``), as
@@ -209,7 +209,7 @@ def template(optimizer: DistributedOptimizer, header: State | None) -> dict[str,
     states: dict[int, dict[str, Any]] = {}
     for i, index in enumerate(optimizer._list.index_of):
         of_parameter = tuple(optimizer._list.params[i].shape)
-        states[index] = state = {"step": torch.zeros(())}
+        states[index] = state = {"step": torch.zeros((), dtype=torch.float64)}
         for name, shape in _shapes(optimizer, i, compressed).items():
             part = torch.zeros(shape, device=optimizer.device)
             if name in optimizer._of_one_rank:
@@ -288,7 +288,7 @@ def _take_up(
     optimizer.state.clear()
     optimizer._build()
     with torch.no_grad():
-        _fill(optimizer, states, header)
+        _fill(optimizer, states, header, state_dict["param_groups"])
     packing.restore_others(optimizer, state_dict, header["names"])
 
 
@@ -382,7 +382,7 @@ def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
 
 def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The saved groups; what a checkpoint of another optimizer lacks is as it is, what only that has is dropped."""
-    foreign = {*LAMB_KEYS, KEY} - set(optimizer._hyper_parameters)
+    foreign = {*LAMB_KEYS, KEY, "added_at"} - set(optimizer._hyper_parameters)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in optimizer.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
@@ -426,6 +426,22 @@ def _warn_of_options(optimizer: DistributedOptimizer, header: State) -> None:
             warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 
 
+def _steps(state: State) -> float:
+    """Updates of one parameter; AdamW has no state of one that never had a gradient."""
+    return float(local(torch.as_tensor(state["step"]))) if "step" in state else 0.0
+
+
+def one_or_each(values: Tensor) -> float | list[float]:
+    """Numbers of each tensor, float64 [tensors], for a header: one where all are equal. Waits for the device."""
+    listed = values.tolist()
+    return listed[0] if len(set(listed)) == 1 else listed
+
+
+def each(told: float | Sequence[float], like: Tensor) -> Tensor:
+    """What ``one_or_each`` has told, of the shape, dtype and device of ``like``."""
+    return torch.as_tensor(told, dtype=like.dtype, device=like.device).expand_as(like).clone()
+
+
 def _adamw_updates(states: Sequence[State]) -> int:
     return max((int(state["step"]) for state in states if state), default=0)
 
@@ -444,11 +460,23 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
     return facts
 
 
-def _fill(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
+def _fill(
+    optimizer: DistributedOptimizer,
+    states: Sequence[State],
+    header: State,
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> None:
     optimizer._outcomes.resume(header["updates"], header["skipped"])
-    optimizer._step.fill_(header["updates"])
     optimizer._steps.resume(header.get("steps", header["updates"] + header["skipped"]))
     optimizer._just_loaded = True
+    optimizer._updates.fill_(header["updates"])
+    # Before each parameter had counts of its own, a group that was added later shared the others', less this.
+    added = [saved_groups[group].get("added_at", 0) for group in optimizer._list.group_of]
+    steps = [_steps(state) - before for state, before in zip(states, added, strict=True)]
+    optimizer._own_steps.copy_(torch.tensor(steps, dtype=torch.float64))
+    if any(added):
+        shared = header.keys() & {"variance_step", "entered"}
+        header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
     optimizer._transport.traffic.bytes_total = header.get("bytes_total", 0)
     optimizer._resume(header)
     compressed = has_lines(header)

@@ -184,12 +184,13 @@ def add_group(
         p: {k: v.clone() for k, v in optimizer.state[p].items() if k in optimizer._published}
         for p in optimizer._list.owners
     }
-    outcomes, old_list, old_groups = optimizer._outcomes, optimizer._list, list(optimizer.param_groups)
+    outcomes, updates = optimizer._outcomes, optimizer._updates
+    old_list, old_groups = optimizer._list, list(optimizer.param_groups)
     owners = enumerate(optimizer._list.owners)
     tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}
     error: Exception | None = None
     try:
-        add({**materialise_group(param_group), "added_at": optimizer._outcomes.updates})
+        add(materialise_group(param_group))
         optimizer._check_group(optimizer.param_groups[-1], f"group {len(optimizer.param_groups) - 1}")
         optimizer._put_lr_on_the_device()
         optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
@@ -202,7 +203,7 @@ def add_group(
         optimizer.param_groups, optimizer._list = old_groups, old_list
         raise
     optimizer._build()
-    optimizer._outcomes = outcomes
+    optimizer._outcomes, optimizer._updates = outcomes, updates
     for i, p in enumerate(optimizer._list.owners):
         for key, value in tables.get(id(p), {}).items():
             optimizer._tables()[key][..., i] = value

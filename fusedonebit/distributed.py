@@ -25,7 +25,7 @@ from .rows import Rows
 from .scaling import SCALER_ATTRIBUTES
 from .sharding import group_of
 from .steps import StepCount, as_word
-from .telemetry import capturing
+from .telemetry import capturing, upload
 from .triton_kernels import Coef, block_table
 
 if TYPE_CHECKING:
@@ -130,7 +130,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._block_tensor = block_table(self.layout, device)
         self._live = construction.live_of(self)
         self._make_moments()
-        self._step = torch.zeros((), device=device)
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
+        self._own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
+        self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
+        self._missed: tuple[int, ...] = ()  # of which this rank has had none in this round, where rounds have steps
         self._coefficients = CoefficientTable(
             plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
         )
@@ -167,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
-        return self._step if self.options.stochastic_rounding else None
+        return self._updates if self.options.stochastic_rounding else None
 
     def _visible_moments(self) -> dict[str, Tensor]:
         """Those of ``_moments`` that mean something now; users find them in ``state``."""
@@ -183,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parts["master"] = self._list.dense[i]
             views = {name: self._list.published(part, i) for name, part in parts.items()}
             others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
-            self.state[p] = {**others, "step": self._step, **views}
+            self.state[p] = {**others, "step": self._own_steps[i], **views}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before any variance is frozen. Every rank must call it.
@@ -231,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _take_hyper_parameters(self) -> None:
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
-            taken = {key: group[key] for key in (*self._hyper_parameters, *({"added_at"} & group.keys()))}
+            taken = {key: group[key] for key in self._hyper_parameters}
             if isinstance(group["lr"], Tensor) and not self.options.capturable:
                 check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
             if i == len(self._taken):
@@ -245,6 +250,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Averages over the ranks and updates the parameters. Every rank must call it equally often.
+
+        A parameter whose gradient is None on all ranks stays as it is, with all its state, as in torch; where it is
+        None on some ranks only, it counts as zeros there.
 
         Args:
             closure: Evaluates the model again and returns the loss.
@@ -308,6 +316,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught
         saw_averages = self._look_at(grads, captured)
+        # Who can't take the step claims to have all gradients: then nobody leaves a tensor out on its account.
+        self._missing = () if error is not None else self._list.missing(grads)
         with self._list.standing_in(self._list.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
         self._advance(flags)
@@ -399,6 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Changes the stage if it is time; the same on all ranks."""
 
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
+        self._absent = None
         try:
             coef = self._coefficient_table()
             self._outcomes.attempts += not captured
@@ -418,15 +429,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise CollectiveError(self._broken) from failure
 
     def _coefficient_table(self) -> Tensor:
-        return self._coefficients(self._taken, self._step)
+        return self._coefficients(self._taken, self._own_steps)
+
+    def _note_missing(self, first: bool) -> None:
+        """Takes note of which tensors this rank has no gradient in a step of a round, maybe the ``first``."""
+        self._missed = tuple(i for i in self._missing if first or i in self._missed)
+
+    def _leaving_out(self, coef: Tensor, missing: Sequence[int]) -> Tensor:
+        """The table of a rank that moves alone, and leaves tensors without a gradient as they are."""
+        if not missing:
+            return coef
+        chosen = set(missing)
+        still = upload([i in chosen for i in range(len(self._list))], torch.bool, self.device)
+        return self._coefficients.still(coef, still)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
         raise NotImplementedError
 
     def _advance(self, flags: Tensor) -> None:
-        """Counts the update, unless it was skipped."""
-        self._step += (flags[0] == 0).float()
+        """Counts the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
+        taken = flags[0] == 0
+        self._updates += taken
+        self._own_steps += taken if self._absent is None else taken & ~self._absent
 
     def _catch_up(self) -> None:
         """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""

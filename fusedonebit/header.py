@@ -41,6 +41,10 @@ def _list_of(rule: Rule, length: int | None = None) -> Rule:
     return Rule(holds, f"a list of {rule.expected}" if length is None else f"a list of {length} times {rule.expected}")
 
 
+def _one_or_list_of(rule: Rule) -> Rule:
+    return Rule(lambda value: rule.holds(value) or _list_of(rule).holds(value), f"{rule.expected}, or one per tensor")
+
+
 _INT = Rule(_is_int, "an int")
 _COUNT = Rule(lambda value: _is_int(value) and value >= 0, "an int >= 0")
 _POSITIVE = Rule(lambda value: _is_int(value) and value >= 1, "an int >= 1")
@@ -89,7 +93,7 @@ RULES: dict[str, Rule] = {
     "digests": Rule(lambda value: _list_of(_INT32).holds(value) and bool(value), "a list of ints of 32 bits"),
     "buckets": _POSITIVE,
     "inside": _POSITIVE,
-    "variance_step": _STEPS,
+    "variance_step": _one_or_list_of(_STEPS),
     "freeze_step": _or_none(_COUNT),
     "freeze_due": _or_none(_COUNT),
     "rewarms": _COUNT,
@@ -114,8 +118,9 @@ RULES: dict[str, Rule] = {
         "a list of true or false and an int >= 1",
     ),
     "floats": _FLAG,
-    "entered": _AMOUNT,
-    "summed": _AMOUNT,
+    "entered": _one_or_list_of(_AMOUNT),
+    "summed": _one_or_list_of(_AMOUNT),
+    "missed": _list_of(_COUNT),
     "pending": _INT,
     "was_frozen": _FLAG,
     "variance_betas": _or_none(_list_of(_AMOUNT)),
@@ -148,12 +153,20 @@ def check(optimizer: DistributedOptimizer, header: Mapping[str, Any], own: bool)
         _check_each(header["auto"], AUTO, "auto.")
     if not own:
         return
-    dead, count = header.get("dead_tensors", []), len(optimizer._list)
-    if any(index >= count for index in dead):
-        raise ValueError(
-            f"the checkpoint's header is damaged: dead_tensors must be below {count}, got {dead}; load another "
-            "checkpoint"
-        )
+    count = len(optimizer._list)
+    for key in ("dead_tensors", "missed"):
+        if any(index >= count for index in header.get(key, [])):
+            raise ValueError(
+                f"the checkpoint's header is damaged: {key} must be below {count}, got {header[key]}; load another "
+                "checkpoint"
+            )
+    for key in ("variance_step", "entered", "summed"):
+        told = header.get(key)
+        if isinstance(told, list) and len(told) != count:
+            raise ValueError(
+                f"the checkpoint's header is damaged: {key} must have {count} values, got {len(told)}; load another "
+                "checkpoint"
+            )
     betas, groups = header.get("variance_betas"), len(optimizer.param_groups)
     if betas is not None and len(betas) != groups:
         raise ValueError(

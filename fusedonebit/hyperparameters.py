@@ -247,6 +247,15 @@ def _shown(value: object) -> str:
     return f"{value!r}{', which is infinite in float32' * too_large}"
 
 
+_STILL = dict.fromkeys(
+    (Coef.ONE_MINUS_BETA2, Coef.STEP_SIZE, Coef.LR, Coef.UNBIAS1, Coef.WEIGHT_DECAY, Coef.GLOBAL_RATIO), 0.0
+)
+"""With these, and 1 in all other columns, a gradient of 0 changes neither moments nor parameters, to the bit.
+
+eps is 1, so that no moment is divided by 0.
+"""
+
+
 class CoefficientTable:
     """The per-tensor table of ``Coef`` columns, computed on the device without a host sync.
 
@@ -278,35 +287,35 @@ class CoefficientTable:
         self.variance_betas: list[float] | None = None
         self._uploaded: list[tuple[float, ...]] = []
         self._rows = torch.empty(0)
+        self._still = torch.tensor([_STILL.get(column, 1.0) for column in Coef], device=device)
         self.tag = 0
 
     def __call__(
         self,
         groups: Sequence[dict[str, Any]],
-        step: Tensor,
-        variance_step: Tensor | None = None,
+        steps: Tensor,
+        variance_steps: Tensor | None = None,
         unit: Tensor | None = None,
     ) -> Tensor:
-        """Computes the table for the update that follows ``step`` updates.
+        """Computes the table for the update that follows ``steps`` updates.
 
         Args:
-            groups: ``param_groups``; lr may be a tensor, and is then read on the device; bias
-                corrections of a group count from ``added_at`` updates.
-            step: float32 [], updates done.
-            variance_step: float32 [], updates that entered the variance, or None: step + 1.
+            groups: ``param_groups``; lr may be a tensor, and is then read on the device.
+            steps: float64 [tensors], updates of each done.
+            variance_steps: float64 [tensors], updates that entered its variance, or None: steps + 1.
             unit: float32 [tensors], or None: 1.
 
         Returns:
             float32 [tensors, len(Coef)].
         """
-        lr, beta1, beta2, gain, eps, decay, sign, added_at, variance_beta2, *further = self._upload(groups).unbind(1)
+        rows = self._upload(groups)[self._group_of]
+        lr, beta1, beta2, gain, eps, decay, sign, variance_beta2, *further = rows.unbind(1)
         one = torch.ones_like(lr)
         bias1 = bias2 = one
         if self.bias_correction:
-            t = step.double() + 1
-            bias1 = 1 - beta1 ** (t - added_at)
-            updates_of_v = (t if variance_step is None else variance_step.double()) - added_at
-            bias2 = 1 - variance_beta2 ** updates_of_v.clamp(min=1)
+            t = steps + 1
+            bias1 = 1 - beta1**t
+            bias2 = 1 - variance_beta2 ** (t if variance_steps is None else variance_steps.clamp(min=1))
         columns = {
             Coef.BETA1: beta1,
             Coef.ONE_MINUS_BETA1: gain * sign,
@@ -321,10 +330,14 @@ class CoefficientTable:
             Coef.WEIGHT_DECAY: decay,
         } | dict(zip(self.columns, further, strict=True))
         table = torch.stack([columns.get(column, one) for column in Coef], dim=1)
-        table = table.to(torch.float32)[self._group_of]
+        table = table.to(torch.float32)
         if unit is not None:
             table[:, Coef.UNIT] = unit
         return table
+
+    def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:
+        """The table with coefficients that leave tensors without a gradient, ``absent`` bool [tensors], as they are."""
+        return coef if absent is None else torch.where(absent[:, None], self._still, coef)
 
     def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
         values = [
@@ -336,7 +349,6 @@ class CoefficientTable:
                 float(group.get("eps", 0.0)),
                 float(group["weight_decay"]),
                 -1.0 if group["maximize"] else 1.0,
-                float(group.get("added_at", 0)),
                 float(_betas(group)[1]) if self.variance_betas is None else self.variance_betas[i],
                 *(float(group[name]) for name in self.columns.values()),
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -45,8 +46,19 @@ class LambUpdate(AveragingOptimizer):
         sums = self._exp_avg_sq_sums
         lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
         sums, start = self._by_layer(self._norms)
-        lamb_coefficient(sums, start, skip, self._deepspeed, coef, self._layers)
+        with self._layers_kept():
+            lamb_coefficient(sums, start, skip, self._deepspeed, coef, self._layers)
         lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
+
+    @contextmanager
+    def _layers_kept(self) -> Iterator[None]:
+        """What is kept per layer stays as it was for layers without a gradient."""
+        if self._absent is None:
+            yield
+            return
+        before = self._layers.clone()
+        yield
+        self._layers.copy_(torch.where(self._absent, before, self._layers))
 
     def _by_layer(self, norms: Tensor) -> tuple[Tensor, Tensor]:
         """Sums [2, B] by block as kernels take them: with each tensor's first block; of shards, one row per tensor."""

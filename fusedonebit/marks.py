@@ -1,7 +1,11 @@
-"""What goes with averaged gradients through the same all-reduce: eight words that all ranks must know of each other."""
+"""What goes with averaged gradients through the same all-reduce, and all ranks must know of each other.
+
+Eight words, and one for each tensor: how many ranks have a gradient of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -37,19 +41,28 @@ class Marks:
         world_size: W.
         step: The step's number, as this rank's user counts.
         tag: Hash of the hyper-parameters.
+        tensors: How many there are.
+        missing: Those of which this rank has no gradient.
         skips: This rank does not take the step, which is right if none does.
     """
 
-    def __init__(self, world_size: int, step: int, tag: int, skips: bool = False) -> None:
+    def __init__(
+        self, world_size: int, step: int, tag: int, tensors: int, missing: Sequence[int], skips: bool = False
+    ) -> None:
         self._modulus = modulus = int((2**24 / world_size) ** 0.5)
         marks = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
         self._compared = [*marks, *(mark * mark for mark in marks)]
         self._world_size = world_size
+        self._missing = bool(missing)
+        self._present = [1.0] * tensors
+        for i in missing:
+            self._present[i] = 0.0
 
     def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> None:
-        """Writes this rank's words to ``tail`` float32 [TAIL]."""
+        """Writes this rank's words to ``tail`` float32 [TAIL + tensors]."""
         words = [0.0, float(abort), *self._compared]
-        tail.copy_(upload(words + [0.0] * (TAIL - len(words)), torch.float32, tail.device))
+        words += [0.0] * (TAIL - len(words))
+        tail.copy_(upload(words + self._present, torch.float32, tail.device))
         if found_inf is not None:
             tail[Mark.OVERFLOW] = found_inf > 0
         self._expected = tail[_COMPARED] * self._world_size
@@ -73,3 +86,7 @@ class Marks:
             + differ.any().int() * int(Flag.MISMATCH)
         )
         return flags.reshape(1), differ
+
+    def absent(self, tail: Tensor) -> Tensor | None:
+        """Of which tensors no rank has a gradient, bool [tensors]; None where this rank has all: there are none."""
+        return tail[TAIL:] == 0 if self._missing else None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import cuts, inspection
+from . import checkpoint, cuts, inspection
 from .averaging import AveragingOptimizer
 from .comm import (
     Flag,
@@ -31,7 +31,7 @@ from .header import CUT, LINES
 from .hyperparameters import OneBitOptions
 from .overlap import Overlap
 from .scaling import LossScale, agree_on_scaling
-from .triton_kernels import TAIL, Coef, freeze, thaw, unpack, update_sums
+from .triton_kernels import Coef, freeze, thaw, unpack, update_sums
 from .warm_start import warm_start as take_warm_start
 
 
@@ -58,8 +58,8 @@ class OneBitOptimizer(AveragingOptimizer):
         options, device = self.options, self.device
         self._phase = "warmup"
         self._reduce = cuts.make_reduce(self)
-        self._behind = torch.zeros((), device=device)
-        self._variance_step: Tensor | None = None
+        self._behind = torch.zeros_like(self._own_steps)  # updates that did not enter v; -inf where it is corrected
+        self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
         self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
         self._frozen_at: int | None = None
@@ -96,12 +96,17 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
-        if self._built and float(self._behind) < 0:  # v is corrected: new parameters' would have to be as well
+        if self._built and self._is_corrected:  # new parameters' variance would have to be as well
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
             )
         super().add_param_group(param_group)
+
+    @property
+    def _is_corrected(self) -> bool:
+        """Whether the variance is corrected for its start at 0, as after a warm start or a thaw."""
+        return bool(self._behind[0] == -math.inf)
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leaves tensors out of everything from now on."""
@@ -118,9 +123,9 @@ class OneBitOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------------- the step
 
     def _coefficient_table(self) -> Tensor:
-        warming = self._variance_step is None
-        entered = self._step + 1 - self._behind if warming else self._variance_step
-        coef = self._coefficients(self._taken, self._step, entered, self._unit)
+        warming = self._variance_steps is None
+        entered = self._own_steps + 1 - self._behind if warming else self._variance_steps
+        coef = self._coefficients(self._taken, self._own_steps, entered, self._unit)
         if warming and self._rewarms:
             memory = float(self.options.rewarm_steps)
             coef[:, Coef.BETA2].clamp_(max=1 - 1 / memory)
@@ -139,12 +144,18 @@ class OneBitOptimizer(AveragingOptimizer):
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
-        reduce(grads, **self._momentum_options(agreed.scaled(coef), abort, self._step_number), hold=agreed.hold)
+        options = self._momentum_options(agreed.scaled(coef), abort, self._step_number)
+        reduce(grads, **options, hold=agreed.hold, missing=() if abort else self._missing)
+        told = reduce.flags, self._tag_of_shards, reduce.absent, len(self.layout.sizes)
+        flags, self._absent = self._shards.unite(*told)
+        coef = self._coefficients.still(coef, self._absent)
         if self._shards.count > 1:
-            reduce.refuse(self._shards.union(reduce.flags, self._tag_of_shards))
+            reduce.refuse(flags)
         if self.options.guard != "off":
             refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
             reduce.refuse(refused.int() * int(Flag.VETO))
+        if self._absent is not None:
+            reduce.restore(self._absent)
         self._list.before_update()
         self._apply(coef, reduce.flags)
         self._list.after_update()
@@ -167,7 +178,7 @@ class OneBitOptimizer(AveragingOptimizer):
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self._shards.sum(self._exp_avg_sq_sums.sum()), self._step)
+            self._auto.observe(self._shards.sum(self._exp_avg_sq_sums.sum()), self._updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -210,7 +221,7 @@ class OneBitOptimizer(AveragingOptimizer):
     @torch.no_grad()
     def _freeze(self) -> None:
         """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
-        if self._outcomes.updates == 0 and not self._behind < 0:
+        if self._outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
                 "an earlier run before the first step, or set freeze_step >= 1"
@@ -220,7 +231,7 @@ class OneBitOptimizer(AveragingOptimizer):
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
-        self._variance_step = self._step - self._behind
+        self._variance_steps = self._own_steps - self._behind
         self._coefficients.freeze_variance(self._taken)
         coef = self._coefficient_table()
         reference = self._last_update_norm(coef)
@@ -270,7 +281,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._outcomes.veto_at = None  # also one that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self._reduce
         coef = self._coefficient_table()
-        self._grad = torch.zeros(layout.numel + TAIL, device=self.device)
+        self._grad = self._make_grad()
         backlog = self._grad[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
@@ -292,7 +303,7 @@ class OneBitOptimizer(AveragingOptimizer):
         )
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
-        self._variance_step = self._coefficients.variance_betas = None
+        self._variance_steps = self._coefficients.variance_betas = None
         self._phase = "warmup"
         self._freeze_due = self._outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
@@ -362,12 +373,12 @@ class OneBitOptimizer(AveragingOptimizer):
         return {"precondition": options.precondition} | kept | in_unit
 
     def _header(self) -> dict[str, Any]:
-        entered = self._step - self._behind if self._variance_step is None else self._variance_step
+        entered = self._own_steps - self._behind if self._variance_steps is None else self._variance_steps
         return {
             "settled": self._settled(),
             "digests": self._reduce.digests,
             **cuts.cut_of(self),
-            "variance_step": float(entered),
+            "variance_step": checkpoint.one_or_each(entered),
             "variance_betas": self._coefficients.variance_betas,
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
@@ -402,8 +413,12 @@ class OneBitOptimizer(AveragingOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
+        entered = self._own_steps
         if "variance_step" in header:
-            self._behind = self._step - header["variance_step"]
+            entered = checkpoint.each(header["variance_step"], self._own_steps)
+            # One number for all tensors may be more than some have had.
+            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self._own_steps))
+            self._behind = self._own_steps - entered
         self._rewarms = header.get("rewarms", 0)
         self._outcomes.vetoed = header.get("vetoed", 0)
         self._outcomes.veto_at = header.get("veto_at")
@@ -414,7 +429,7 @@ class OneBitOptimizer(AveragingOptimizer):
             return
         self._phase = "compression"
         self._exp_avg_sq = self._exp_avg_sq.to(self.options.frozen_dtype)
-        self._variance_step = torch.tensor(header["variance_step"], device=self.device)
+        self._variance_steps = entered
         self._coefficients.variance_betas = header.get("variance_betas")
         if self._coefficients.variance_betas is None:  # written before it was kept
             self._coefficients.freeze_variance(self._taken)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Transport
+from .comm.absent import Kept, absence
 from .deepspeed import onebit_lamb_arguments
 from .errors import warn
 from .hyperparameters import VARIANCE_FLOOR, OneBitOptions, check_choice, check_flag
@@ -336,18 +337,20 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _warn_of_averages(self) -> None:
         """Says where c_avg is not what the layers moved with until now."""
-        live = self._segments(self._live.numel.double(), "sum") > 0
+        live = (self._segments(self._live.numel.double(), "sum") > 0) & (self._own_steps > 0)
         still = [self._list.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()]
         if still:
             warn(
                 f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
                 f'{", ".join(still[:5])}; variant="deepspeed" leaves coefficients of 1 out of it'
             )
-        updates = self._outcomes.updates
-        reached = min(1 - float(g["beta3"]) ** (updates - g.get("added_at", 0)) for g in self.param_groups)
-        if reached < SETTLED and not self._behind < 0:  # a warm start does not begin with 0
+        moved = [
+            (n, self.param_groups[g]) for n, g in zip(self._own_steps.tolist(), self._list.group_of, strict=True) if n
+        ]
+        reached, fewest = min(((1 - float(group["beta3"]) ** n, int(n)) for n, group in moved), default=(1.0, 0))
+        if reached < SETTLED and not self._is_corrected:  # a warm start does not begin with 0
             warn(
-                f"after so few updates ({updates}) the average coefficient has reached {reached:.0%} of the "
+                f"after so few updates ({fewest}) the average coefficient has reached {reached:.0%} of the "
                 "coefficients (it starts at 0, as in the paper), and so has the learning rate from now on; "
                 "set a larger freeze_step or a smaller beta3"
             )
@@ -383,6 +386,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         params, layout, live, reduce = self._list.dense, self.layout, self._live, self._reduce
         eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.bits, reduce.scale
         tables = (coef, self._block_tensor, live.bits, live.row, skip)
+        kept = self._last_kept() if self._adaptive else None
         if self._adaptive:
             norms = self._norms if self._deepspeed else None
             lamb_ratio(
@@ -407,7 +411,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             if self._shards.count > 1:
                 largest, start = self._shards.max(self._segments(largest, "max")), self._one_each
                 norms = None if norms is None else self._shards.sum(self._segments(norms, "sum"))
-            lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
+            with self._layers_kept():
+                lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
         else:
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
@@ -415,6 +420,18 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         v = None if self.options.precondition else self._exp_avg_sq
         moved = (params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt)
         apply_momentum(*moved, *tables, self._rounding)
+        if kept is not None and self._absent is not None:
+            kept.restore(self._absent)
+
+    def _last_kept(self) -> Kept | None:
+        """The last momentum, to put back where there was no gradient; the fresh variance stays by its coefficients.
+
+        In the first compressed step there is none in bits yet: the next gradient rebuilt is then too large, once.
+        """
+        if self._absent is None:
+            return None
+        rows = absence(self.layout, self._missing, self.device).rows
+        return Kept(rows, self._reduce.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- checkpoints
 

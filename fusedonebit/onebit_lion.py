@@ -151,13 +151,18 @@ class OneBitLion(DistributedOptimizer):
         tables = coef, self._block_tensor, live.bits, live.row
         hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
         self._flags.zero_()
-        lion_compress(grads, *where, self._exp_avg, *tables, self._step, hold, reduce.to_servers.bits, self._flags)
+        reduce.keep(() if abort else self._missing)
+        lion_compress(grads, *where, self._exp_avg, *tables, self._updates, hold, reduce.to_servers.bits, self._flags)
         how: dict[str, Any] = {"tag": self._coefficients.tag, "abort": abort, "number": self._step_number}
-        reduce.vote(self._step, hold=agreed.hold, flags=self._flags, **how)
+        reduce.vote(self._updates, hold=agreed.hold, flags=self._flags, **how)
+        self._absent = reduce.absent
         self._list.before_update()
         update = reduce.bits, reduce.scale, None, False
+        tables = self._coefficients.still(coef, self._absent), *tables[1:]
         apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)
         self._list.after_update()
+        if self._absent is not None:
+            reduce.restore(self._absent)
         return reduce.flags
 
     def _describe(self, flag: Flag) -> str:

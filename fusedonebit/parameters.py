@@ -146,6 +146,12 @@ class ParameterList:
         grad = self.owners[i].grad
         return nothing if grad is None else local(grad)
 
+    def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
+        """Of which parameters there is no gradient among what ``gradients`` has returned."""
+        empty = (i for i, g in enumerate(given) if not g.numel())
+        # Of an empty parameter, or shard, that of no elements is one.
+        return tuple(i for i in empty if self.sizes[i] or self.owners[i].grad is None)
+
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
         if not self._unchanged():

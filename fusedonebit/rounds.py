@@ -151,7 +151,9 @@ class RoundOptimizer(DistributedOptimizer):
         """A step between two rounds: x = x - u, and u into what will be agreed on."""
         if self._local == 0:
             self._remember()
+        self._note_missing(first=self._local == 0)
         scaling = self._scaling(grads, alone=True)
+        coef = self._leaving_out(coef, self._missing)
         self._add(grads, coef, self._reduce.everything, *scaling, moves=True)
         self._reduce.formed()
         self._tag = self._mixed_tag()
@@ -159,18 +161,25 @@ class RoundOptimizer(DistributedOptimizer):
         self._phase = "local"
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        reduce = self._reduce
+        reduce, several = self._reduce, self.options.local_steps > 1
         factor, hold = self._scaling(grads, alone=False)
+        self._note_missing(first=self._local == 0)
+        reduce.keep(() if abort else self._missed, [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()])
+        own = self._leaving_out(coef, self._missing) if several else coef
         reduce.synchronise(
-            lambda chunks: self._add(grads, coef, chunks, factor, hold),
+            lambda chunks: self._add(grads, own, chunks, factor, hold),
             self._global_step(coef),
             tag=self._mixed_tag(),
             abort=abort,
             hold=hold,
             number=as_word(self._steps.total),
         )
+        self._absent = reduce.absent
         self._apply()
         reduce.forget()
+        if self._absent is not None:
+            reduce.restore(self._absent)
+            self._own_steps -= self._absent * self._local
         self._local = self._tag = 0
         self._phase = "uncompressed" if reduce.full_precision else "one-bit"
         return reduce.flags
@@ -210,18 +219,20 @@ class RoundOptimizer(DistributedOptimizer):
         """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""
         layout, reduce, live = self.layout, self._reduce, self._live
         anchored = self.options.local_steps > 1
+        scale, values = self._going(reduce.scale), reduce.values
         anchor, rounding = self._anchor[: layout.numel], None if anchored else self._rounding
         target, sizes = ([anchor], (layout.numel,)) if anchored else (self._list.dense, layout.sizes)
-        if reduce.values is not None:
+        if values is not None:
             where = (live.bits, live.row, reduce.flags, rounding)
-            add_values(target, sizes, layout.block_size, reduce.values, False, *where)
+            values = self._going(values.view(layout.n_blocks, -1)).view(-1)
+            add_values(target, sizes, layout.block_size, values, False, *where)
         else:
             apply_momentum(
                 target,
                 sizes,
                 layout.block_size,
                 reduce.messages.bits,
-                reduce.scale,
+                scale,
                 None,
                 False,
                 self._as_it_is,
@@ -234,6 +245,13 @@ class RoundOptimizer(DistributedOptimizer):
         if anchored:  # also where the round was skipped
             where = (live.bits, live.row, self._no_flags, None)
             add_values(self._list.dense, layout.sizes, layout.block_size, anchor, True, *where)
+
+    def _going(self, by_block: Tensor) -> Tensor:
+        """A global update [B, ...], 0 in tensors that no worker has a gradient of."""
+        if self._absent is None:
+            return by_block
+        still = self._absent[self._block_tensor]
+        return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """Between two rounds nobody hears of an error: this rank raises it, with all others, when they next meet."""
@@ -275,6 +293,7 @@ class RoundOptimizer(DistributedOptimizer):
             "local": self._local,
             "flags": self._reduce.pending,
             "tag": self._tag,
+            "missed": self._missed,
         }
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
@@ -305,6 +324,7 @@ class RoundOptimizer(DistributedOptimizer):
     def _resume(self, header: Mapping[str, Any]) -> None:
         self._reduce.resume(header["rounds"], header["digest"], header["flags"])
         self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
+        self._missed = tuple(header.get("missed", ()))
 
     # ---------------------------------------------------------------- what users look at
 

@@ -80,7 +80,8 @@ def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: 
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
     group = state_dict["param_groups"][optimizer._list.group_of[i]]
     header = header_of(state_dict) or {}
-    entered = float(header.get("variance_step", state["step"])) - group.get("added_at", 0)
+    told = header.get("variance_step", state["step"])
+    entered = float(told[i] if isinstance(told, list) else told) - group.get("added_at", 0)
     if not optimizer.options.bias_correction or entered <= 0:
         return v.float().contiguous()
     frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze

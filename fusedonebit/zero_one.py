@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .comm import Flag, LocalTransport, agree, describe_mismatch
+from .comm.absent import Kept, absence
 from .construction import failure
 from .policies import (
     Progress,
@@ -85,10 +86,10 @@ class ZeroOneOptimizer(ZeroOneState):
 
     def _coefficient_table(self) -> Tensor:
         if self._phase != "uncompressed":
-            return self._floored(self._coefficients(self._taken, self._step, self._entered))
+            return self._floored(self._coefficients(self._taken, self._own_steps, self._entered))
         # AdamW's step, whose correction follows betas[1]; in other steps it stays that of the last renewal.
         kept, self._coefficients.variance_betas = self._coefficients.variance_betas, None
-        coef = self._coefficients(self._taken, self._step, self._entered + 1)
+        coef = self._coefficients(self._taken, self._own_steps, self._entered + 1)
         self._coefficients.variance_betas = kept
         return coef
 
@@ -103,7 +104,8 @@ class ZeroOneOptimizer(ZeroOneState):
         """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
         self._make_floats(renews=True)
         flags = super()._exchange(grads, coef, abort)
-        self._entered += (flags[0] == 0).float()
+        taken = flags[0] == 0
+        self._entered += taken if self._absent is None else taken & ~self._absent
         self._coefficients.freeze_variance(self._taken)
         self._mean_sq = self._means()
         self._end_round()
@@ -120,9 +122,10 @@ class ZeroOneOptimizer(ZeroOneState):
         self._list.before_update()
         if self._local == 0:
             self._begin_round()
+        self._note_missing(first=self._local == 0)
         agreed = self._scaling(grads, alone=True)
         last = self._local == self._round.steps - 2
-        self._add(grads, agreed.scaled(coef), agreed.hold, moves=True, last=last)
+        self._add_alone(grads, agreed.scaled(coef), agreed.hold, last)
         self._list.after_update()
         self._sum_up(coef)
         self._tag = self._mixed_tag()
@@ -134,6 +137,23 @@ class ZeroOneOptimizer(ZeroOneState):
         """How far a step of the round goes, and how much is left of the parameters."""
         self._moved[STEP_SIZE] += coef[:, Coef.STEP_SIZE]
         self._moved[DECAY] *= coef[:, Coef.DECAY]
+
+    def _add_alone(
+        self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, last: bool, leaks: bool = False
+    ) -> None:
+        """A step of this worker's own, which leaves tensors without a gradient as they are."""
+        if not self._missing:
+            self._add(grads, coef, hold, moves=True, last=last, leaks=leaks)
+            return
+        # Their coefficients leave parameters and moments; what has been added up is put back.
+        worker = self._reduce.worker
+        worker.settle()
+        rows = absence(self.layout, self._missing, self.device).rows
+        kept = Kept(rows, self._block_tensor, lines=[worker.compensated])
+        self._add(grads, self._leaving_out(coef, self._missing), hold, moves=True, last=False, leaks=leaks)
+        kept.restore(torch.ones(len(self._list), dtype=torch.bool, device=self.device))
+        if last:
+            self._add(grads, coef, hold, moves=False, last=True)
 
     def _add(
         self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool, leaks: bool = False
@@ -168,6 +188,7 @@ class ZeroOneOptimizer(ZeroOneState):
         steps, reduce = self._round.steps, self._reduce
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
+        self._note_missing(first=steps == 1)
         compressed = agreed.scaled(coef.clone())
         compressed[:, Coef.BETA1] /= self._summed  # of no account where the momentum is in ``compensated`` already
         reduce(
@@ -180,11 +201,20 @@ class ZeroOneOptimizer(ZeroOneState):
             hold=agreed.hold,
             pending=self._pending,
             number=self._step_number,
+            missing=() if abort else self._missed,
         )
+        self._leave_absent()
         if steps > 1:
             self._sum_up(coef)
         self._apply(coef, agreed.hold, moved=steps > 1)
         return reduce.flags
+
+    def _leave_absent(self) -> None:
+        """Puts back what belongs to tensors of which no worker has had a gradient in this round."""
+        self._absent = self._reduce.absent
+        if self._absent is not None:
+            self._reduce.restore(self._absent)
+            self._own_steps -= self._absent * self._local
 
     def _apply(self, coef: Tensor, hold: Tensor | None, moved: bool) -> None:
         """x = x0 - mean step size * sum of the updates, from the x0 that all had (line 10); and the round ends."""
@@ -203,7 +233,7 @@ class ZeroOneOptimizer(ZeroOneState):
             reduce.scale,
             None if self.options.precondition else self._exp_avg_sq,
             self._eps_inside_sqrt,
-            coef,
+            self._coefficients.still(coef, self._absent),
             self._block_tensor,
             live.bits,
             live.row,
@@ -212,7 +242,9 @@ class ZeroOneOptimizer(ZeroOneState):
         )
         self._list.after_update()
         summed = torch.full_like(self._summed, steps)
-        self._summed = summed if hold is None else torch.where(hold[0] == 0, summed, self._summed)
+        if self._absent is not None:
+            summed = torch.where(self._absent, self._summed, summed)
+        self._summed = summed if hold is None else torch.where(hold == 0, summed, self._summed)
         self._pending.zero_()
         self._end_round()
 

@@ -70,13 +70,19 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         """Adam's step with the average of compressed gradients, and with the variance that is."""
         agreed, layout, reduce = self._scaling(grads, alone=False), self.layout, self._reduce
         plain = agreed.scaled(reduce._plain_coef())
-        reduce(grads, coef=plain, tag=self._mixed_tag(), abort=abort, hold=agreed.hold)
+        missing = () if abort else self._missing
+        reduce(grads, coef=plain, tag=self._mixed_tag(), abort=abort, hold=agreed.hold, missing=missing)
+        self._absent = reduce.absent
+        scale = reduce.scale
+        if self._absent is not None:
+            scale = torch.where(self._absent[self._block_tensor], 0.0, scale)
+            reduce.restore(self._absent)
         where = coef, self._block_tensor, self._live.bits, self._live.row
-        rebuild_momentum(layout.sizes, layout.block_size, reduce.bits, reduce.scale, None, False, *where, self._anchor)
+        rebuild_momentum(layout.sizes, layout.block_size, reduce.bits, scale, None, False, *where, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value
         self._list.before_update()
-        self._update(self._anchor, coef, reduce.flags)
+        self._update(self._anchor, self._coefficients.still(coef, self._absent), reduce.flags)
         self._list.after_update()
         self._drop_bits()
         self._end_round()
@@ -95,8 +101,9 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     def _step_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
         if self._local == 0:
             self._begin_round()
+        self._note_missing(first=self._local == 0)
         agreed = self._scaling(grads, alone=True)
-        self._add(grads, agreed.scaled(coef), agreed.hold, moves=True, last=False, leaks=True)
+        self._add_alone(grads, agreed.scaled(coef), agreed.hold, last=False, leaks=True)
         self._sum_up(coef)
         self._moved[DECAY] = 1.0  # decay is in what was added up
 
@@ -109,6 +116,14 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             self._transport.all_reduce(ranks)
             self._tell_scaler(ranks, alone=False)
         nothing, reduce = [self._nothing] * len(grads), self._reduce
-        reduce(nothing, coef=reduce._plain_coef(), tag=self._mixed_tag(), abort=abort, pending=self._pending)
+        reduce(
+            nothing,
+            coef=reduce._plain_coef(),
+            tag=self._mixed_tag(),
+            abort=abort,
+            pending=self._pending,
+            missing=() if abort else self._missed,
+        )
+        self._leave_absent()
         self._apply(coef, None, moved=True)
         return reduce.flags

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .averaging import AdamUpdate
+from .checkpoint import each, one_or_each
 from .comm import CompressedAllReduce
 from .comm.wire import Word
 from .freezing import denominator
@@ -71,7 +72,7 @@ class ZeroOneState(AdamUpdate):
         super()._build()
         layout, options, device = self.layout, self.options, self.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
-        self._grad = torch.zeros(layout.numel + TAIL, device=device)
+        self._grad = self._make_grad()
         self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         self._exp_avg_sq_sums = self._sums
         self._reduce = CompressedAllReduce(
@@ -87,9 +88,9 @@ class ZeroOneState(AdamUpdate):
         self._local = self._tag = 0
         self._done = Progress(0, 0, 0, 0)
         self._as_floats = True
-        self._entered = torch.zeros((), device=device)  # updates of v
+        self._entered = torch.zeros_like(self._own_steps)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._summed = torch.ones((), device=device)  # steps of the round whose bits the momentum is
+        self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._moved = torch.zeros(2, tensors, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
@@ -107,9 +108,10 @@ class ZeroOneState(AdamUpdate):
                 "add_param_group must be called before the first round that does not renew the variance: the new "
                 "parameters would have none; construct a new optimizer"
             )
-        kept, momenta = (self._done, self._entered, self._plan), {p: self.momentum(p) for p in self._list.owners}
+        kept, momenta = (self._done, self._plan), {p: self.momentum(p) for p in self._list.owners}
         super().add_param_group(param_group)
-        self._done, self._entered, self._plan = kept
+        self._done, self._plan = kept
+        self._entered = self._own_steps.clone()
         for p, m in momenta.items():
             i = self._index(p)
             self._list.shaped(self._exp_avg, i, self.layout.offset(i)).copy_(m)
@@ -171,13 +173,13 @@ class ZeroOneState(AdamUpdate):
         if self._as_floats:
             return
         layout, reduce, options = self.layout, self._reduce, self.options
-        own = self._coefficients(self._taken, self._step, self._entered)
+        own = self._coefficients(self._taken, self._own_steps, self._entered)
         floored = self._floored(own.clone())
         rebuild_momentum(
             layout.sizes,
             layout.block_size,
             reduce.bits,
-            reduce.scale / self._summed * self._seen[self._block_tensor.long()],
+            reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor],
             self._exp_avg_sq if options.precondition else None,
             self._eps_inside_sqrt and not renews,
             own if renews else floored,
@@ -203,7 +205,7 @@ class ZeroOneState(AdamUpdate):
     @property
     def _anchor(self) -> Tensor:
         assert self._grad is not None
-        return self._grad
+        return self._grad[: self.layout.numel + TAIL]
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -247,10 +249,11 @@ class ZeroOneState(AdamUpdate):
             "local": self._local,
             "tag": self._tag,
             "floats": self._as_floats,
-            "entered": float(self._entered),
+            "entered": one_or_each(self._entered),
             "variance_betas": self._coefficients.variance_betas,
-            "summed": float(self._summed),
+            "summed": one_or_each(self._summed),
             "pending": int(self._pending),
+            "missed": self._missed,
         }
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
@@ -276,16 +279,17 @@ class ZeroOneState(AdamUpdate):
 
     def _resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's
-            self._entered = self._step.clone()
+            self._entered = self._own_steps.clone()
             self._coefficients.freeze_variance(self._taken)
             self._done = progress_after(*self._policies, header["updates"])
             return
         self._done, self._round = Progress(*header["done"]), Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
-        self._entered.fill_(header["entered"])
+        self._entered = torch.minimum(each(header["entered"], self._entered), self._own_steps)
         self._coefficients.variance_betas = header.get("variance_betas")
-        self._summed.fill_(header["summed"])
+        self._summed = each(header["summed"], self._summed)
         self._pending.fill_(header["pending"])
+        self._missed = tuple(header.get("missed", ()))
         self._phase = header["phase"]
         same = header["world_size"] == self._transport.world_size
         self._reduce.resume(header["digests"] if same else [0])
@@ -305,10 +309,10 @@ class ZeroOneState(AdamUpdate):
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed * self._seen[i]
+        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
         if not options.precondition:
             return part
-        k = self._floored(self._coefficients(self._taken, self._step, self._entered))[i]
+        k = self._floored(self._coefficients(self._taken, self._own_steps, self._entered))[i]
         return part * denominator(self._list.shaped(self._exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt)
 
     def worker_error(self, param: Tensor) -> Tensor:

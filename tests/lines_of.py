@@ -16,7 +16,7 @@ def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     reduce = optimizer._reduce
     reduce.settle()
     compressed = optimizer.phase == "compression"
-    tensors = {"v": optimizer._exp_avg_sq, "step": optimizer._step, "scale": reduce.scale, "bits": reduce.bits}
+    tensors = {"v": optimizer._exp_avg_sq, "step": optimizer._own_steps, "scale": reduce.scale, "bits": reduce.bits}
     tensors |= {"c": optimizer._exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
     tensors |= optimizer._tables() | (optimizer._buffers() if compressed else {})
     for name, (bits, scale) in optimizer._momenta().items():

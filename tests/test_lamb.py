@@ -139,7 +139,7 @@ def test_a_layer_without_a_norm_gets_1():
     """All parameters zero, or no update at all."""
     zero, still = Parameter(torch.zeros(50)), Parameter(torch.ones(50))
     lamb = Lamb([zero, still], lr=0.5, weight_decay=0.0)
-    zero.grad = torch.ones(50)
+    zero.grad, still.grad = torch.ones(50), torch.zeros(50)
     lamb.step()
     assert lamb.stats(layers=True)["layers"]["coefficient"] == [1.0, 1.0]
     assert torch.equal(still, torch.ones(50))

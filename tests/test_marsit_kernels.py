@@ -263,7 +263,7 @@ def test_add_values_rounds_stochastically_as_its_twin(sizes):
     def make() -> tuple:
         p = problem(sizes, 2, block_of(sizes))
         p.params = [x.to((torch.bfloat16, torch.float32)[i % 2]) for i, x in enumerate(p.params)]
-        return add_arguments(p, False, rounding=torch.tensor(7.0))
+        return add_arguments(p, False, rounding=torch.tensor(7))
 
     assert_equal_backends("add_values", make)
 

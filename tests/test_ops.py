@@ -40,7 +40,7 @@ def example(name: str) -> list[tuple]:
     p.partials.fill_(1.0)
     t = Problem((5, 0, 200), world_size=2, ternary=True)
     t.partials.fill_(1.0)
-    step = torch.tensor(3.0)
+    step = torch.tensor(3)
     return {
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],

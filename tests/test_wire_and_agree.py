@@ -35,19 +35,21 @@ LAYOUT = FlatLayout((300, 5), 2, 128)
 
 
 @pytest.mark.parametrize(("slots", "scale_bytes"), [(1, 16), (4, 16), (5, 32), (8, 32), (9, 48)])
-def test_a_message_is_header_scales_and_bits_at_the_documented_offsets(slots, scale_bytes):
+def test_a_message_is_header_absent_tensors_scales_and_bits_at_the_documented_offsets(slots, scale_bytes):
     messages = Messages(3, slots, LAYOUT, CPU)
     messages.scales[1] = torch.arange(slots) + 0.5
     messages.words[1, Word.SENDER] = -2
+    messages.absent[1] = 2
     messages.bits[1] = torch.arange(32)
     raw = messages.buffer[1].numpy().tobytes()
-    assert len(raw) == messages.nbytes == 32 + scale_bytes + 32
+    assert len(raw) == messages.nbytes == 32 + 16 + scale_bytes + 32
     assert len(raw) % 16 == 0
-    assert raw[:4] == b"FO1\x02"
-    assert struct.unpack("<8i", raw[:32]) == (0x02314F46, 0, layout_word(LAYOUT, len(raw), False), 0, 0, -2, 0, 0)
-    scales = struct.unpack(f"<{scale_bytes // 4}f", raw[32 : 32 + scale_bytes])
+    assert raw[:4] == b"FO1\x03"
+    assert struct.unpack("<8i", raw[:32]) == (0x03314F46, 0, layout_word(LAYOUT, len(raw), False), 0, 0, -2, 0, 0)
+    assert raw[32:48] == bytes([2]) + bytes(15)
+    scales = struct.unpack(f"<{scale_bytes // 4}f", raw[48 : 48 + scale_bytes])
     assert scales == tuple(i + 0.5 if i < slots else 0.0 for i in range(scale_bytes // 4))
-    assert raw[32 + scale_bytes :] == bytes(range(32))
+    assert raw[48 + scale_bytes :] == bytes(range(32))
     assert not messages.bits[[0, 2]].any()
 
 
@@ -56,8 +58,8 @@ def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
     assert messages.bits.shape == (3, 2, 32)
     messages.bits[1] = torch.arange(64).view(2, 32)
     raw = messages.buffer[1].numpy().tobytes()
-    assert len(raw) == messages.nbytes == Messages.size(5, LAYOUT, ternary=True) == 32 + 32 + 2 * 32
-    assert raw[64:] == bytes(range(64))
+    assert len(raw) == messages.nbytes == Messages.size(5, LAYOUT, ternary=True) == 32 + 16 + 32 + 2 * 32
+    assert raw[80:] == bytes(range(64))
     assert not messages.bits[[0, 2]].any()
 
 
@@ -90,7 +92,7 @@ def test_a_sent_message_says_step_digest_tag_and_sender():
         before = int(digest(reduce.gathered)) if step > 1 else 0
         reduce([torch.randn(200, generator=torch.Generator().manual_seed(step))], tag=2**31 - 1)
         words, signal = reduce.arrived_words.split([7, 1], dim=1)
-        assert words.tolist() == [[0x02314F46, step, layout, before, 2**31 - 1, 0, 0]]
+        assert words.tolist() == [[0x03314F46, step, layout, before, 2**31 - 1, 0, 0]]
         residual = float(signal.contiguous().view(torch.float32))
         reduce.settle()
         assert residual == pytest.approx(float(reduce.worker.compensated.norm()), rel=1e-6)

@@ -157,7 +157,7 @@ def test_several_tiles_equal_the_twins():
     for way in WAYS[1:3]:
         assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way))
     assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), True))
-    assert_equal_backends("lion_compress", lambda: lion_arguments(some(), 12_345.0))
+    assert_equal_backends("lion_compress", lambda: lion_arguments(some(), 12_345))
 
 
 layouts = st.tuples(

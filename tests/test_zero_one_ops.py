@@ -167,7 +167,7 @@ def test_rebuild_momentum_is_its_formula(world_size, precondition, inside):
 
 
 def check_lion_compress(p: Problem, step: int = 7, hold: int = 0) -> reference.Vote:
-    arguments = lion_arguments(p, float(step), hold)
+    arguments = lion_arguments(p, step, hold)
     exp_avg = arguments[3]
     expected = reference.lion_compress(p, exp_avg, hold)
     ops.lion_compress(*arguments)

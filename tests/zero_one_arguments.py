@@ -35,7 +35,7 @@ def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> t
     )
 
 
-def lion_arguments(p: Problem, step: float = 7.0, hold: int = 0) -> tuple:
+def lion_arguments(p: Problem, step: int = 7, hold: int = 0) -> tuple:
     exp_avg = p.normal(p.layout.numel)
     exp_avg[::3] = 0.0
     for g in p.grads:

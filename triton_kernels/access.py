@@ -155,7 +155,7 @@ def mixed(word):
 def random_words(rounding, b, i, BLOCK: tl.constexpr):
     """What ``mixed`` makes a block's random bits of, uint32 [BLOCK / 8, 8]; ``rounding`` points at the updates done."""
     first = b * BLOCK
-    done = tl.load(rounding).to(tl.int32).to(tl.uint32)
+    done = tl.load(rounding).to(tl.uint32)  # its lower half
     seed = mixed(mixed((first >> 32).to(tl.uint32) + GOLDEN) ^ done)
     return (first.to(tl.uint32) + i.to(tl.uint32)) ^ seed
 

@@ -147,7 +147,7 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
     index = torch.arange(tile.start, tile.start + tile.numel, device=rounding.device).view(-1, block_size)
-    seed = mixed(mixed((index[:, :1] >> 32) + GOLDEN) ^ rounding.long())
+    seed = mixed(mixed((index[:, :1] >> 32) + GOLDEN) ^ (rounding & WORD))
     return (mixed((index & WORD) ^ seed) >> 16).int()
 
 

@@ -143,7 +143,7 @@ def lamb_move(
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     skip,  # int32 [1]
-    rounding,  # float32 [], updates done, read where ROUNDING
+    rounding,  # int64 [], updates done, read where ROUNDING
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     EPS_INSIDE: tl.constexpr,

@@ -40,7 +40,7 @@ def lion_compress(
     block_start,  # int64 [B], where the block begins in its tensor
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
-    step,  # updates done, float32 []
+    step,  # updates done, int64 []
     hold,  # int32 [1]
     bits,  # uint8 [W, stride], written
     bits_stride,  # bytes between its rows

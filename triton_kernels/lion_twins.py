@@ -44,7 +44,7 @@ def lion_compress(
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
         live, live_row: Elements that count; others have bit 1, and keep their moments.
-        step: Updates done, float32 []; of it and of the flat index coins are made (``arithmetic.random_bits``).
+        step: Updates done, int64 []; of it and of the flat index coins are made (``arithmetic.random_bits``).
         hold: int32 [1]; where set m stays.
         bits: uint8 [W, P / 8W], written.
         flags: int32 [1], ``NONFINITE`` is set where it happened.

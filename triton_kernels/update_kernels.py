@@ -72,7 +72,7 @@ def apply_momentum(
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B]
     skip,  # int32 [1]
-    rounding,  # float32 [], updates done, read where ROUNDING
+    rounding,  # int64 [], updates done, read where ROUNDING
     blocks_per_chunk,  # B / W
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -133,7 +133,7 @@ def adam_update(
     live_row,  # int32 [B]
     skip,  # int32 [1]
     exp_avg_sq_sums,  # float64 [B], written where SUMS
-    rounding,  # float32 [], updates done, read where ROUNDING
+    rounding,  # int64 [], updates done, read where ROUNDING
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     SUMS: tl.constexpr,

@@ -44,7 +44,7 @@ def apply_momentum(
         block_tensor: int32 [B].
         live, live_row: Elements that move.
         skip: int32 [1]; where set nothing moves.
-        rounding: Updates done, float32 []: then bfloat16 parameters are rounded stochastically, with bits
+        rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
             drawn from it and from the flat index (``arithmetic.random_bits``); or None: to nearest.
     """
     if skip:

@@ -58,8 +58,8 @@ class FrozenVariance(AveragingOptimizer):
             return super()._coefficient_table()
         if self._outcomes.updates == self.freeze_step:
             self._freeze()
-        frozen_at = torch.full_like(self._step, self.freeze_step)
-        coef = self._coefficients(self.param_groups, self._step, frozen_at)
+        frozen_at = torch.full_like(self._own_steps, self.freeze_step)
+        coef = self._coefficients(self.param_groups, self._own_steps, frozen_at)
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0
         return coef
 

@@ -163,7 +163,7 @@ def test_lamb_update_and_move_equal_their_twins(check, sizes, dtype):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_stochastic_rounding_equals_that_of_the_twins(check, sizes, mixed):
-    step = torch.tensor(12_345.0)
+    step = torch.tensor(12_345)
     p = problem(sizes, 2, 128, torch.bfloat16, masks={0: torch.arange(sizes[0]) % 3 > 0})
     p.exp_avg_sq.mul_(p.live_mask)
     if mixed:
@@ -285,7 +285,7 @@ def test_lion_compress_equals_its_twin(check, sizes, world_size, dtype):
     for special, hold in ((False, 0), (True, 0), (True, 1)):
         masks = {0: torch.arange(sizes[0]) % 3 > 0} if special else None
         p = problem(sizes, world_size, 128, dtype, special, masks=masks)
-        check("lion_compress", sizes, lambda p=p, h=hold: lion_arguments(p, 12_345.0, h))
+        check("lion_compress", sizes, lambda p=p, h=hold: lion_arguments(p, 12_345, h))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -201,7 +201,7 @@ static uint32_t mixed(uint32_t word)
 
 /* What carries into the upper half of each element's bits: half a unit, to even; or 16 random bits of
    the number of updates done and of the flat index (arithmetic.random_bits). */
-static void carries(uint32_t *restrict more, const float *restrict x, int64_t b, const float *rounding, int64_t n)
+static void carries(uint32_t *restrict more, const float *restrict x, int64_t b, const int64_t *rounding, int64_t n)
 {
     uint64_t first = (uint64_t)b * n;
     if (!rounding) {
@@ -209,14 +209,14 @@ static void carries(uint32_t *restrict more, const float *restrict x, int64_t b,
             more[i] = 0x7FFF + (bits_of(x[i]) >> 16 & 1);
         return;
     }
-    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)(int32_t)*rounding);
+    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)*rounding);
     for (int64_t i = 0; i < n; i++)
         more[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16;
 }
 
 /* Writes where load_user reads, nowhere if that has no address, rounded to the tensor's dtype; `rounding` null:
    to nearest. */
-static void store_user(struct place at, const float *restrict x, int64_t b, const float *rounding,
+static void store_user(struct place at, const float *restrict x, int64_t b, const int64_t *rounding,
                        const uint8_t *restrict live, int64_t row, int64_t n)
 {
     uint32_t more[MOST] = {0};

@@ -11,10 +11,10 @@ static int finite(float x)
 }
 
 /* Where a coin is tossed the update becomes 1 or -1. */
-static void toss(float *restrict c, int64_t b, const float *step, int64_t n)
+static void toss(float *restrict c, int64_t b, const int64_t *step, int64_t n)
 {
     uint64_t first = (uint64_t)b * n;
-    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)(int32_t)*step);
+    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)*step);
     for (int64_t i = 0; i < n; i++)
         if (c[i] == 0)
             c[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16 & 1 ? 1.0f : -1.0f;
@@ -43,7 +43,7 @@ static int blend(float *restrict new_m, float *restrict c, const float *restrict
 
 void lion_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, float *exp_avg,
                    const float *coef, const int32_t *block_tensor, const int64_t *block_start, const uint8_t *live,
-                   const int32_t *live_row, const float *step, const int32_t *hold, uint8_t *bits,
+                   const int32_t *live_row, const int64_t *step, const int32_t *hold, uint8_t *bits,
                    int64_t bits_stride, int32_t *flags, int64_t blocks_per_chunk, int64_t DTYPE, int64_t ALIGNED,
                    int64_t BLOCK)
 {

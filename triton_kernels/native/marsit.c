@@ -227,7 +227,7 @@ void place_owned(int64_t begin, int64_t end, const uint32_t *gathered, int64_t g
 
 void add_values(int64_t begin, int64_t end, const int64_t *params, int64_t tensors, const float *values,
                 const int32_t *block_tensor, const int64_t *block_start, const uint8_t *live,
-                const int32_t *live_row, const int32_t *skip, const float *rounding, int64_t DTYPE, int64_t ALIGNED,
+                const int32_t *live_row, const int32_t *skip, const int64_t *rounding, int64_t DTYPE, int64_t ALIGNED,
                 int64_t REPLACES, int64_t ROUNDING, int64_t BLOCK)
 {
     float x[MOST];

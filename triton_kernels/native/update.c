@@ -4,7 +4,7 @@
 #include "access.h"
 
 /* x = decay*x - step_size*update, for the elements of a block that count; overwrites `update`. */
-static void move(struct place at, float *restrict update, int64_t b, const float *rounding, const uint8_t *live,
+static void move(struct place at, float *restrict update, int64_t b, const int64_t *rounding, const uint8_t *live,
                  int64_t row, int64_t n)
 {
     float x[MOST];
@@ -38,7 +38,7 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const uint8_t *exp_avg_bits,
                     int64_t exp_avg_stride, int64_t plane, const float *exp_avg_scale, const void *exp_avg_sq,
                     const float *coef, const int32_t *block_tensor, const int64_t *block_start, const uint8_t *live,
-                    const int32_t *live_row, const int32_t *skip, const float *rounding, int64_t blocks_per_chunk,
+                    const int32_t *live_row, const int32_t *skip, const int64_t *rounding, int64_t blocks_per_chunk,
                     int64_t DTYPE, int64_t ALIGNED, int64_t VARIANCE, int64_t EPS_INSIDE, int64_t PRECONDITIONED,
                     int64_t TERNARY, int64_t ROUNDING, int64_t BLOCK)
 {
@@ -61,7 +61,7 @@ void apply_momentum(int64_t begin, int64_t end, const int64_t *pointers, int64_t
 void adam_update(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const float *grad,
                  float *exp_avg, float *exp_avg_sq, const float *coef, const int32_t *block_tensor,
                  const int64_t *block_start, const uint8_t *live, const int32_t *live_row, const int32_t *skip,
-                 double *exp_avg_sq_sums, const float *rounding, int64_t DTYPE, int64_t ALIGNED, int64_t SUMS,
+                 double *exp_avg_sq_sums, const int64_t *rounding, int64_t DTYPE, int64_t ALIGNED, int64_t SUMS,
                  int64_t ROUNDING, int64_t BLOCK)
 {
     float update[MOST], d[MOST];
@@ -104,7 +104,7 @@ void lamb_update(int64_t begin, int64_t end, const int64_t *pointers, int64_t te
 
 void lamb_move(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const float *exp_avg,
                const float *exp_avg_sq, const float *coef, const int32_t *block_tensor, const int64_t *block_start,
-               const uint8_t *live, const int32_t *live_row, const int32_t *skip, const float *rounding,
+               const uint8_t *live, const int32_t *live_row, const int32_t *skip, const int64_t *rounding,
                int64_t DTYPE, int64_t ALIGNED, int64_t EPS_INSIDE, int64_t ROUNDING, int64_t BLOCK)
 {
     float update[MOST], d[MOST];
