@@ -129,12 +129,13 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         if capturing(device):
             # What was uploaded before a capture is there when its graph is replayed. What is uploaded in a capture is
             # there only after a replay of that graph, so that neither another graph nor an uncaptured step may read it.
-            uploaded = next((pointers for key, pointers in _tables.items() if key[:-1] == what), None)
+            uploaded = next((pointers for known, pointers in _tables.items() if known[:-1] == what), None)
             pointers = uploaded or _make_pointers(addresses, kinds, device)
             _captured.append(pointers)
             return pointers
-        pointers = _tables.pop((*what, stream), None) or _make_pointers(addresses, kinds, device)
-        _tables[(*what, stream)] = pointers
+        key = (*what, stream)
+        pointers = _tables.pop(key) if key in _tables else _make_pointers(addresses, kinds, device)
+        _tables[key] = pointers
         if len(_tables) > _MOST_TABLES:
             _tables.popitem(last=False)
     return pointers

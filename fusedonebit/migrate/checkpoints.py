@@ -333,7 +333,8 @@ def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> d
     header["variance_step"] = float(updates if frozen is None else min(updates, frozen))
     if read.kind == "OneBitLamb":
         header["unit_is_known"] = all("scaling_coeff" in state for state in read.states.values())
-    groups, first = [], 0
+    groups: list[dict[str, Any]] = []
+    first = 0
     for own, theirs in zip(optimizer.param_groups, read.groups, strict=True):
         group = {ours: theirs[key] for key, ours in GROUP_KEYS.items() if key in theirs and ours in own}
         optimizer._check_group({**own, **group}, f"group {len(groups)} of the checkpoint")

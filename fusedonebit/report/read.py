@@ -200,8 +200,8 @@ def _read_starts(path: Path, runs: dict[str, Run]) -> None:
     if not path.is_file():
         return  # written before there was a header
     for _, start in read_lines(path):
-        name = None if start is None else start.get("optimizer")
-        if isinstance(name, str) and name in runs:
+        name = start.get("optimizer") if start else None
+        if start and isinstance(name, str) and name in runs:
             runs[name].starts.append(start)
 
 
