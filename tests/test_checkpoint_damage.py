@@ -61,7 +61,7 @@ def file_of(optimizer: DistributedOptimizer) -> bytes:
 def everything(optimizer: DistributedOptimizer) -> tuple[str, str]:
     saved = optimizer.state_dict()
     tensors = [value for _, state in sorted(saved["state"].items()) for _, value in sorted(state.items())]
-    groups = [{k: v for k, v in group.items() if k != KEY} for group in saved["param_groups"]]
+    groups = [sorted((k, v) for k, v in group.items() if k != KEY) for group in saved["param_groups"]]
     return fingerprint([*parameters(optimizer), *tensors]), repr((groups, optimizer.phase, optimizer.stats()["step"]))
 
 
