@@ -180,7 +180,7 @@ def test_whatever_one_rank_loads_no_other_waits_for_it(state):
     def work(rank: int, transport: Any) -> tuple[str, str]:
         p = nn.Parameter(torch.ones(300))
         optimizer = OneBitAdam([p], lr=1e-2, freeze_step=3, process_group=transport)
-        p.grad = torch.ones_like(p)
+        p.grad = torch.full_like(p, 1.0 + rank)
         optimizer.step()
         return raised(lambda: optimizer.load_state_dict(optimizer.state_dict() if rank == 0 else state))[:2]
 

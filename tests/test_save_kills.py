@@ -34,7 +34,7 @@ def save_on_and_on(rank: int, folder: Path, victim: int, after: float) -> dict[s
     model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 5))
     optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2, guard="off", process_group=group)
     for _ in range(4):
-        model(torch.ones(3, 40)).square().mean().backward()
+        model(torch.full((3, 40), 1.0 + rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     dcp.save(model, optimizer, folder / "first")
