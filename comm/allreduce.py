@@ -29,6 +29,7 @@ from ..triton_kernels import (
     server_reduce,
     unpack,
 )
+from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .feedback import ErrorFeedback
 from .transport import LocalTransport, Transport
@@ -95,6 +96,7 @@ class CompressedAllReduce:
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = torch.device(device)
+        self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
         self.scale = torch.zeros(layout.n_blocks, device=self.device) if scale is None else scale
         self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary, gathered, served)
         self.set_live(live_table(layout).to(self.device) if live is None else live)

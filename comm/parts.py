@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import TAIL, FlatLayout, LiveTable, ScaleScope, Span, block_table, flatten, live_table
+from ..triton_kernels.launch import tables_of
 from .allreduce import CompressedAllReduce, result_of
 from .transport import Transport
 from .wire import CHECKED, Messages
@@ -217,6 +218,7 @@ class NodeMean:
 
     def __init__(self, layout: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
         self._layout, self._inside = layout, inside
+        self._launch_tables = tables_of(layout, device)  # kept, because launches share what somebody keeps
         count, rank = inside.world_size, inside.rank
         length, blocks = layout.numel // count, layout.n_blocks // count
         self.own = slice(rank * length, (rank + 1) * length)

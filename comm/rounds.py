@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
+from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .transport import CollectiveError, LocalTransport, Transport
 from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
@@ -62,6 +63,7 @@ class RoundAllReduce:
                 f"layout.world_size must be the transport's {self.transport.world_size}, got {layout.world_size}"
             )
         self.device = torch.device(device)
+        self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
         self.live = live_table(layout).to(self.device) if live is None else live
         self.block_tensor = block_table(layout, self.device)
         self.compensated = torch.zeros(layout.numel, device=self.device)

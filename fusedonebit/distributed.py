@@ -27,6 +27,7 @@ from .sharding import group_of
 from .steps import StepCount, as_word
 from .telemetry import capturing, upload
 from .triton_kernels import Coef, block_table
+from .triton_kernels.launch import tables_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self._list, self.device
         self.layout = construction.layout_of(self, self._chunks)
+        self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
         self._live = construction.live_of(self)
         self._make_moments()

@@ -6,8 +6,15 @@ each of them is given.
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from optimizers import MAKE
 
 from fusedonebit.triton_kernels import launch
 
@@ -66,3 +73,50 @@ def test_a_captured_table_stays_when_many_others_are_made(capture):
     tables = [memory([t]) for t in others]
     assert where not in tables
     assert kept[0].tolist() == addresses
+
+
+# ---------------------------------------------------------------- static tables of layouts
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """One entry for each table of a layout that is made."""
+    entries: list[int] = []
+    make = launch.BlockTables.__init__
+
+    def making(self: Any, *arguments: Any) -> None:
+        entries.append(0)
+        make(self, *arguments)
+
+    monkeypatch.setattr(launch.BlockTables, "__init__", making)
+    return entries
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("options", [{}, {"buckets": 20}], ids=["whole", "20 buckets"])
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_make_no_table_of_a_layout(name, options, made):
+    if options and name not in ("OneBitAdam", "OneBitLamb"):
+        pytest.skip("has no buckets")
+    params = [torch.nn.Parameter(torch.randn(12_000)) for _ in range(24)]
+    optimizer = MAKE[name](params, lr=1e-2, **options)
+    at_construction = len(made)
+    for _ in range(8):
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    assert len(made) == at_construction >= options.get("buckets", 1)
+
+
+def test_tables_are_freed_with_whoever_keeps_them():
+    arguments = ((7, 9_001), 12, 1024, CPU)
+    tables = launch.block_tables(*arguments)
+    assert launch.block_tables(*arguments) is tables
+    start = tables.start.data_ptr()
+    assert launch.block_starts(*arguments).data_ptr() == start
+    again = copy.deepcopy([tables, pickle.loads(pickle.dumps(tables))])
+    assert again[0] is again[1] is tables
+    gone = weakref.ref(tables)
+    del tables, again
+    gc.collect()
+    assert gone() is None

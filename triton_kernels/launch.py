@@ -9,8 +9,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from . import native
 from .arithmetic import NONZERO
 from .backends import chosen
 from .capture import capturing
-from .layout import FlatLayout, flat_layout
-from .live import live_table
+from .layout import FlatLayout
+from .live import LiveTable, live_table
 from .twins import TAIL
 
 NUM_WARPS = 4
@@ -153,27 +154,66 @@ def _make_pointers(addresses: tuple[int, ...], kinds: tuple[int, ...], device: t
     return _Pointers(host.to(device, non_blocking=True), dtype, aligned, host)
 
 
-class _Blocks(NamedTuple):
-    """Static tables of a layout on a device."""
+class BlockTables:
+    """Static tables of a layout on a device, made when they are first asked for.
 
-    tensor: Tensor
-    start: Tensor
-    tail_row: Tensor
-    tails: Tensor
+    Args:
+        sizes, blocks, block_size: Of the layout, as ops are told them.
+        device: Where the tables lie.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], blocks: int, block_size: int, device: torch.device) -> None:
+        self._layout, self._device = FlatLayout(sizes, blocks, block_size), device
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, and what is unpickled, are the shared one."""
+        layout = self._layout
+        return block_tables, (layout.sizes, layout.world_size, layout.block_size, self._device)
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """Whose each block is: int32 [blocks]."""
+        return self._layout.block_tensor().to(self._device, torch.int32)
+
+    @cached_property
+    def start(self) -> Tensor:
+        """Where each block begins in its tensor: int64 [blocks]."""
+        layout = self._layout
+        first = torch.tensor(layout.first_block, dtype=torch.int64)
+        start = (torch.arange(layout.n_blocks) - first[layout.block_tensor()]) * layout.block_size
+        return start.to(self._device)
+
+    @cached_property
+    def live(self) -> LiveTable:
+        """Which elements are no padding."""
+        return live_table(self._layout).to(self._device)
 
 
-@lru_cache(maxsize=16)
-def _blocks(layout: FlatLayout, device: torch.device) -> _Blocks:
-    tensor = layout.block_tensor()
-    first = torch.tensor(layout.first_block, dtype=torch.int64)
-    start = (torch.arange(layout.n_blocks) - first[tensor]) * layout.block_size
-    live = live_table(layout)
-    return _Blocks(tensor.to(device, torch.int32), start.to(device), live.row.to(device), live.bits.to(device))
+_block_tables: WeakValueDictionary[tuple[Any, ...], BlockTables] = WeakValueDictionary()
+
+
+def block_tables(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> BlockTables:
+    """The tables of a layout, the same for all who ask while somebody keeps them.
+
+    Whoever launches kernels on a layout again and again keeps its tables: they would be made anew for each launch, and
+    a CUDA graph would read memory that is no longer theirs.
+    """
+    key = (tuple(sizes), blocks, block_size, device)
+    with _tables_lock:
+        tables = _block_tables.get(key)
+        if tables is None:
+            tables = _block_tables[key] = BlockTables(*key)
+    return tables
+
+
+def tables_of(layout: FlatLayout, device: torch.device) -> BlockTables:
+    """Those of a whole layout, to keep."""
+    return block_tables(layout.sizes, layout.n_blocks, layout.block_size, device)
 
 
 def block_starts(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> Tensor:
     """Where each block begins in its tensor: int64 [blocks]."""
-    return _blocks(flat_layout(tuple(sizes), blocks, block_size), device).start
+    return block_tables(sizes, blocks, block_size, device).start
 
 
 def pack(x: Tensor, bits: Tensor) -> None:
@@ -190,7 +230,7 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
     """See ``kernels.flatten``."""
     pointers = pointer_table(tensors, out.device, sizes)
     blocks = (out.numel() - TAIL) // block_size
-    table = _blocks(flat_layout(tuple(sizes), blocks, block_size), out.device)
+    table = block_tables(sizes, blocks, block_size, out.device)
     launch(
         "flatten",
         blocks,
@@ -198,8 +238,8 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
         len(tensors),
         table.tensor,
         table.start,
-        table.tail_row,
-        table.tails,
+        table.live.row,
+        table.live.bits,
         factor,
         out,
         out[-TAIL:],

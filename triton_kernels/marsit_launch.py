@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from .launch import block_starts, launch, pointer_table
-from .layout import block_table, flat_layout
+from .launch import block_starts, block_tables, launch, pointer_table
 from .marsit_twins import threshold_of, trailing_zeros
 
 WORDS = 512  # of a program
@@ -166,15 +165,15 @@ def add_values(
 ) -> None:
     """See ``marsit_kernels.add_values``."""
     pointers, blocks = pointer_table(params, values.device), len(live_row)
-    layout = flat_layout(tuple(sizes), blocks, block_size)
+    table = block_tables(sizes, blocks, block_size, values.device)
     launch(
         "add_values",
         blocks,
         pointers.table,
         len(params),
         values,
-        block_table(layout, values.device),
-        block_starts(sizes, blocks, block_size, values.device),
+        table.tensor,
+        table.start,
         live,
         live_row,
         skip,
@@ -199,7 +198,7 @@ def _quads(words: int) -> int:
     return quads
 
 
-@lru_cache(maxsize=16)
+@cache  # CUDA graphs read it as long as they are replayed
 def _thresholds(world_size: int, device: torch.device) -> Tensor:
     values = [threshold_of(world_size - shift) if world_size - shift > 1 else 0 for shift in range(world_size)]
     return torch.tensor(values, dtype=torch.int64, device=device)
