@@ -89,7 +89,9 @@ def run(
 
     def train(rank: int, transport: Transport) -> list[Moment]:
         params = make()
-        optimizer = MARSIT[name](groups(params), **{"lr": 1e-2} | options, process_group=transport)
+        lr = options.get("lr", 1e-2)
+        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr  # simulated ranks are threads: each fills its own
+        optimizer = MARSIT[name](groups(params), **options | {"lr": lr}, process_group=transport)
         moments = []
         for step in range(steps):
             if schedule:
