@@ -210,14 +210,14 @@ def traffic(rank: int, world_size: int, scope: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("scope", "slots"), [("global", 1), ("layer", 3), ("block", 3)])
 def test_a_call_is_two_collectives_of_one_message_to_each_other_rank(scope, slots):
     # The tensors of each chunk's blocks: 0 0 0 2 3 | 4 4 4 4 4.
-    message = 32 + -(-4 * slots // 16) * 16 + 5 * 128 // 8
+    message = 32 + 16 + -(-4 * slots // 16) * 16 + 5 * 128 // 8
     for seen in run_ranks(traffic, 2, scope):
         assert seen == [(2, 2, 2 * message, 2 * message), (2, 2, 2 * message, 4 * message)]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_bytes_grow_with_the_ranks_and_shrink_with_the_chunks(world_size):
-    message = 32 + 16 + -(-10 // world_size) * 128 // 8
+    message = 32 + 16 + 16 + -(-10 // world_size) * 128 // 8
     for seen in run_ranks(traffic, world_size, "global"):
         assert seen[0] == (2, 2, 2 * (world_size - 1) * message, 2 * (world_size - 1) * message)
 

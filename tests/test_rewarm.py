@@ -124,7 +124,7 @@ def thaw_once(rank: int, transport, name: str, options: dict) -> dict:
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)
     assert not any(optimizer.worker_error(p).any() for p in parameters(optimizer))
     after = {"m": flat([optimizer.momentum(p) for p in parameters(optimizer)])}
-    return {"before": before, "served": part, "after": after, "traffic": traffic, "numel": optimizer.layout.numel}
+    return {"before": before, "served": part, "after": after, "traffic": traffic, "layout": optimizer.layout}
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.3])
@@ -160,8 +160,9 @@ def test_without_momentum_there_is_no_re_warm_up_to_put_residuals_into(name):
 @ADAM_AND_LAMB
 def test_a_thaw_costs_one_all_reduce(name, world_size):
     for run in SimulatedGroup(world_size).run(lambda rank, t: thaw_once(rank, t, name, {})):
-        warmup_step = 2 * 4 * (run["numel"] + TAIL) * (world_size - 1) // world_size
-        assert run["traffic"] == (2, warmup_step + 2 * 4 * run["numel"] * (world_size - 1) // world_size)
+        numel, tensors = run["layout"].numel, len(run["layout"].sizes)
+        warmup_step = 2 * 4 * (numel + TAIL + tensors) * (world_size - 1) // world_size
+        assert run["traffic"] == (2, warmup_step + 2 * 4 * numel * (world_size - 1) // world_size)
 
 
 # ---------------------------------------------------------------- the stretch
