@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.policies import DoublingRounds, DoublingVariance, EveryStep
+from fusedonebit.sharding import local
 
 SHAPES = [(31, 17), (5,), (), (3000,), (70, 40)]
 FREEZE = 3
@@ -468,3 +469,37 @@ def train_in_nodes(rank: int, world_size: int, kind: str) -> list[Tensor]:
 def test_what_no_rank_of_any_node_has_a_gradient_of_stays(kind):
     first, *others = run_ranks(train_in_nodes, 4, kind)
     assert all(torch.equal(p, q) for params in others for p, q in zip(first, params, strict=True))
+
+
+def train_shards(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    import sharded
+
+    mesh = sharded.make_mesh()
+    torch.manual_seed(0)
+    shapes = [(31, 17), (5,), (1,), (3000,), (70, 40)]  # of one element one shard is empty
+    params = sharded.sharded_parameters([torch.randn(shape) for shape in shapes], mesh)
+    optimizer = AVERAGING[kind](params, weight_decay=0.1, mesh=mesh["replicate"])
+    replica = rank // 2
+    for step in range(9):
+        absent = absent_in(step)
+        for i, p in enumerate(params):
+            here = replica != step % 2 or i != (step + 1) % 5
+            generator = torch.Generator().manual_seed(replica + 10 * step + 1000 * i)
+            whole = torch.randn(shapes[i], generator=generator)
+            p.grad = sharded.like(p, whole) if here and i not in absent else None
+        before = {i: [local(params[i]).clone(), optimizer.momentum(params[i]).clone()] for i in absent}
+        optimizer.step()
+        for i, values in before.items():
+            assert all(map(torch.equal, values, [local(params[i]), optimizer.momentum(params[i])]))
+    assert optimizer.phase == "compression"
+    steps = [int(optimizer.state[p]["step"]) for p in params]
+    assert steps == [sum(i not in absent_in(step) for step in range(9)) for i in range(5)]
+    return [local(p).detach().clone() for p in params]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["adam", "lamb"])
+def test_what_no_replica_has_a_gradient_of_stays_in_every_shard(kind):
+    columns = run_ranks(train_shards, 4, kind)
+    for shard in (0, 1):
+        assert all(torch.equal(p, q) for p, q in zip(columns[shard], columns[shard + 2], strict=True))
