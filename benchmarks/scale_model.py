@@ -104,12 +104,14 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
     scalars = 6 * 4 + 3 * 4 + 3 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
-    tensors = scalars + (2 + len(tails)) * layout.block_size // 8
+    count = len(layout.sizes)
+    # Of each tensor float64 updates, in all, in its variance, and what the two differ by.
+    tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 3 * 8 * count
     # Partial sums float64 [3, B] and of the chunk, agreement [2, B / W]; messages to all, and its own.
     scratch = 24 * blocks + 24 * served + 16 * served + (ranks + 1) * message
     if lamb:
-        count = len(layout.sizes)
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
+        tensors += 4 * count  # the tail's words of each tensor
         tables += 4 * blocks  # the last scales
         tensors += 4 + 4 * 4 * count + 2 * 8 * (count + 1)
         scratch += 4 * blocks

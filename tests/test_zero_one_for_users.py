@@ -57,21 +57,23 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(options):
 
 
 @SCOPES
-def test_a_parameter_that_never_has_a_gradient_stays_still_and_only_decays(options):
+@pytest.mark.parametrize("given", [None, 0.0], ids=["none", "zeros"])
+def test_a_parameter_that_never_has_a_gradient_stays_and_one_with_zeros_only_decays(options, given):
     def run(rank: int, transport: Transport, decay: float) -> tuple[Tensor, Tensor, Tensor]:
         params = make_parameters()
         optimizer = make(params, ROUNDS, weight_decay=decay, process_group=transport, **options)
         for step in range(16):
             set_gradients(optimizer, rank, step)
-            params[1].grad = None
+            params[1].grad = None if given is None else torch.zeros_like(params[1])
             optimizer.step()
         return params[1].detach(), optimizer.momentum(params[0]), params[0].detach()
 
     start = make_parameters()[1].detach()
     for decay in (0.0, 0.1):
         for still, _, moving in SimulatedGroup(2).run(lambda r, t, decay=decay: run(r, t, decay)):
-            expected = start if decay == 0 else start * (1 - 1e-2 * decay) ** 16
-            torch.testing.assert_close(still, expected, rtol=3e-6 * (decay > 0), atol=0)
+            decays = decay > 0 and given is not None
+            expected = start * (1 - 1e-2 * decay) ** 16 if decays else start
+            torch.testing.assert_close(still, expected, rtol=3e-6 * decays, atol=0)
             assert not torch.equal(moving, make_parameters()[0])
 
 
