@@ -47,6 +47,13 @@ class Traffic:
         """Sets the counts per step to zero."""
         self.bytes_step = self.collectives_step = 0
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is sent in here counts in all, but not in the step."""
+        before = self.bytes_step, self.collectives_step
+        yield
+        self.bytes_step, self.collectives_step = before
+
     def add(self, nbytes: int) -> None:
         """Counts one collective that sent ``nbytes``."""
         self.bytes_total += nbytes

@@ -341,7 +341,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return False
         looking = self._first_look.pending
         if looking:
-            with self._breaking():
+            with self._breaking(), self._transport.traffic.apart():
                 self._first_look.look(grads)
         if self._first_look.averaged:
             self._transport.traffic.add(self._first_look.sent(grads))
