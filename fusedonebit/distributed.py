@@ -59,6 +59,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _sums_up = True
     """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
+    _compresses: ClassVar[bool] = True
+    """Whether less is sent than DDP would send."""
+
     _takes_shards: ClassVar[bool] = True
     """Whether parameters may be shards of tensors."""
 
@@ -107,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
         self._steps = StepCount(self._list.owners, self.device if options.capturable else None)
-        self._first_look = FirstLook(self._transport)
+        self._first_look = FirstLook(self._transport, self._compresses)
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size: int | None = None  # of a checkpoint

@@ -22,15 +22,16 @@ class FirstLook:
 
     Args:
         transport: Between the ranks.
+        compresses: Whether averages made beforehand leave nothing to save; else there is nothing to look for.
 
     Attributes:
         averaged: Whether all ranks had the same.
         pending: Whether nothing is known yet; the same on all ranks.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, compresses: bool) -> None:
         self._transport = transport
-        self._left = LOOKS if transport.world_size > 1 else 0
+        self._left = LOOKS if compresses and transport.world_size > 1 else 0
         self.averaged = False
 
     @property

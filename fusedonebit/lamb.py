@@ -171,6 +171,8 @@ class Lamb(LambUpdate):
         optimizer.step()
     """
 
+    _compresses: ClassVar = False
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
