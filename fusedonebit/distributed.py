@@ -334,6 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._outcomes.record_own_failure(flags)
         if error is not None:
+            self._steps.fail()
             raise error
         if saw_averages and self._transport.rank == self._shards.transport.rank == 0:
             warn_of_averages()

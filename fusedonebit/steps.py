@@ -34,7 +34,7 @@ class StepCount:
     """
 
     def __init__(self, owners: Sequence[Tensor], device: torch.device | None) -> None:
-        self._total = 0
+        self._total = self._before = 0
         self._known: _Mark | None = _mark(_first(owners))  # of gradients that a step or zero_grad() has dealt with
         self._all: int | None = None  # of gradients that a step has used where nobody has cleared others before
         self._consumed = self._cleared = False
@@ -66,6 +66,7 @@ class StepCount:
         self._all = None if self._cleared else _signature(owners)
         fresh = first is not None and not self._is_known(first)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known in (None, self._all)
+        self._before = self._total
         # Who clears what is bad and takes part with nothing has skipped none.
         self._total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._cleared, self._dropped = _mark(first), True, False, False
@@ -88,6 +89,12 @@ class StepCount:
     def forget(self) -> None:
         """Called after a step that has raised, and where a graph may have written gradients: judges none of them."""
         self._unsure = True
+
+    def fail(self) -> None:
+        """Called after a step that this rank could not take, of which all ranks have heard: to them it is one step."""
+        self._total = self._before + 1
+        if self._of_replays is not None:
+            self._of_replays.fill_(as_word(self._total))
 
     def capture(self) -> Tensor:
         """Counts each replay of the graph that is being captured: int32 [], on the device."""
