@@ -12,14 +12,14 @@ _POINTERS = {
     "*i64": "pointers block_start segment_start layer_start rounding",
     "*fp32": (
         "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x fresh last_scale largest layers"
+        "server_scale grad exp_avg x fresh last_scale largest layers unscale bound"
     ),
-    "*fp64": "partials agreement count exp_avg_sq_sums norms",
+    "*fp64": "partials agreement count exp_avg_sq_sums norms squares",
     "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
     "*i32": "block_tensor segment slot live_row tail_row skip hold started message_flags",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-TYPES |= {"factor": "fp32", "per_worker": "fp32"}
+TYPES |= dict.fromkeys(("factor", "most", "per_worker"), "fp32")
 PACKED = ("merge_signs", "pick_owned", "place_owned")
 _WORD_TYPES = dict.fromkeys(("bits", "arrived_bits", "owners", "picked", "gathered"), "*u32")
 _WORD_TYPES |= dict.fromkeys(("words", "arrived_words"), "*i32") | {"threshold": "i64", "thresholds": "*i64"}
@@ -34,7 +34,7 @@ ADAM = FP32 | {"EPS_INSIDE": False}
 COMPRESS = ADAM | {"VARIANCE": 0, "PRECONDITION": False, "TERNARY": False}
 FINISH = {"NORM": 2, "TERNARY": False, "LANES": 2048, "SHORT": 0}
 SHORT = {"LANES": 128, "SHORT": 32}
-REDUCE = {"TERNARY": False, "BLOCK": BLOCK}
+REDUCE = {"TERNARY": False, "KEEPS": True, "BLOCK": BLOCK}
 NEAREST = {"ROUNDING": False}
 APPLY = ADAM | NEAREST | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False}
 RATIO = ADAM | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
@@ -92,7 +92,9 @@ class Case:
 CASES = {
     "pack": Case("pack", {"BLOCK": BLOCK}),
     "unpack": Case("unpack", {"BLOCK": BLOCK}),
-    "flatten": Case("flatten", FP32),
+    "flatten": Case("flatten", FP32 | {"SCALED": False}),
+    "gradient_squares": Case("gradient_squares", FP32),
+    "gradient_squares, bf16": Case("gradient_squares", FP32 | {"DTYPE": 1}),
     "momentum_compress": Case("momentum_compress", COMPRESS),
     "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
     "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
@@ -103,6 +105,8 @@ CASES = {
     "server_reduce, W=2": Case("server_reduce", REDUCE, loops=(0, 2)),
     "server_reduce, W=8": Case("server_reduce", REDUCE, loops=(1, 0)),
     "server_reduce, W=64": Case("server_reduce", REDUCE, loops=(8, 0)),
+    "server_reduce, W=2, majority": Case("server_reduce", REDUCE | {"KEEPS": False}, loops=(0, 2)),
+    "server_reduce, W=8, majority": Case("server_reduce", REDUCE | {"KEEPS": False}, loops=(1, 0)),
     "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(0, 2)),
     "apply_momentum": Case("apply_momentum", APPLY),
     "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
@@ -147,6 +151,8 @@ VARIANTS = {
     "finish, blocks": Case("finish", FINISH | SHORT),
     "finish, blocks, ternary": Case("finish", FINISH | SHORT | {"TERNARY": True}),
     "server_reduce, W=64, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(8, 0)),
+    "flatten, mixed, scaled": Case("flatten", FP32 | {"DTYPE": 3, "SCALED": True}),
+    "gradient_squares, mixed": Case("gradient_squares", FP32 | {"DTYPE": 3, "ALIGNED": False}),
     "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
     "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
     "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),

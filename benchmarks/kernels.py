@@ -35,6 +35,8 @@ KERNELS = (
     Kernel("pack"),
     Kernel("unpack"),
     Kernel("flatten"),
+    Kernel("gradient_squares"),
+    Kernel("gradient_squares, bf16", dtype=BF16),
     Kernel("momentum_compress"),
     Kernel("momentum_compress, preconditioned"),
     Kernel("momentum_compress, bf16", dtype=BF16),

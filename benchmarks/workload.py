@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
+from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
 from fusedonebit.triton_kernels.marsit_twins import threshold_of
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
@@ -19,6 +19,7 @@ CALLS = (
     "pack",
     "unpack",
     "flatten",
+    "gradient_squares",
     "momentum_compress",
     "finish",
     "server_reduce",
@@ -88,6 +89,7 @@ class Workload:
             Coef.R_MIN: 0.5,
             Coef.R_MAX: 4.0,
             Coef.R_THRESHOLD: 0.1,
+            Coef.GRAD_LIMIT: LARGEST_GRADIENT,
         }.items():
             self.coef[:, column] = value
 
@@ -148,8 +150,13 @@ class Workload:
 
     def flatten(self) -> partial[None]:
         out = torch.zeros(self.layout.numel + TAIL, device=self.device)
-        arguments = (self.grads, self.layout.sizes, self.layout.block_size, 1.0, out)
+        arguments = (self.grads, self.layout.sizes, self.layout.block_size, 1.0, None, out)
         return partial(ops.flatten, *arguments)
+
+    def gradient_squares(self) -> partial[None]:
+        bound = torch.full((1,), LARGEST_GRADIENT, device=self.device)
+        squares = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        return partial(ops.gradient_squares, self.grads, self.layout.sizes, self.layout.block_size, bound, squares)
 
     def momentum_compress(self) -> partial[None]:
         layout, blocks = self.layout, self.layout.n_blocks

@@ -223,9 +223,10 @@ class CompressedAllReduce:
         of_worker = [worker.scale, worker.partials, self.scale]
         of_server = [server.scale, server.partials]
         lines, bits = [worker.compensated], [self.gathered.bits]
+        own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
         self._kept = [
             Kept(rows, self.block_tensor, lines=lines, bits=bits, tables=of_worker),
-            Kept(served, self.block_tensor[self._own], lines=[server.compensated], tables=of_server),
+            Kept(served, self.block_tensor[self._own], lines=own, tables=of_server),
         ]
 
     def restore(self, absent: Tensor) -> None:
@@ -435,6 +436,7 @@ class CompressedAllReduce:
         # A layout without tensors still has one block, and that block a row here.
         coef = torch.zeros(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
         coef[:, Coef.ONE_MINUS_BETA1] = 1.0
+        coef[:, Coef.GRAD_LIMIT] = torch.inf  # tensors of any kind
         coef[:, Coef.UNIT] = 1.0
         return coef
 

@@ -60,6 +60,8 @@ class ErrorFeedback:
     def settle(self) -> None:
         """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
         self._norms, self._error_squares = self.norms(), [self.error_squares()]
+        if not self.compensated.numel():  # nothing is kept
+            return
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
     def forget(self) -> None:

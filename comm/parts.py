@@ -231,7 +231,7 @@ class NodeMean:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What of each tensor's mean over the node lies in this rank's part; valid until the next call."""
         layout, sent = self._layout, self._flat[: self._layout.numel]
-        flatten(tensors, layout.sizes, layout.block_size, 1.0 / self._inside.world_size, self._flat)
+        flatten(tensors, layout.sizes, layout.block_size, 1.0 / self._inside.world_size, None, self._flat)
         if self._sent.numel():
             sent = self._sent.copy_(sent)
         self._inside.reduce_scatter(self._arrived, sent)

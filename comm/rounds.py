@@ -109,6 +109,7 @@ class RoundAllReduce:
         if error is not None:  # the others must not wait for this rank
             tensors, step = [torch.empty(0, device=self.device)] * len(self.layout.sizes), 0.0
         coef = torch.ones(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
+        coef[:, Coef.GRAD_LIMIT] = torch.inf  # tensors of any kind
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
 
         def prepare(chunks: slice) -> None:

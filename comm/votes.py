@@ -31,6 +31,8 @@ class SignVote(CompressedAllReduce):
     def __init__(self, *arguments: Any, aggregation: Aggregation, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.aggregation = aggregation
+        if aggregation == "majority":  # nothing is left of a vote
+            self.server.compensated = self.server.compensated.new_empty(0)
 
     def vote(
         self,
@@ -62,10 +64,13 @@ class SignVote(CompressedAllReduce):
         self._exchange(compress, tag, abort, hold, flags, number)
 
     def _serve(self, hold: Tensor) -> None:
-        if self.aggregation == "majority":  # nothing is left of the last vote
-            self.server.compensated.zero_()
-            self.server.scale.zero_()
         super()._serve(hold)
         if self.aggregation == "majority":
             self.server.scale.fill_(1.0)
             self.served.scales.fill_(1.0)
+
+    @property
+    def server_residual(self) -> Tensor:
+        """That of the chunk which it serves: float32 [P / W]; of a majority zeros, made for who asks."""
+        kept = self.server.compensated
+        return kept if self.aggregation == "mean" else kept.new_zeros(self.layout.chunk_numel)

@@ -15,8 +15,9 @@ from .comm import Flag
 from .distributed import DistributedOptimizer
 from .errors import OutOfStepError
 from .marks import Mark, Marks
-from .scaling import LossScale, clip_factor, norm_over, overflow_flags
-from .triton_kernels import TAIL, adam_update, flatten
+from .scaling import LossScale, clip_factor, gradient_norm, overflow_flags
+from .triton_kernels import TAIL, FlatLayout, adam_update, flatten
+from .triton_kernels.launch import tables_of
 
 
 class AveragingOptimizer(DistributedOptimizer):
@@ -26,6 +27,8 @@ class AveragingOptimizer(DistributedOptimizer):
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super()._build()
+        self._line = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
+        self._line_tables = tables_of(self._line, self.device)  # kept, because launches share what somebody keeps
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """See ``DistributedOptimizer``: one all-reduce, or none where DDP has averaged."""
@@ -41,10 +44,9 @@ class AveragingOptimizer(DistributedOptimizer):
             layout.sizes,
             layout.block_size,
             1.0 if self._averaged else 1 / self._transport.world_size,
+            loss_scale.factor(),
             self._grad[: layout.numel + TAIL],
         )
-        if (factor := loss_scale.factor()) is not None:
-            values *= factor
         if self._averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
             marks.add_values(tail, values)
         self._transport.all_reduce(tail if self._averaged else self._grad)
@@ -56,7 +58,7 @@ class AveragingOptimizer(DistributedOptimizer):
         if loss_scale.found_inf is not None:
             self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self._grad_norm = norm_over(self._shards, torch.linalg.vector_norm(values))
+            self._grad_norm = gradient_norm([values], self._line, self._shards)
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._list.before_update()
         self._update(self._grad, self._coefficients.still(coef, self._absent), flags)

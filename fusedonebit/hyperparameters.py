@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .telemetry import capturing, upload
-from .triton_kernels import BLOCK_SIZES, SCALE_NORMS, Coef, ScaleScope
+from .triton_kernels import BLOCK_SIZES, LARGEST_GRADIENT, SCALE_NORMS, Coef, ScaleScope
 
 _LR = 0  # column of the uploaded rows
 
@@ -328,6 +328,7 @@ class CoefficientTable:
             Coef.LR: lr,
             Coef.UNBIAS1: 1 / bias1,
             Coef.WEIGHT_DECAY: decay,
+            Coef.GRAD_LIMIT: torch.full_like(one, LARGEST_GRADIENT),
         } | dict(zip(self.columns, further, strict=True))
         table = torch.stack([columns.get(column, one) for column in Coef], dim=1)
         table = table.to(torch.float32)

@@ -139,7 +139,9 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._overlap is not None:
             self._late_error = cuts.catch_up_with_buckets(self._overlap, LossScale.of(self))
             abort = abort or self._late_error is not None
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport, self._shards)
+        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
+        where = self._transport, self._shards, self.layout
+        agreed = agree_on_scaling(grads, scale, most, *where, levels=levels)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:

@@ -139,14 +139,15 @@ class OneBitLion(DistributedOptimizer):
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         layout, reduce, live = self.layout, self._reduce, self._live
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, self._transport, self._shards)
+        scale, most = LossScale.of(self), self.options.max_grad_norm
+        agreed = agree_on_scaling(grads, scale, most, self._transport, self._shards, layout)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
-        coef = agreed.scaled(coef)
-        # Scaled, and negative where the objective is maximised, as the other share of the gradient is.
-        coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1] / (1 - coef[:, Coef.BETA1])
+        # Negative where the objective is maximised, as the other share of the gradient is.
+        coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
+        coef = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
         where = layout.sizes, layout.block_size
         tables = coef, self._block_tensor, live.bits, live.row
         hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold

@@ -20,7 +20,7 @@ from .comm import Flag, HierarchicalRounds, LocalTransport, Transport
 from .comm.rounds import RoundAllReduce
 from .distributed import DistributedOptimizer
 from .hyperparameters import Options
-from .scaling import LossScale, agree_on_scaling
+from .scaling import Agreed, LossScale, agree_on_scaling
 from .steps import as_word
 from .triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
 
@@ -152,9 +152,9 @@ class RoundOptimizer(DistributedOptimizer):
         if self._local == 0:
             self._remember()
         self._note_missing(first=self._local == 0)
-        scaling = self._scaling(grads, alone=True)
-        coef = self._leaving_out(coef, self._missing)
-        self._add(grads, coef, self._reduce.everything, *scaling, moves=True)
+        agreed = self._scaling(grads, alone=True)
+        coef = self._leaving_out(agreed.limited(coef), self._missing)
+        self._add(grads, coef, self._reduce.everything, agreed, moves=True)
         self._reduce.formed()
         self._tag = self._mixed_tag()
         self._local += 1
@@ -162,16 +162,17 @@ class RoundOptimizer(DistributedOptimizer):
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         reduce, several = self._reduce, self.options.local_steps > 1
-        factor, hold = self._scaling(grads, alone=False)
+        agreed = self._scaling(grads, alone=False)
         self._note_missing(first=self._local == 0)
         reduce.keep(() if abort else self._missed, [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()])
-        own = self._leaving_out(coef, self._missing) if several else coef
+        own = agreed.limited(coef)
+        own = self._leaving_out(own, self._missing) if several else own
         reduce.synchronise(
-            lambda chunks: self._add(grads, own, chunks, factor, hold),
+            lambda chunks: self._add(grads, own, chunks, agreed),
             self._global_step(coef),
             tag=self._mixed_tag(),
             abort=abort,
-            hold=hold,
+            hold=agreed.hold,
             number=as_word(self._steps.total),
         )
         self._absent = reduce.absent
@@ -193,27 +194,27 @@ class RoundOptimizer(DistributedOptimizer):
         each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
         return each[self._block_tensor]
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> tuple[Tensor, Tensor]:
+    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
-        agreed = agree_on_scaling(grads, LossScale.of(self), self.options.max_grad_norm, transport, self._shards)
+        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, self.layout, levels=levels)
         if agreed.hold is not None:
             self._overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
             self._grad_norm = agreed.grad_norm
-        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
-        return factor, self._no_flags if agreed.hold is None else agreed.hold
+        return agreed
 
-    def _add(
-        self, grads: Sequence[Tensor], coef: Tensor, chunks: slice, factor: Tensor, hold: Tensor, moves: bool = False
-    ) -> None:
+    def _add(self, grads: Sequence[Tensor], coef: Tensor, chunks: slice, agreed: Agreed, moves: bool = False) -> None:
+        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
+        hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self._exp_avg, self._exp_avg_sq))
         decays = any(group["weight_decay"] for group in self._taken)
         self._reduce.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
 
     def _remember(self) -> None:
         """Keeps the parameters that all ranks have."""
-        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
+        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
 
     def _apply(self) -> None:
         """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import Flag, ShardGroup, Transport
-from .triton_kernels import Coef
+from .triton_kernels import LARGEST_GRADIENT, Coef, FlatLayout, gradient_squares
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -42,14 +42,35 @@ def overflow_flags(ranks: Tensor, world_size: int) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """What brings a gradient of norm ``norm`` [] down to ``max_grad_norm``; 1 where the norm is not finite."""
-    factor = (max_grad_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), factor, 1.0)
+    """What brings a gradient of norm ``norm`` [] down to ``max_grad_norm``, as in torch; 0 where that is infinite."""
+    return (max_grad_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
 
 
-def norm_over(shards: ShardGroup, norm: Tensor) -> Tensor:
-    """The norm [] of everything, from that of what is here."""
-    return norm if shards.count == 1 else shards.sum(norm.square()).sqrt()
+def gradient_norm(
+    grads: Sequence[Tensor],
+    layout: FlatLayout,
+    shards: ShardGroup,
+    loss_scale: Tensor | None = None,
+    largest: float = LARGEST_GRADIENT,
+) -> Tensor:
+    """The norm of a gradient without its bad elements, which drop out elsewhere: float32 [], unscaled.
+
+    Squares are added in float64. So a bad element, or a sum beyond float32, never lets the rest pass unclipped.
+
+    Args:
+        grads: Of ``layout``'s sizes, read once.
+        layout: Of a gradient, or of whatever it was flattened into.
+        shards: The ranks that hold the rest of it.
+        loss_scale: What it is multiplied with: float32 [], or None.
+        largest: What counts, unscaled.
+    """
+    device = grads[0].device
+    bound = torch.full((1,), largest, device=device)
+    squares = torch.empty(layout.n_blocks, dtype=torch.float64, device=device)
+    where = layout.sizes, layout.block_size
+    gradient_squares(grads, *where, bound if loss_scale is None else bound * loss_scale, squares)
+    norm = shards.sum(squares.sum()).sqrt()
+    return (norm if loss_scale is None else norm / loss_scale).float()
 
 
 class Agreed(NamedTuple):
@@ -63,13 +84,22 @@ class Agreed(NamedTuple):
     """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
     overflowed: Tensor | None = None
     """Above 0 where any rank has found an inf, in this step or ``earlier``: float32 []."""
+    loss_scale: Tensor | None = None
+    """What gradients were multiplied with before, so also the largest of them that counts: float32 []."""
 
-    def scaled(self, coef: Tensor) -> Tensor:
-        """The coefficient table with gradients multiplied by ``factor``."""
+    def scaled(self, coef: Tensor, *columns: Coef) -> Tensor:
+        """The coefficient table with gradients multiplied by ``factor``, in ONE_MINUS_BETA1 and further ``columns``."""
         if self.factor is None:
             return coef
         coef = coef.clone()
-        coef[:, Coef.ONE_MINUS_BETA1] *= self.factor
+        for column in (Coef.ONE_MINUS_BETA1, *columns):
+            coef[:, column] *= self.factor
+        return self.limited(coef)
+
+    def limited(self, coef: Tensor) -> Tensor:
+        """The table, itself, with the limit of gradients that are still scaled."""
+        if self.loss_scale is not None:
+            coef[:, Coef.GRAD_LIMIT] *= self.loss_scale
         return coef
 
 
@@ -79,6 +109,9 @@ def agree_on_scaling(
     max_grad_norm: float | None,
     transport: Transport,
     shards: ShardGroup,
+    layout: FlatLayout,
+    *,
+    levels: bool = False,
     earlier: Tensor | None = None,
 ) -> Agreed:
     """Decides what is multiplied with what in a compressed step, by at most one collective of a few numbers.
@@ -93,25 +126,26 @@ def agree_on_scaling(
         max_grad_norm: Or None.
         transport: Between the ranks.
         shards: The ranks that hold the rest of the gradients.
+        layout: Of the gradients.
+        levels: Whether what drops out is not their elements, but those of the means of nodes.
         earlier: Above 0 where this rank has found an inf since ranks have last met: float32 [1]. None: no.
     """
     factor, found_inf = loss_scale.factor(), loss_scale.found_inf
     if found_inf is None and max_grad_norm is None:
-        return Agreed(None, factor, None)
+        return Agreed(None, factor, None, loss_scale=loss_scale.scale)
     told = torch.zeros(2 if earlier is None else 3, device=grads[0].device)
     if found_inf is not None:
         told[0] = found_inf > 0
     if max_grad_norm is not None:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
-        norm = norm_over(shards, norm)
-        told[1] = norm if factor is None else norm * factor
+        largest = torch.finfo(torch.float32).max if levels else LARGEST_GRADIENT
+        told[1] = gradient_norm(grads, layout, shards, loss_scale.scale, largest)
     if earlier is not None:
         told[2:] = earlier
     transport.all_reduce(told)
     overflowed = told[0] + told[2:].sum()
     hold = None if found_inf is None else shards.union(overflow_flags(told[0], transport.world_size))
     if max_grad_norm is None:
-        return Agreed(hold, factor, None, overflowed)
+        return Agreed(hold, factor, None, overflowed, loss_scale.scale)
     mean_norm = told[1] / transport.world_size
     clip = clip_factor(mean_norm, max_grad_norm)
-    return Agreed(hold, clip if factor is None else factor * clip, mean_norm, overflowed)
+    return Agreed(hold, clip if factor is None else factor * clip, mean_norm, overflowed, loss_scale.scale)

@@ -114,7 +114,7 @@ class ZeroOneOptimizer(ZeroOneState):
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
         self._make_floats(renews=False)
-        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, self._anchor)
+        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
         self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
@@ -252,7 +252,8 @@ class ZeroOneOptimizer(ZeroOneState):
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
         scale, most = LossScale.of(self), self.options.max_grad_norm
-        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, None if alone else self._lost)
+        earlier = None if alone else self._lost
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, self.layout, earlier=earlier)
         if agreed.hold is not None:
             self._tell_scaler(agreed.overflowed, alone)
         if agreed.grad_norm is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .policies import DeepSpeedVariance
 from .scaling import LossScale
-from .triton_kernels import Coef, rebuild_momentum
+from .triton_kernels import LARGEST_GRADIENT, Coef, rebuild_momentum
 from .zero_one_adam import ZeroOneAdam
 from .zero_one_state import DECAY
 
@@ -69,7 +69,9 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     def _synchronise_gradient(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Adam's step with the average of compressed gradients, and with the variance that is."""
         agreed, layout, reduce = self._scaling(grads, alone=False), self.layout, self._reduce
-        plain = agreed.scaled(reduce._plain_coef())
+        plain = reduce._plain_coef()
+        plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
+        plain = agreed.scaled(plain)
         missing = () if abort else self._missing
         reduce(grads, coef=plain, tag=self._mixed_tag(), abort=abort, hold=agreed.hold, missing=missing)
         self._absent = reduce.absent

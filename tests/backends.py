@@ -14,7 +14,7 @@ from fusedonebit.triton_kernels.launch import launches
 from fusedonebit.triton_kernels.native import declarations, library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38)
+SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38, 9e18, -1.95e19)
 
 
 def problem(

@@ -97,6 +97,7 @@ class Problem:
         coef[:, Coef.RSQRT_BIAS2], coef[:, Coef.EPS], coef[:, Coef.UNIT] = 1.5 * vary, 1e-3 * vary, 2.5 / vary
         coef[:, Coef.LR], coef[:, Coef.UNBIAS1], coef[:, Coef.WEIGHT_DECAY] = 0.02 * vary, 1.2 * vary, 0.1 / vary
         coef[:, Coef.C_MIN], coef[:, Coef.C_MAX], coef[:, Coef.BETA3] = 0.5 / vary, 2.0 * vary, 1 - 0.1 / vary
+        coef[:, Coef.GRAD_LIMIT] = 1e19 * vary
         coef[:, Coef.R_MIN], coef[:, Coef.R_MAX], coef[:, Coef.R_THRESHOLD] = 0.5 / vary, 4.0 * vary, 0.1 * vary
         return coef
 
@@ -284,7 +285,8 @@ def momentum_compress(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bo
     kept = p.column(Coef.BETA1) * momentum + residual
     fresh = p.column(Coef.ONE_MINUS_BETA1) * p.flat(p.grads) * unit
     with np.errstate(over="ignore", invalid="ignore"):
-        dropped = p.live & ~np.isfinite((kept + fresh).astype(np.float32))
+        too_large = ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
+        dropped = p.live & (too_large | ~np.isfinite((kept + fresh).astype(np.float32)))
     fresh = np.where(p.live & ~dropped, fresh, 0.0)
     bound = 8 * EPS32 * (np.abs(old) + scale + np.abs(momentum) + np.abs(fresh))
     return np.where(p.live, kept + fresh, 0.0), dropped, bound

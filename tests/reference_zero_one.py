@@ -44,7 +44,7 @@ def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: tuple[bool, bool,
     if moves:
         new, new_size = blend(beta1, m, p.column(Coef.ONE_MINUS_BETA1), np.where(p.live, p.flat(p.grads), 0.0))
         leaked = p.column(Coef.WEIGHT_DECAY) * x * d if leaks else np.zeros_like(x)
-        lost = ~fits(c + new / unit + leaked, new / d)
+        lost = ~fits(c + new / unit + leaked, new / d) | ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
         good = p.live & ~lost & (hold == 0)
         u_size = np.where(good, p.column(Coef.STEP_SIZE) * new_size / d, 0.0)
         x = np.where(good, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * new / d, x)
@@ -82,7 +82,7 @@ def lion_compress(p: Problem, exp_avg: Tensor, hold: int) -> Vote:
     with np.errstate(invalid="ignore"):
         c, c_size = blend(p.column(Coef.BETA1), m, p.column(Coef.ONE_MINUS_BETA1), g)
         new, new_size = blend(p.column(Coef.BETA2), m, p.column(Coef.ONE_MINUS_BETA2), g)
-    good = fits(c, new)
+    good = fits(c, new) & (np.abs(g) <= p.column(Coef.GRAD_LIMIT))
     moved = good & p.live & (hold == 0)
     bounds = (8 * EPS32 * np.where(good, c_size, 0.0), 8 * EPS32 * np.where(moved, new_size, 0.0))
     told = bool((~good & p.live).any()) and not hold

@@ -215,7 +215,7 @@ def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_n
         assert a["prints"] == b["prints"] == without[0]["prints"]
         assert a["skipped"] == b["skipped"] == 3
         assert a["norms"] == [None] * 20
-        assert [step for step, norm in enumerate(b["norms"]) if not np.isfinite(norm)] == list(nan_at)
+        assert all(0 < norm < 1e4 for norm in b["norms"])  # also of a step with a NaN: that of the other elements
         for step in nan_at:
             assert b["prints"][step] == b["prints"][step - 1]
 

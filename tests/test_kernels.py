@@ -109,6 +109,21 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     assert_equal_backends("server_reduce", make)
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_server_that_keeps_nothing_equals_its_twin_and_one_without_residual(world_size):
+    def make() -> tuple:
+        arguments = list(problem((3000, 70), world_size, 128).server_arguments())
+        arguments[5] = torch.empty(0)
+        return tuple(arguments)
+
+    assert_equal_backends("server_reduce", make)
+    without, kept = make(), list(make())
+    kept[5], kept[6] = torch.zeros(len(kept[6]) * 128), torch.zeros_like(kept[6])
+    for arguments in (without, kept):
+        torch.ops.fusedonebit.server_reduce(*arguments)
+    assert all(torch.equal(without[i], kept[i]) for i in (9, 10, 11))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
@@ -141,13 +156,26 @@ def test_adam_update_equals_its_twin(sizes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_flatten_equals_its_twin(sizes, dtype):
+    for special, unscale in ((False, None), (True, None), (True, torch.tensor(1 / 3))):
+
+        def make(special=special, unscale=unscale) -> tuple:
+            p = problem(sizes, 3, block_of(sizes), dtype, special)
+            return (p.grads, p.layout.sizes, p.layout.block_size, 1 / 3, unscale, torch.zeros(p.layout.numel + TAIL))
+
+        assert_equal_backends("flatten", make)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_SIZE
+def test_gradient_squares_equal_their_twin(sizes, dtype):
     for special in (False, True):
 
         def make(special=special) -> tuple:
             p = problem(sizes, 3, block_of(sizes), dtype, special)
-            return (p.grads, p.layout.sizes, p.layout.block_size, 1 / 3, torch.zeros(p.layout.numel + TAIL))
+            squares = torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64)
+            return (p.grads, p.layout.sizes, p.layout.block_size, torch.tensor([1e19]), squares)
 
-        assert_equal_backends("flatten", make)
+        assert_equal_backends("gradient_squares", make)
 
 
 @pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000])

@@ -62,6 +62,42 @@ def test_follows_the_paper_line_by_line(workers):
         assert error < 1e-5
 
 
+def lion(params: list, grads: list[list], maximize: bool = False) -> list[torch.Tensor]:
+    """Lion in plain torch (Chen et al., 2023, Algorithm 2), each operation rounded once; returns the momenta."""
+    moments = [torch.zeros_like(p) for p in params]
+    with torch.no_grad():
+        for step in grads:
+            for p, m, g in zip(params, moments, step, strict=True):
+                g = -g if maximize else g
+                update = (m * BETAS[0] + g * (1 - BETAS[0])).sign()
+                p.mul_(1 - LR * DECAY).sub_(update * LR)
+                m.mul_(BETAS[1]).add_(g * (1 - BETAS[1]))
+    return moments
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("aggregation", ["majority", "mean"])
+def test_one_worker_is_lion_bit_for_bit(aggregation, maximize):
+    steps, params, expected = 300, parameters(), parameters()
+    moments = lion(expected, [gradients(0, step) for step in range(steps)], maximize)
+    found, optimizer = train(0, None, steps, params, aggregation=aggregation, maximize=maximize)
+    assert np.array_equal(found, flat(expected))
+    assert np.array_equal(flat([optimizer.momentum(p) for p in params]), flat(moments))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_majority_keeps_no_more_than_the_momentum(workers):
+    def run(rank, transport):
+        p = torch.nn.Parameter(torch.zeros(1 << 18))
+        optimizer = OneBitLion([p], process_group=transport)
+        p.grad = torch.full_like(p, rank + 1.0)
+        optimizer.step()
+        return optimizer.stats()["state_bytes"] / p.numel()
+
+    for kept in SimulatedGroup(workers).run(run):
+        assert 4 < kept < 4.4  # and the bits
+
+
 def on_real_ranks(rank: int, world_size: int, aggregation: str) -> tuple[np.ndarray, dict]:
     found, optimizer = train(rank, None, aggregation=aggregation)
     return found, optimizer.stats()

@@ -44,7 +44,8 @@ def example(name: str) -> list[tuple]:
     return {
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
-        "flatten": [(p.grads, *sizes, 0.5, torch.empty(p.layout.numel + TAIL))],
+        "flatten": [(p.grads, *sizes, 0.5, None, torch.empty(p.layout.numel + TAIL))],
+        "gradient_squares": [(p.grads, *sizes, torch.ones(1), torch.zeros(p.layout.n_blocks).double())],
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
         "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1")],
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],

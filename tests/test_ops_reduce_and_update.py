@@ -217,7 +217,7 @@ def test_padding_never_enters_a_moment():
 def test_flatten_scales_every_element_and_clears_the_padding(sizes, block, world_size, dtype):
     p = Problem(sizes, world_size, block, dtype=dtype)
     out = torch.full((p.layout.numel + TAIL,), 7.0)
-    ops.flatten(p.grads, p.layout.sizes, block, 1 / world_size, out)
+    ops.flatten(p.grads, p.layout.sizes, block, 1 / world_size, None, out)
     np.testing.assert_allclose(wide(out[:-TAIL]), p.flat(p.grads) / world_size, rtol=2 * EPS32)
     assert out[-TAIL:].tolist() == [7.0] * TAIL
 
@@ -227,17 +227,36 @@ def test_flatten_marks_non_finite_elements_and_takes_empty_ones_as_zeros():
     p.grads[0] = torch.empty(0)
     p.grads[1][[0, 128, 69_999]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     out = torch.full((p.layout.numel + TAIL,), torch.nan)
-    ops.flatten(p.grads, p.layout.sizes, p.layout.block_size, 0.5, out)
+    ops.flatten(p.grads, p.layout.sizes, p.layout.block_size, 0.5, None, out)
     assert out[-TAIL] == 1
     assert not out[:384].any()
 
 
-def test_flatten_divides_before_a_sum_could_overflow():
-    largest = torch.finfo(torch.float32).max
-    out = torch.zeros(128 + TAIL)
-    ops.flatten([torch.full((128,), largest)], (128,), 128, 0.5, out)
-    assert out[-TAIL] == 0
-    assert (out[:128] * 2 == largest).all()
+@pytest.mark.parametrize("unscale", [None, 2.0**-40])
+def test_flatten_marks_elements_whose_squares_would_overflow(unscale):
+    scale = 1.0 if unscale is None else 1 / unscale
+    for value, marked in ((1.79e19, 0), (1.81e19, 1), (3e19, 1), (-1.79e19, 0), (-1.81e19, 1)):
+        out = torch.zeros(128 + TAIL)
+        g = torch.zeros(128)
+        g[77] = value * scale
+        ops.flatten([g], (128,), 128, 0.25, None if unscale is None else torch.tensor(unscale), out)
+        assert out[-TAIL] == marked, value
+        assert out[77] == np.float32(value) / 4  # before a sum could overflow
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_size
+def test_gradient_squares_add_up_in_float64_and_leave_out_what_is_bad(sizes, block, dtype):
+    p = Problem(sizes, 2, block, dtype=dtype)
+    for g in p.grads:
+        for i, value in enumerate((torch.nan, torch.inf, -1.9e19, 1.5e19)[: g.numel()]):
+            g[i] = value
+    squares = torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64)
+    ops.gradient_squares(p.grads, p.layout.sizes, block, torch.tensor([1.8e19]), squares)
+    line = p.flat(p.grads)
+    with np.errstate(invalid="ignore"):
+        expected = np.where(np.abs(line) <= np.float32(1.8e19), line, 0.0) ** 2
+    np.testing.assert_allclose(squares.numpy(), expected.reshape(-1, block).sum(1), rtol=1e-12)
 
 
 # ---------------------------------------------------------------- freeze

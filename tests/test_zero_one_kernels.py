@@ -9,6 +9,7 @@ import torch
 from backends import DTYPES, assert_equal_backends, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marsit_arguments import local_arguments
 from reference_ops import Problem
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
@@ -131,6 +132,23 @@ def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
 
 
 # ---------------------------------------------------------------- layouts
+
+
+def test_what_is_zero_has_the_same_sign_on_every_backend():
+    """After a skipped step all scales are zero."""
+
+    def zeros() -> Problem:
+        p = problem((300, 50), 2, 128)
+        for x in (p.exp_avg_scale, p.worker_scale, p.compensated, *p.grads, *p.params):
+            x *= 0.0  # of either sign
+        return p
+
+    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(zeros(), False))
+    assert_equal_backends("momentum_compress", lambda: zeros().momentum_arguments())
+    assert_equal_backends("server_reduce", lambda: zeros().server_arguments())
+    assert_equal_backends("apply_momentum", lambda: zeros().apply_arguments())
+    assert_equal_backends("local_step", lambda: local_step_arguments(zeros(), (False, True, False, False)))
+    assert_equal_backends("local_update", lambda: local_arguments(zeros()))
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_their_twins():

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from . import ops as _ops  # registers them  # noqa: F401
 from .backends import backend, using
-from .coefficients import Coef, Layer
+from .coefficients import LARGEST_GRADIENT, Coef, Layer
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
 from .live import LiveTable, live_table
 from .twins import SCALE_NORMS, TAIL
 
 flatten = torch.ops.fusedonebit.flatten
+gradient_squares = torch.ops.fusedonebit.gradient_squares
 momentum_compress = torch.ops.fusedonebit.momentum_compress
 finish = torch.ops.fusedonebit.finish
 server_reduce = torch.ops.fusedonebit.server_reduce
@@ -71,6 +72,7 @@ def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 __all__ = [
     "BLOCK_SIZES",
+    "LARGEST_GRADIENT",
     "SCALE_NORMS",
     "TAIL",
     "Coef",
@@ -89,6 +91,7 @@ __all__ = [
     "finish",
     "flatten",
     "freeze",
+    "gradient_squares",
     "lamb_coefficient",
     "lamb_move",
     "lamb_ratio",

@@ -35,7 +35,8 @@ R_MIN = tl.constexpr(15)
 R_MAX = tl.constexpr(16)
 R_THRESHOLD = tl.constexpr(17)
 GLOBAL_RATIO = tl.constexpr(18)
-COLUMNS = tl.constexpr(19)
+GRAD_LIMIT = tl.constexpr(19)
+COLUMNS = tl.constexpr(20)
 
 # Rows of LAMB's table of layers; ``coefficients.Layer`` names them for the host.
 AVERAGE = tl.constexpr(0)
@@ -43,6 +44,7 @@ RATIO = tl.constexpr(1)
 COEFFICIENT = tl.constexpr(2)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of the finite float32 numbers
+NAN = tl.constexpr(float("nan"))
 GOLDEN = tl.constexpr(0x9E3779B9)
 
 
@@ -84,9 +86,15 @@ def load_bits(pointer, plane, TERNARY: tl.constexpr):
 
 
 @triton.jit
+def negative(x):
+    """-x; Triton's own is 0 - x, which makes 0 of 0 where all other backends make -0."""
+    return x * -1.0
+
+
+@triton.jit
 def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
     """What bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
-    x = tl.where(bits_of(signs) != 0, scale, -scale)
+    x = tl.where(bits_of(signs) != 0, scale, negative(scale))
     if TERNARY:
         x = tl.where(bits_of(nonzero) != 0, x, 0.0)
     return x
@@ -141,6 +149,12 @@ def load_user(base, kinds, start, i, mask, DTYPE: tl.constexpr, FULL: tl.constex
             else:
                 x = _load_as(base, start, i, mask, tl.float16, FULL, ALIGNED)
     return x
+
+
+@triton.jit
+def counted(g, k):
+    """A gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
+    return tl.where(tl.abs(g) <= tl.load(k + GRAD_LIMIT), g, NAN)
 
 
 @triton.jit
@@ -244,7 +258,7 @@ def denom(v, k, EPS_INSIDE: tl.constexpr):
 @triton.jit
 def residual(c, s, TERNARY: tl.constexpr):
     """The deferred error e = c - s*sign(c); sign(0) is 0 where TERNARY, else 1."""
-    signed = tl.where(c >= 0, s, -s)
+    signed = tl.where(c >= 0, s, negative(s))
     if TERNARY:
         signed = tl.where(c != 0, signed, 0.0)
     return c - signed

@@ -71,6 +71,11 @@ def column(k: Tensor, which: Coef) -> Tensor:
     return k[:, which, None]
 
 
+def counted(g: Tensor, k: Tensor) -> Tensor:
+    """A gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
+    return torch.where(g.abs() <= column(k, Coef.GRAD_LIMIT), g, torch.nan)
+
+
 def denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
     """sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root; ``v``, of any dtype, is left as it is."""
     v = v.float()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+LARGEST_GRADIENT = 1.8e19
+"""Elements of gradients beyond it, whose squares float32 can't hold (from 2^64 on), are taken for infinite."""
+
 
 class Coef(IntEnum):
     """Columns of ``coef``, float32 [tensors, len(Coef)]. Computed in float64, rounded once.
@@ -41,6 +44,8 @@ class Coef(IntEnum):
     R_THRESHOLD = 17
     GLOBAL_RATIO = 18
     """eta_s / eta_l (Marsit, Algorithm 2)."""
+    GRAD_LIMIT = 19
+    """``LARGEST_GRADIENT`` times the loss scale: no larger element of a gradient, as it is handed over, counts."""
 
 
 class Layer(IntEnum):

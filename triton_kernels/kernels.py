@@ -19,11 +19,13 @@ from .access import (
     UNIT,
     bits_of,
     bytes_of,
+    counted,
     denom,
     elements,
     live_elements,
     load_bits,
     load_user,
+    negative,
     residual,
     scaled,
     store_bits,
@@ -74,23 +76,20 @@ def unpack(
 
 
 @triton.jit
-def flatten(
-    pointers,  # int64 [2, tensors]: address (0: zeros) and dtype of each
-    tensors,  # their number
-    block_tensor,  # int32 [B]
-    block_start,  # int64 [B], where the block begins in its tensor
-    tail_row,  # int32 [B], row of the elements that exist
-    tails,  # uint8 [rows, BLOCK / 8]
-    factor,  # float
-    out,  # float32 [P], written
-    marker,  # float32 [1], set to 1 if any value is not finite
+def _existing(
+    b,
+    i,
+    pointers,
+    tensors,
+    block_tensor,
+    block_start,
+    tail_row,
+    tails,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = factor * tensors, padding zero. Grid: B. Bytes per element: the tensor's, and 4."""
-    b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK)
+    """A block of the user's tensors, float32, zeros behind their ends."""
     t = tl.load(block_tensor + b)
     base = tl.load(pointers + t)
     kinds = pointers + tensors + t
@@ -101,9 +100,57 @@ def flatten(
         x = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
     elif row != 1:
         x = load_user(base, kinds, start, i, live_elements(tails, row, BLOCK), DTYPE, False, ALIGNED)
+    return x
+
+
+@triton.jit
+def gradient_squares(
+    pointers,  # int64 [2, tensors]: address (0: zeros) and dtype of each
+    tensors,  # their number
+    block_tensor,  # int32 [B]
+    block_start,  # int64 [B], where the block begins in its tensor
+    tail_row,  # int32 [B], row of the elements that exist
+    tails,  # uint8 [rows, BLOCK / 8]
+    bound,  # float32 [1]
+    squares,  # float64 [B], written
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of squares of what is at most ``bound``. Grid: B. Bytes per element: the tensor's."""
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK)
+    x = _existing(b, i, pointers, tensors, block_tensor, block_start, tail_row, tails, DTYPE, ALIGNED, BLOCK)
+    store_norm(squares, b, tl.where(tl.abs(x) <= tl.load(bound), x, 0.0))
+
+
+@triton.jit
+def flatten(
+    pointers,  # int64 [2, tensors]: address (0: zeros) and dtype of each
+    tensors,  # their number
+    block_tensor,  # int32 [B]
+    block_start,  # int64 [B], where the block begins in its tensor
+    tail_row,  # int32 [B], row of the elements that exist
+    tails,  # uint8 [rows, BLOCK / 8]
+    factor,  # float
+    unscale,  # float32 [], read where SCALED
+    most,  # float, the largest value that counts
+    out,  # float32 [P], written
+    marker,  # float32 [1], set to 1 if any value is not finite, or larger
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = factor * unscale * tensors, padding zero. Grid: B. Bytes per element: the tensor's, and 4."""
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK)
+    x = _existing(b, i, pointers, tensors, block_tensor, block_start, tail_row, tails, DTYPE, ALIGNED, BLOCK)
     x = x * factor
+    if SCALED:
+        x = x * tl.load(unscale)
     tl.store(out + b * BLOCK + i, x)
-    bad = tl.max(tl.max((~(tl.abs(x) <= LARGEST)).to(tl.int32), axis=1), axis=0)
+    bad = tl.max(tl.max((~(tl.abs(x) <= most)).to(tl.int32), axis=1), axis=0)
     if bad != 0:
         tl.store(marker, 1.0)  # whoever stores, stores the same
 
@@ -162,7 +209,7 @@ def momentum_compress(
         g = load_user(base, kinds, start, i, None, DTYPE, True, ALIGNED)
     else:
         g = load_user(base, kinds, start, i, live_elements(live, row, BLOCK), DTYPE, False, ALIGNED)
-    g = g * tl.load(k + ONE_MINUS_BETA1)
+    g = counted(g, k) * tl.load(k + ONE_MINUS_BETA1)
     if PRECONDITION:
         v = tl.load(exp_avg_sq + b * BLOCK + i).to(tl.float32)
         g = tl.div_rn(g, denom(v, k, EPS_INSIDE))
@@ -218,7 +265,7 @@ def load_four_scales(scales, stride, per_worker):
 def add_one(total, most, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
     """Adds what the bytes at bit ``place`` stand for, and the scale itself."""
     bit = tl.arange(0, 8)[None, :] + place
-    x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, -scale)
+    x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, negative(scale))
     if TERNARY:
         x = tl.where(((four_nonzero[:, None] >> bit) & 1) != 0, x, 0.0)
     return total + x, most + scale
@@ -244,8 +291,8 @@ def server_reduce(
     scales_stride,  # elements between its rows
     slot,  # int32 [B / W], each block's slot
     skip,  # int32 [1]
-    compensated,  # the server's c, float32 [P / W], read and written
-    server_scale,  # its s of the last step, float32 [B / W]
+    compensated,  # the server's c, float32 [P / W], read and written where KEEPS
+    server_scale,  # its s of the last step, float32 [B / W], read where KEEPS
     live,  # uint8 [rows, BLOCK / 8]
     live_row,  # int32 [B / W]
     bits,  # uint8 [P / 8W], or two planes of that, written
@@ -257,12 +304,13 @@ def server_reduce(
     world_size,  # W
     per_worker,  # float, 1 / W
     TERNARY: tl.constexpr,
+    KEEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """c = sum over ranks of s_w/W*sign_w + c - s*sign(c); bits = c >= 0; sums of |c| and c^2.
 
-    Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c, 1/8 out; bits twice where TERNARY. Sums in
-    rank order.
+    Grid: B / W. Bytes per element of the chunk: W/8 in, 4 + 4 for c where KEEPS, 1/8 out; bits twice where TERNARY.
+    Sums in rank order.
     """
     if tl.load(hold) != 0:
         return
@@ -271,8 +319,9 @@ def server_reduce(
     byte = tl.arange(0, BLOCK // 8)
     row = tl.load(live_row + b)
     at = tl.load(slot + b)
-    c = tl.load(compensated + b * BLOCK + i)
-    c = residual(c, tl.load(server_scale + b), TERNARY)
+    c = tl.zeros(i.shape, tl.float32)
+    if KEEPS:
+        c = residual(tl.load(compensated + b * BLOCK + i), tl.load(server_scale + b), TERNARY)
     total = tl.zeros(i.shape, tl.float32)
     most = 0.0
     if tl.load(skip) == 0:
@@ -302,7 +351,8 @@ def server_reduce(
         counted = live_elements(live, row, BLOCK)
         c = tl.where(counted, c, 0.0)
         total = tl.where(counted, total, 0.0)
-    tl.store(compensated + b * BLOCK + i, c)
+    if KEEPS:
+        tl.store(compensated + b * BLOCK + i, c)
     store_bits(bits + b * (BLOCK // 8) + byte, plane, c, TERNARY)
     store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
     store_norm(agreement, b, total)

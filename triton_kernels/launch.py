@@ -20,6 +20,7 @@ from . import native
 from .arithmetic import NONZERO
 from .backends import chosen
 from .capture import capturing
+from .coefficients import LARGEST_GRADIENT
 from .layout import FlatLayout
 from .live import LiveTable, live_table
 from .twins import TAIL
@@ -226,7 +227,14 @@ def unpack(bits: Tensor, x: Tensor) -> None:
     launch("unpack", -(-x.numel() // 1024), bits, x, x.numel(), BLOCK=1024)
 
 
-def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
+def flatten(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    factor: float,
+    unscale: Tensor | None,
+    out: Tensor,
+) -> None:
     """See ``kernels.flatten``."""
     pointers = pointer_table(tensors, out.device, sizes)
     blocks = (out.numel() - TAIL) // block_size
@@ -241,8 +249,34 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
         table.live.row,
         table.live.bits,
         factor,
+        out if unscale is None else unscale,
+        LARGEST_GRADIENT * factor,
         out,
         out[-TAIL:],
+        DTYPE=pointers.dtype,
+        ALIGNED=pointers.aligned,
+        SCALED=unscale is not None,
+        BLOCK=block_size,
+    )
+
+
+def gradient_squares(
+    tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, bound: Tensor, squares: Tensor
+) -> None:
+    """See ``kernels.gradient_squares``."""
+    pointers = pointer_table(tensors, squares.device, sizes)
+    table = block_tables(sizes, len(squares), block_size, squares.device)
+    launch(
+        "gradient_squares",
+        len(squares),
+        pointers.table,
+        len(tensors),
+        table.tensor,
+        table.start,
+        table.live.row,
+        table.live.bits,
+        bound,
+        squares,
         DTYPE=pointers.dtype,
         ALIGNED=pointers.aligned,
         BLOCK=block_size,
@@ -361,7 +395,7 @@ def server_reduce(
     hold: Tensor,
 ) -> None:
     """See ``kernels.server_reduce``."""
-    blocks, world_size = len(live_row), len(arrived_bits)
+    blocks, world_size, keeps = len(live_row), len(arrived_bits), compensated.numel() > 0
     launch(
         "server_reduce",
         blocks,
@@ -372,8 +406,8 @@ def server_reduce(
         arrived_scales.stride(0),
         slot,
         skip,
-        compensated,
-        server_scale,
+        compensated if keeps else arrived_scales,
+        server_scale if keeps else arrived_scales,
         live,
         live_row,
         bits,
@@ -385,5 +419,6 @@ def server_reduce(
         world_size,
         1.0 / world_size,
         TERNARY=arrived_bits.dim() == 3,
+        KEEPS=keeps,
         BLOCK=block_size,
     )

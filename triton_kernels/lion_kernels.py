@@ -12,6 +12,7 @@ from .access import (
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     bytes_of,
+    counted,
     elements,
     live_elements,
     load_user,
@@ -67,6 +68,7 @@ def lion_compress(
         else:
             mask = live_elements(live, row, BLOCK)
             g = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
+        g = counted(g, k)
         m = tl.load(exp_avg + b * BLOCK + i)
         new = m * tl.load(k + BETA2) + g * tl.load(k + ONE_MINUS_BETA2)
         c = m * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)

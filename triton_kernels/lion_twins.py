@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, live_mask, only_live, random_bits
+from .arithmetic import column, counted, live_mask, only_live, random_bits
 from .coefficients import Coef
 from .tiles import gather, tiles
 from .twins import pack
@@ -34,7 +34,8 @@ def lion_compress(
         bits = beta1*m + (1 - beta1)*g >= 0;  m = beta2*m + (1 - beta2)*g
 
     A bit has no zero: where the update is 0 a coin is tossed, alike on all ranks, so that coordinates without
-    a gradient do not drift. An element whose new momentum is not finite drops its gradient and sets the flag.
+    a gradient do not drift. An element whose gradient exceeds
+    GRAD_LIMIT, or whose new momentum is not finite, drops its gradient and sets the flag.
 
     Args:
         grads: Gradients of any float dtype, dense; empty is zeros.
@@ -52,7 +53,7 @@ def lion_compress(
     moments = exp_avg.view(-1, block_size)
     for tile in tiles(sizes, len(bits), block_size, exp_avg.device, len(block_tensor)):
         k, m = coef[block_tensor[tile.blocks]], moments[tile.blocks]
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        g = counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k)
         new = m * column(k, Coef.BETA2) + g * column(k, Coef.ONE_MINUS_BETA2)
         c = m * column(k, Coef.BETA1) + g * column(k, Coef.ONE_MINUS_BETA1)
         mask, finite = live_mask(live, live_row, tile), torch.isfinite(new) & torch.isfinite(c)

@@ -22,11 +22,13 @@ from .access import (
     WEIGHT_DECAY,
     bits_of,
     bytes_of,
+    counted,
     denom,
     elements,
     live_elements,
     load_user,
     mixed,
+    negative,
     random_words,
     store_user,
 )
@@ -129,9 +131,10 @@ def local_update(
 
     s = tl.load(scale + b)
     most = tl.load(limit + b)
-    kept = tl.load(compensated + b * BLOCK + i) - tl.where(bits_of(tl.load(byte)) != 0, s, -s)
+    kept = tl.load(compensated + b * BLOCK + i) - tl.where(bits_of(tl.load(byte)) != 0, s, negative(s))
     kept = tl.where(mask, tl.minimum(tl.maximum(kept, -most), most) + 0.0, 0.0)
-    g = _user_block(grads, tensors, t, start, i, mask, row, GRAD_DTYPE, GRAD_ALIGNED) * tl.load(factor)
+    g = _user_block(grads, tensors, t, start, i, mask, row, GRAD_DTYPE, GRAD_ALIGNED)
+    g = counted(g, k) * tl.load(factor)
     d = g * tl.load(k + ONE_MINUS_BETA1)
     x = g
     if DECAYS or MOVES:

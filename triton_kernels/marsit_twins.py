@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import GOLDEN, WORD, column, denom, mixed, only_live, round_bfloat16, signs
+from .arithmetic import GOLDEN, WORD, column, counted, denom, mixed, only_live, round_bfloat16, signs
 from .coefficients import Coef
 from .tiles import Tile, gather, scatter, tiles
 from .twins import pack
@@ -52,7 +52,7 @@ def local_update(
 
     with u of SGD, m = momentum*m + g + wd*x, u = lr*m; or, with a variance, of AdamW. The compensation
     of the last round (line 10) is deferred: it is formed when ``c`` is read again. An element whose
-    update is not finite has none, keeps its moments, and sets its chunk's flag.
+    gradient exceeds GRAD_LIMIT, or whose update is not finite, has none, keeps its moments, and sets its chunk's flag.
 
     Args:
         params: Parameters of any float dtype, dense; read where ``decays``, written where ``moves``.
@@ -84,10 +84,11 @@ def local_update(
         most = limit[b][:, None]
         kept = (flat[b] - signs(own_bits, len(most)) * scale[b][:, None]).clamp(-most, most)
         kept = only_live(kept + 0.0, live, live_row, tile)  # which zero a limit of zero leaves is hardware's affair
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile) * factor
+        k = coef[block_tensor[b]]
+        g = counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k) * factor
         x = gather(params, tile, block_size) if decays or moves else None
         decaying = only_live(x, live, live_row, tile) if decays and x is not None else None
-        m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, coef[block_tensor[b]])
+        m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, k)
         u = only_live(u, live, live_row, tile)
         c = kept + u
         finite = torch.isfinite(c) if v is None else torch.isfinite(c) & torch.isfinite(v)

@@ -40,7 +40,8 @@ _SIZES = "SymInt[] sizes, int block_size"
 SCHEMAS: dict[str, str] = {
     "pack": "(Tensor x, Tensor(a!) bits) -> ()",
     "unpack": "(Tensor bits, Tensor(a!) x) -> ()",
-    "flatten": f"(Tensor[] tensors, {_SIZES}, float factor, Tensor(a!) out) -> ()",
+    "flatten": f"(Tensor[] tensors, {_SIZES}, float factor, Tensor? unscale, Tensor(a!) out) -> ()",
+    "gradient_squares": f"(Tensor[] tensors, {_SIZES}, Tensor bound, Tensor(a!) squares) -> ()",
     "momentum_compress": (
         f"(Tensor[] grads, {_SIZES}, Tensor(a!) compensated, Tensor worker_scale, "
         f"Tensor exp_avg_bits, Tensor exp_avg_scale, {_TABLES}, Tensor? exp_avg_sq, "

@@ -27,6 +27,7 @@ from .arithmetic import (
     NONZERO,
     SQUARE,
     column,
+    counted,
     denom,
     numpy,
     only_live,
@@ -36,7 +37,7 @@ from .arithmetic import (
     square_sum,
     write_partials,
 )
-from .coefficients import Coef
+from .coefficients import LARGEST_GRADIENT, Coef
 from .live import SPREAD
 from .tiles import gather, tiles
 
@@ -81,7 +82,14 @@ def unpack(bits: Tensor, x: Tensor) -> None:
     x.copy_(signs(bits, 1).view(-1))
 
 
-def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, factor: float, out: Tensor) -> None:
+def flatten(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    block_size: int,
+    factor: float,
+    unscale: Tensor | None,
+    out: Tensor,
+) -> None:
     """Copies tensors, times ``factor``, into the flat index space; padding becomes zero.
 
     Args:
@@ -89,15 +97,37 @@ def flatten(tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, fa
         sizes: Elements of each tensor.
         block_size: Elements per block.
         factor: 1 / world_size; dividing before the sum cannot overflow.
-        out: float32 [P + TAIL], written: the values; and 1 at P if any is not finite.
+        unscale: float32 [], a second factor, of gradients of a scaled loss; or None.
+        out: float32 [P + TAIL], written: the values; and 1 at P if any is not finite, or larger than ``factor``
+            times ``LARGEST_GRADIENT``.
     """
     for tile in tiles(sizes, 1, block_size, out.device):
         values = gather(tensors, tile, block_size).mul_(factor).view(-1)
-        if not torch.isfinite(values).all():
+        if unscale is not None:
+            values.mul_(unscale)
+        if not (values.abs() <= LARGEST_GRADIENT * factor).all():
             out[-TAIL] = 1.0
         out[tile.start : tile.start + tile.numel] = values
     # Padding that only other ranks' chunks need, behind the last tensor's last block.
     out[tile.start + tile.numel : -TAIL] = 0.0
+
+
+def gradient_squares(
+    tensors: Sequence[Tensor], sizes: Sequence[int], block_size: int, bound: Tensor, squares: Tensor
+) -> None:
+    """Sums the squares of a gradient, by block, in float64: no sum overflows, and bad elements do not count.
+
+    Args:
+        tensors: Gradients of any float dtype, dense; empty is zeros.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        bound: float32 [1]; larger elements, and NaN, are left out.
+        squares: float64 [B], written.
+    """
+    squares.zero_()
+    for tile in tiles(sizes, 1, block_size, squares.device):
+        g = gather(tensors, tile, block_size)
+        squares[tile.blocks] = square_sum(torch.where(g.abs() <= bound, g, 0.0))
 
 
 def momentum_compress(
@@ -124,7 +154,7 @@ def momentum_compress(
 
     The residual is deferred: it is formed when ``c`` is read again, since its scale is known only
     after all of ``c`` was seen. ``m`` comes from the last synchronised bits and scales. An element
-    whose new ``c`` is not finite drops its gradient and is counted.
+    whose gradient exceeds GRAD_LIMIT, or whose new ``c`` is not finite, drops its gradient and is counted.
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
@@ -155,7 +185,7 @@ def momentum_compress(
         error = residual(c, worker_scale[b], ternary)
         # beta1*m: of +-scale the product is that of scale, with its sign.
         kept = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b] * k[:, Coef.BETA1]).add_(error)
-        g = gather(grads, tile, block_size).mul_(column(k, Coef.ONE_MINUS_BETA1))
+        g = counted(gather(grads, tile, block_size), k).mul_(column(k, Coef.ONE_MINUS_BETA1))
         if exp_avg_sq is None:
             g.mul_(column(k, Coef.UNIT))
         else:
@@ -230,7 +260,8 @@ def server_reduce(
 
         E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 
-    The sum runs in rank order. Where ``skip`` is set nothing is averaged and E stays as it is.
+    Without ``compensated`` there is no E: c is the average. The sum runs in rank order. Where ``skip`` is set
+    nothing is averaged and E stays as it is.
 
     Args:
         arrived_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
@@ -238,7 +269,7 @@ def server_reduce(
         slot: int32 [B / W], each block's slot.
         skip: int32 [1].
         block_size: Elements per block.
-        compensated: The server's c, float32 [P / W], read and written.
+        compensated: The server's c, float32 [P / W], read and written; or empty.
         server_scale: Its s of the last step, float32 [B / W].
         live, live_row: Elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
@@ -249,12 +280,12 @@ def server_reduce(
     """
     if hold:
         return
-    world_size, flat = len(arrived_bits), compensated.view(-1, block_size)
-    for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
+    world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, compensated.view(-1, block_size)
+    for tile in tiles((len(live_row) * block_size,), 1, block_size, compensated.device):
         b = tile.blocks
-        c = flat[b]
-        new = residual(c, server_scale[b], arrived_bits.dim() == 3)
-        total, most = torch.zeros_like(c), torch.zeros_like(server_scale[b])
+        total = torch.zeros(tile.numel // block_size, block_size, device=compensated.device)
+        new = residual(flat[b], server_scale[b], arrived_bits.dim() == 3) if keeps else torch.zeros_like(total)
+        most = torch.zeros_like(total[:, 0])
         if not skip:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             for w in range(world_size):
@@ -262,7 +293,8 @@ def server_reduce(
                 most += scales[w]
             new += total
         new = only_live(new, live, live_row, tile)
-        c.copy_(new)
+        if keeps:
+            flat[b] = new
         _compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
         agreement[0, b] = square_sum(only_live(total, live, live_row, tile))

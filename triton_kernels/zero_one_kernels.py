@@ -14,10 +14,12 @@ from .access import (
     STEP_SIZE,
     WEIGHT_DECAY,
     bits_of,
+    counted,
     denom,
     elements,
     live_elements,
     load_user,
+    negative,
     residual,
     store_user,
     tensor_of,
@@ -81,7 +83,7 @@ def local_step(
             else:
                 g = load_user(source, sources, start, i, mask, GRAD_DTYPE, False, GRAD_ALIGNED)
                 x = load_user(base, kinds, start, i, mask, DTYPE, False, ALIGNED)
-            new = m * tl.load(k + BETA1) + g * tl.load(k + ONE_MINUS_BETA1)
+            new = m * tl.load(k + BETA1) + counted(g, k) * tl.load(k + ONE_MINUS_BETA1)
             u = tl.div_rn(new, d)
             added = new
             if PRECONDITION:
@@ -141,7 +143,7 @@ def rebuild_momentum(
         offset = (b - chunk * blocks_per_chunk) * (BLOCK // 8)
         byte = exp_avg_bits + chunk * exp_avg_stride + offset + tl.arange(0, BLOCK // 8)
         s = tl.load(exp_avg_scale + b)
-        m = tl.where(bits_of(tl.load(byte)) != 0, s, -s)
+        m = tl.where(bits_of(tl.load(byte)) != 0, s, negative(s))
         if PRECONDITION:
             k = coef + tl.load(block_tensor + b) * COLUMNS
             m = m * denom(tl.load(exp_avg_sq + at), k, EPS_INSIDE)

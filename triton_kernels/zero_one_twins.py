@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, live_mask, only_live, residual, scaled
+from .arithmetic import column, counted, denom, live_mask, only_live, residual, scaled
 from .coefficients import Coef
 from .tiles import gather, scatter, tiles
 
@@ -41,8 +41,9 @@ def local_step(
 
     ``c`` is the buffer u of the paper on top of the residual that the last synchronisation has left, which is
     deferred: it is formed when ``c`` is read again. Before the step that synchronises, ``last``, beta1*m is
-    added as well: ``momentum_compress`` then only adds that step's gradient. An element whose update is not
-    finite has none, keeps its moment, and sets the flag; nor is beta1*m added where ``c`` would not be finite.
+    added as well: ``momentum_compress`` then only adds that step's gradient. An element whose gradient exceeds
+    GRAD_LIMIT, or whose update is not finite, has none, keeps its moment, and sets the flag; nor is beta1*m added
+    where ``c`` would not be finite.
 
     Args:
         params: Parameters of any float dtype, dense, written where ``moves``.
@@ -72,7 +73,7 @@ def local_step(
         c = residual(flat[b], worker_scale[b], False)
         mask, finite = live_mask(live, live_row, tile), torch.ones_like(c, dtype=torch.bool)
         if moves:
-            g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+            g = counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k)
             x = gather(params, tile, block_size)
             new = m * column(k, Coef.BETA1) + g * column(k, Coef.ONE_MINUS_BETA1)
             u = new / d

@@ -33,7 +33,7 @@ class Far:
         self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
         blocks = self.layout.n_blocks
         self.coef = torch.full((2, len(Coef)), 0.5, device=device)
-        self.coef[:, Coef.UNIT] = 1.5
+        self.coef[:, Coef.UNIT], self.coef[:, Coef.GRAD_LIMIT] = 1.5, 1e19
         self.scale = torch.rand(blocks, device=device) + 0.5
         self.bits = torch.randint(256, (1, self.layout.chunk_bytes), dtype=torch.uint8, device=device)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
@@ -167,7 +167,7 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
     params, out = a.tensors(), torch.empty(a.layout.numel + TAIL, device=device)
     out[-TAIL:] = 0.0
     with using("triton"):
-        triton_kernels.flatten(params, a.layout.sizes, BLOCK, 1.0, out)
+        triton_kernels.flatten(params, a.layout.sizes, BLOCK, 1.0, None, out)
     for blocks, _ in a.samples(far):
         spans = a.layout.spans(blocks.start * BLOCK, blocks.stop * BLOCK)
         for span, values in zip(spans, a.cut(params, blocks), strict=True):

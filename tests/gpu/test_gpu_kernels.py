@@ -294,7 +294,9 @@ def test_flatten_equals_its_twin(check, sizes, dtype):
     for special in (False, True):
         p = problem(sizes, 3, 128, dtype, special)
         out = torch.zeros(p.layout.numel + TAIL)
-        check("flatten", sizes, lambda p=p, out=out: (p.grads, p.layout.sizes, 128, 1 / 3, out))
+        check("flatten", sizes, lambda p=p, out=out: (p.grads, p.layout.sizes, 128, 1 / 3, None, out))
+        squares, bound = torch.zeros(p.layout.n_blocks, dtype=torch.float64), torch.tensor([1e19])
+        check("gradient_squares", sizes, lambda p=p, s=squares, b=bound: (p.grads, p.layout.sizes, 128, b, s))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,9 +50,10 @@ _OF_BLOCKS = [
     "live_row",
     "tail_row",
     "exp_avg_sq_sums",
+    "squares",
 ]
 """Tensors that have at least as many elements as there are elements, or blocks, to work on."""
-_OPTIONAL = ("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "rounding")
+_OPTIONAL = ("compensated", "server_scale", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "rounding", "unscale")
 """Tensors that not every call uses; another argument is then passed in their place."""
 _STRIDED = ("flags",)
 """Tensors that are a column of another one; kernels are told the stride."""

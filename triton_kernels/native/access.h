@@ -19,7 +19,7 @@
 /* Columns of the coefficient table; coefficients.Coef names them for the host. */
 enum {
     BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, DECAY, RSQRT_BIAS2, EPS, UNIT, LR, UNBIAS1,
-    WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, COLUMNS
+    WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, GRAD_LIMIT, COLUMNS
 };
 
 enum { FP32, BF16, FP16, MIXED }; /* dtypes of users' tensors */
@@ -181,6 +181,14 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
         for (int64_t i = 0; i < n; i++)
             x[i] = from[i];
     }
+}
+
+/* A gradient's elements become NaN where they are too large to count: nothing that is made of them is finite. */
+static void only_counted(float *restrict g, const float *k, int64_t n)
+{
+    const float most = k[GRAD_LIMIT];
+    EACH_LINE(i, n)
+        LANES g[i + j] = fabsf(g[i + j]) <= most ? g[i + j] : NAN;
 }
 
 static void store_one(struct place at, int64_t i, float x, uint32_t more)

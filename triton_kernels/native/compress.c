@@ -4,20 +4,38 @@
 #include "access.h"
 
 void flatten(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors, const int32_t *block_tensor,
-             const int64_t *block_start, const int32_t *tail_row, const uint8_t *tails, float factor, float *out,
-             float *marker, int64_t DTYPE, int64_t ALIGNED, int64_t BLOCK)
+             const int64_t *block_start, const int32_t *tail_row, const uint8_t *tails, float factor,
+             const float *unscale, float most, float *out, float *marker, int64_t DTYPE, int64_t ALIGNED,
+             int64_t SCALED, int64_t BLOCK)
 {
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, pointers, tensors, NULL, block_tensor, block_start, DTYPE);
         float *x = out + b * BLOCK;
         int bad = 0;
         load_user(x, at, tails, tail_row[b], BLOCK);
-        for (int64_t i = 0; i < BLOCK; i++) {
+        for (int64_t i = 0; i < BLOCK; i++)
             x[i] *= factor;
-            bad |= !(fabsf(x[i]) <= FLT_MAX);
-        }
+        for (int64_t i = 0; SCALED && i < BLOCK; i++)
+            x[i] *= *unscale;
+        for (int64_t i = 0; i < BLOCK; i++)
+            bad |= !(fabsf(x[i]) <= most);
         if (bad)
             *marker = 1.0f; /* whoever stores, stores the same */
+    }
+}
+
+void gradient_squares(int64_t begin, int64_t end, const int64_t *pointers, int64_t tensors,
+                      const int32_t *block_tensor, const int64_t *block_start, const int32_t *tail_row,
+                      const uint8_t *tails, const float *bound, double *squares, int64_t DTYPE, int64_t ALIGNED,
+                      int64_t BLOCK)
+{
+    float x[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, pointers, tensors, NULL, block_tensor, block_start, DTYPE);
+        load_user(x, at, tails, tail_row[b], BLOCK);
+        for (int64_t i = 0; i < BLOCK; i++)
+            x[i] = fabsf(x[i]) <= *bound ? x[i] : 0.0f;
+        squares[b] = norm_of(x, BLOCK);
     }
 }
 
@@ -65,6 +83,7 @@ void momentum_compress(int64_t begin, int64_t end, const int64_t *pointers, int6
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_stride, BLOCK), plane, exp_avg_scale[b],
                TERNARY, BLOCK);
         load_user(g, at, live, live_row[b], BLOCK);
+        only_counted(g, at.k, BLOCK);
         if (PRECONDITION)
             denom(d, variance_of(exp_avg_sq, VARIANCE, b, kept, BLOCK), at.k, EPS_INSIDE, BLOCK);
         compensate(c, kept, g, PRECONDITION ? d : NULL, m, at.k, worker_scale[b], TERNARY, BLOCK);
@@ -80,14 +99,16 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
                    float *compensated, const float *server_scale, const uint8_t *live, const int32_t *live_row,
                    uint8_t *bits, double *partials, int64_t partials_stride, double *agreement,
                    int64_t agreement_stride, const int32_t *hold, int64_t world_size, float per_worker,
-                   int64_t TERNARY, int64_t BLOCK)
+                   int64_t TERNARY, int64_t KEEPS, int64_t BLOCK)
 {
-    float total[MOST], worker[MOST];
+    float total[MOST], worker[MOST], own[MOST];
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
-        float *c = compensated + b * BLOCK;
-        float most = 0.0f;
+        float *c = KEEPS ? compensated + b * BLOCK : own, s = KEEPS ? server_scale[b] : 0.0f;
+        float of_zero = TERNARY ? 0.0f : s, most = 0.0f;
+        if (!KEEPS)
+            memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
         for (int64_t w = 0; w < (*skip ? 0 : world_size); w++) { /* in rank order */
             float scale = arrived_scales[w * scales_stride + slot[b]] * per_worker;
@@ -96,7 +117,6 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
                 total[i] += worker[i];
             most += scale;
         }
-        float s = server_scale[b], of_zero = TERNARY ? 0.0f : s;
         EACH_LINE(i, BLOCK) {
             PREFETCH(c + i, BLOCK);
             LANES c[i + j] = residual(c[i + j], s, of_zero);

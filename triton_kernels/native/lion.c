@@ -57,6 +57,7 @@ void lion_compress(int64_t begin, int64_t end, const int64_t *pointers, int64_t 
         struct place at = tensor_of(b, pointers, tensors, coef, block_tensor, block_start, DTYPE);
         float *m = exp_avg + b * BLOCK;
         load_user(g, at, live, live_row[b], BLOCK);
+        only_counted(g, at.k, BLOCK);
         if (blend(new_m, c, m, g, at.k, live, live_row[b], BLOCK) && !*hold)
             __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
         toss(c, b, step, BLOCK);

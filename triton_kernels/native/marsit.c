@@ -106,6 +106,7 @@ void local_update(int64_t begin, int64_t end, const int64_t *params, const int64
         }
         only_live(kept, live, row, BLOCK);
         load_user(g, from, live, row, BLOCK);
+        only_counted(g, to.k, BLOCK);
         for (int64_t i = 0; i < BLOCK; i++)
             g[i] *= *factor;
         if (DECAYS || MOVES)

@@ -89,6 +89,7 @@ void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t
         if (MOVES) {
             struct place from = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRAD_DTYPE);
             load_user(g, from, live, row, BLOCK);
+            only_counted(g, to.k, BLOCK);
             load_user(x, to, live, row, BLOCK);
             own_step(&s, m, g, d, LEAKS ? x : NULL, to.k, PRECONDITION, BLOCK);
             bad = choose_good(&s, c, live, row, *hold, BLOCK);
