@@ -42,8 +42,8 @@ class MarsitAllReduce(RoundAllReduce):
         device: Where everything lies.
         topology: "ring", "torus" (two rings, fewer hops) or "owner" (no hops, half the bytes).
         rows: Of a torus; None: the most that is not above the columns.
-        full_precision_every: K: the rounds 0, K, 2K ... average in float32 and leave no compensation;
-            0: never (K infinite).
+        full_precision_every: K: the rounds 0, K, 2K ..., not counting those that were skipped, average in float32
+            and leave no compensation; 0: never (K infinite).
         seed: Of the random bits; equal on all ranks.
         where: ``device``, ``live`` and ``compensation_limit``, as for ``RoundAllReduce``, whose attributes it has.
     """
@@ -63,6 +63,7 @@ class MarsitAllReduce(RoundAllReduce):
         super().__init__(layout, transport, **where)
         self.topology: Topology = topology
         self.full_precision_every = full_precision_every
+        self._full_at = 0  # rounds counted before the next of full precision
         self.seed = seed
         self.messages.words[:, Word.LAYOUT] = layout_word(layout, self.messages.nbytes, topology, rows, seed)
         world_size, device = layout.world_size, self.device
@@ -76,11 +77,24 @@ class MarsitAllReduce(RoundAllReduce):
     @property
     def full_precision_is_due(self) -> bool:
         """Whether the next round is one of full precision (Algorithm 1, line 3)."""
-        return self.full_precision_every > 0 and self.rounds % self.full_precision_every == 0
+        return self.full_precision_every > 0 and self.counted >= self._full_at
+
+    def take_back(self, full_precision: bool) -> None:
+        """See ``RoundAllReduce``: one of full precision is made up for."""
+        super().take_back(full_precision)
+        if full_precision:
+            self._full_at = min(self._full_at, self.counted)
+
+    def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
+        """See ``RoundAllReduce``."""
+        super().resume(rounds, digest, pending, counted)
+        every = max(1, self.full_precision_every)
+        self._full_at = -(-self.counted // every) * every
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         self.full_precision = self.full_precision_is_due
         if self.full_precision:
+            self._full_at = (self.counted // self.full_precision_every + 1) * self.full_precision_every
             self._average(prepare, hold)
             return
         if self.topology == "owner":

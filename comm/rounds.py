@@ -43,6 +43,7 @@ class RoundAllReduce:
         full_precision: Whether the last round sent float32.
         flags: int32 [1], the last round's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
         rounds: How many there were, t of the next.
+        counted: Those of them that were not skipped, as far as somebody has told.
         absent: Of which tensors no worker had a gradient in the last round, bool [tensors]; None where this one had
             all, so that there are none.
     """
@@ -78,6 +79,7 @@ class RoundAllReduce:
         self.full_precision = False
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rounds = 0
+        self.counted = 0
         self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
         self.absent: Tensor | None = None
@@ -117,6 +119,8 @@ class RoundAllReduce:
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
         self.synchronise(prepare, torch.full_like(self.scale, step), tag=tag, abort=abort or error is not None)
+        if self.full_precision and bool(self.flags):
+            self.take_back(full_precision=True)
         if error is not None:
             raise error
         update = self.result()
@@ -252,6 +256,11 @@ class RoundAllReduce:
         self._take(step)
         self._digest = checksum_of(self.messages.payload if self.values is None else self.values)
         self.rounds += 1
+        self.counted += 1
+
+    def take_back(self, full_precision: bool) -> None:
+        """Called when it is known that a round, maybe one of full precision, was skipped: it does not count."""
+        self.counted -= 1
 
     def _take(self, step: Tensor) -> None:
         """Notes how far the global update goes; the compensation is formed when v is read again."""
@@ -279,9 +288,10 @@ class RoundAllReduce:
             return describe_mismatch(self.arrived_words)
         return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
 
-    def resume(self, rounds: int, digest: int, pending: int) -> None:
+    def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
         """Takes up a checkpoint's counts; ``compensated`` is filled apart."""
         self.rounds, self.pending = rounds, pending
+        self.counted = rounds if counted is None else counted
         self._digest.fill_(digest)
 
     @property

@@ -107,12 +107,14 @@ RULES: dict[str, Rule] = {
     "started": _FLAG,
     # of rounds
     "rounds": _COUNT,
+    "counted": _COUNT,
     "digest": _INT32,
     "local": _COUNT,
     "flags": _INT,
     "tag": _INT,
     # of 0/1 Adam
     "done": _list_of(_COUNT, 4),
+    "uncounted": _COUNT,
     "round": Rule(
         lambda v: isinstance(v, list) and len(v) == 2 and _FLAG.holds(v[0]) and _POSITIVE.holds(v[1]),
         "a list of true or false and an int >= 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -39,6 +40,7 @@ class Outcomes:
         self.vetoed = 0
         self.veto_at: int | None = None
         self._arrived = 0
+        self._skips: deque[int] = deque(maxlen=4)  # the last attempts that were
         self._warned_at = 0
         self._warned_of_drift = False
         self._replays: Tensor | None = None
@@ -117,6 +119,17 @@ class Outcomes:
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
             self._count(int(arrived))
 
+    def was_skipped(self, attempt: int) -> bool | None:
+        """Whether one of the last attempts was skipped; None until all ranks know, however early one has looked.
+
+        Asked between two steps.
+        """
+        return self.seems_skipped(attempt) if self.attempts >= attempt + self._mirror.depth else None
+
+    def seems_skipped(self, attempt: int) -> bool:
+        """Whether one of the last attempts was skipped, as far as this rank knows."""
+        return attempt in self._skips
+
     def veto_is_due(self) -> bool:
         """Whether the last veto is known to all ranks by now, however early one has looked."""
         return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
@@ -130,6 +143,8 @@ class Outcomes:
     def _count(self, flags: int) -> None:
         self._arrived += 1
         self.skipped += flags != 0
+        if flags:
+            self._skips.append(self._arrived)
         if flags & Flag.VETO:
             self.vetoed += 1
             self.veto_at = self._arrived if self.veto_at is None else self.veto_at

@@ -18,8 +18,8 @@ class Progress(NamedTuple):
     """What was done before the round that begins.
 
     Attributes:
-        steps: Calls of ``step()``, skipped ones included.
-        rounds: Synchronisations, in full precision or in bits.
+        steps: Calls of ``step()``, without those that were skipped.
+        rounds: Synchronisations, in full precision or in bits; skipped ones are made up for.
         renewals: Of those, in full precision: the variance was renewed.
         since_renewal: Rounds that have ended since the last renewal; 0 right after it, or where there was none.
     """
@@ -28,11 +28,17 @@ class Progress(NamedTuple):
     rounds: int
     renewals: int
     since_renewal: int
+    skipped: int = 0
+    """Calls of ``step()`` that came to nothing."""
 
     def after(self, this: Round, steps: int) -> Progress:
         """What was done when a round, of which ``steps`` are still to be done, has ended."""
         since = 0 if this.renews else self.since_renewal + 1
-        return Progress(self.steps + steps, self.rounds + 1, self.renewals + this.renews, since)
+        return Progress(self.steps + steps, self.rounds + 1, self.renewals + this.renews, since, self.skipped)
+
+    def without(self, this: Round) -> Progress:
+        """What was done when a round has been skipped."""
+        return self._replace(skipped=self.skipped + this.steps)
 
 
 class Round(NamedTuple):
@@ -129,11 +135,13 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class AlignedRounds:
-    """Another policy's rounds, cut so that one ends at every multiple of ``every`` steps: where models are looked at.
+    """Another policy's rounds, cut so that one ends at every multiple of ``every`` calls of ``step()``.
+
+    That is where models are looked at, so skipped steps count here.
 
     Args:
         policy: The other one.
-        every: After so many steps, and twice and thrice so many, all ranks have the same parameters.
+        every: After so many calls, and twice and thrice so many, all ranks have the same parameters.
     """
 
     policy: SyncPolicy
@@ -146,7 +154,7 @@ class AlignedRounds:
 
     def steps(self, done: Progress) -> int:
         """See ``SyncPolicy``."""
-        return min(self.policy.steps(done), self.every - done.steps % self.every)
+        return min(self.policy.steps(done), self.every - (done.steps + done.skipped) % self.every)
 
 
 _FIRST = 2

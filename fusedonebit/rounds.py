@@ -98,6 +98,7 @@ class RoundOptimizer(DistributedOptimizer):
     def _build(self) -> None:
         self._local = self._tag = 0
         self._held_error: Exception | None = None
+        self._unsettled: list[tuple[int, bool]] = []  # rounds that may have been skipped: attempt, full precision
         super()._build()
         layout, device = self.layout, self.device
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
@@ -122,9 +123,10 @@ class RoundOptimizer(DistributedOptimizer):
                 f"{self.options.local_steps} local steps; take the others first"
             )
         self._reduce.settle()
-        before = self._reduce
+        self._catch_up()
+        before, counted = self._reduce, self._counted()
         super().add_param_group(param_group)
-        self._reduce.resume(before.rounds, int(before.digest), before.pending)
+        self._reduce.resume(before.rounds, int(before.digest), before.pending, counted)
 
     @property
     def averages_gradients(self) -> bool:
@@ -183,7 +185,24 @@ class RoundOptimizer(DistributedOptimizer):
             self._own_steps -= self._absent * self._local
         self._local = self._tag = 0
         self._phase = "uncompressed" if reduce.full_precision else "one-bit"
+        self._unsettled.append((self._outcomes.attempts, reduce.full_precision))
         return reduce.flags
+
+    def _enter_phase(self) -> None:
+        """Takes back the rounds that were skipped, as soon as all ranks know of them."""
+        while self._unsettled:
+            attempt, full_precision = self._unsettled[0]
+            skipped = self._outcomes.was_skipped(attempt)
+            if skipped is None:
+                return
+            if skipped:
+                self._reduce.take_back(full_precision)
+            del self._unsettled[0]
+
+    def _counted(self) -> int:
+        """Rounds that were not skipped, as far as this rank knows."""
+        skipped = [attempt for attempt, _ in self._unsettled if self._outcomes.seems_skipped(attempt)]
+        return self._reduce.counted - len(skipped)
 
     def _mixed_tag(self) -> int:
         """A hash of the hyper-parameters of all steps of this round so far, the present one included."""
@@ -290,6 +309,7 @@ class RoundOptimizer(DistributedOptimizer):
         return {
             "inside": 1 if self._levels is None else self._inside.world_size,
             "rounds": self._reduce.rounds,
+            "counted": self._counted(),
             "digest": int(self._reduce.digest),
             "local": self._local,
             "flags": self._reduce.pending,
@@ -323,7 +343,7 @@ class RoundOptimizer(DistributedOptimizer):
             )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
-        self._reduce.resume(header["rounds"], header["digest"], header["flags"])
+        self._reduce.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
         self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
         self._missed = tuple(header.get("missed", ()))
 

@@ -50,10 +50,12 @@ class ZeroOneOptimizer(ZeroOneState):
             return self._phase == "uncompressed"
         if self._local:
             return False
+        self._take_back_skipped()
         return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
 
     def _enter_phase(self) -> None:
         """Takes up the next round where one begins; the same on all ranks."""
+        self._take_back_skipped()
         if self._local == 0:
             if not self._plan:
                 self._plan_from(self._done)
@@ -78,6 +80,7 @@ class ZeroOneOptimizer(ZeroOneState):
         self._plan = plan
 
     def _end_round(self) -> None:
+        self._unsettled.append((self._outcomes.attempts, self._round))
         self._done = self._done.after(self._round, 1)
         self._as_floats = self._round.renews
         self._local = self._tag = 0

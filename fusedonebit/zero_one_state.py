@@ -87,6 +87,7 @@ class ZeroOneState(AdamUpdate):
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._local = self._tag = 0
         self._done = Progress(0, 0, 0, 0)
+        self._confirmed, self._unsettled = self._done, list[tuple[int, Round]]()
         self._as_floats = True
         self._entered = torch.zeros_like(self._own_steps)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
@@ -108,14 +109,32 @@ class ZeroOneState(AdamUpdate):
                 "add_param_group must be called before the first round that does not renew the variance: the new "
                 "parameters would have none; construct a new optimizer"
             )
-        kept, momenta = (self._done, self._plan), {p: self.momentum(p) for p in self._list.owners}
+        self._catch_up()
+        done, momenta = self._progress(), {p: self.momentum(p) for p in self._list.owners}
         super().add_param_group(param_group)
-        self._done, self._plan = kept
+        self._confirmed = self._done = done
         self._entered = self._own_steps.clone()
         for p, m in momenta.items():
             i = self._index(p)
             self._list.shaped(self._exp_avg, i, self.layout.offset(i)).copy_(m)
         self._sum_variance()
+
+    def _take_back_skipped(self) -> None:
+        """Skipped rounds do not count: as soon as all ranks know of one, policies are asked again without it."""
+        again = False
+        while self._unsettled and (skipped := self._outcomes.was_skipped(self._unsettled[0][0])) is not None:
+            _, this = self._unsettled.pop(0)
+            self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
+            again = again or skipped
+        if again:
+            self._done, self._plan = self._progress(), []
+
+    def _progress(self) -> Progress:
+        """What was done, without the rounds that were skipped, as far as this rank knows."""
+        done = self._confirmed
+        for attempt, this in self._unsettled:
+            done = done.without(this) if self._outcomes.seems_skipped(attempt) else done.after(this, this.steps)
+        return done._replace(steps=done.steps + self._local)
 
     @property
     def synchronised(self) -> bool:
@@ -238,13 +257,14 @@ class ZeroOneState(AdamUpdate):
         return {"moved": self._moved}
 
     def _header(self) -> dict[str, Any]:
-        reduce = self._reduce
+        reduce, done = self._reduce, self._progress()
         return {
             "settled": {"precondition": self.options.precondition},
             "digests": reduce.digests,
             "buckets": 1,
             "inside": 1,
-            "done": list(self._done),
+            "done": list(done[:4]),
+            "uncounted": done.skipped,
             "round": list(self._round),
             "local": self._local,
             "tag": self._tag,
@@ -281,10 +301,12 @@ class ZeroOneState(AdamUpdate):
         if not header.get("lines"):  # AdamW's
             self._entered = self._own_steps.clone()
             self._coefficients.freeze_variance(self._taken)
-            self._done = progress_after(*self._policies, header["updates"])
+            self._confirmed = self._done = progress_after(*self._policies, header["updates"])
             return
-        self._done, self._round = Progress(*header["done"]), Round(*header["round"])
+        self._done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
+        self._round = Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
+        self._confirmed = self._done._replace(steps=self._done.steps - self._local)
         self._entered = torch.minimum(each(header["entered"], self._entered), self._own_steps)
         self._coefficients.variance_betas = header.get("variance_betas")
         self._summed = each(header["summed"], self._summed)
@@ -333,15 +355,15 @@ class ZeroOneState(AdamUpdate):
             worker_error_norm, server_error_norm, compensated_norm, residual_over_momentum and sign_agreement as
             ``OneBitAdam`` tells them, of the last synchronisation in bits.
         """
-        reduce = self._reduce
+        reduce, done = self._reduce, self._progress()
         compensated, _, server_error = reduce.norms()
-        over_momentum, agreement = reduce.signals() if self._done.rounds > self._done.renewals else (0.0, 0.0)
+        over_momentum, agreement = reduce.signals() if done.rounds > done.renewals else (0.0, 0.0)
         if self._as_floats and float(self._result_norm) > 0:
             errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
             over_momentum = float(errors.square().mean().sqrt() / self._result_norm)
         return super().stats() | {
-            "rounds": self._done.rounds,
-            "renewals": self._done.renewals,
+            "rounds": done.rounds,
+            "renewals": done.renewals,
             "local_steps": self._local,
             "round_steps": self._round.steps,
             "wire_bytes": reduce.wire_bytes,
