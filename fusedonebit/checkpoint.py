@@ -287,9 +287,21 @@ def _take_up(
     optimizer._block_size = header.get("block_size") if has_lines(header) else None
     optimizer.state.clear()
     optimizer._build()
+    _restore(optimizer, state_dict, header, states)
+
+
+def _restore(
+    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: State, states: Sequence[State]
+) -> None:
     with torch.no_grad():
         _fill(optimizer, states, header, state_dict["param_groups"])
     packing.restore_others(optimizer, state_dict, header["names"])
+
+
+def take_state(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Fills a new optimizer, laid out as the one that was saved, without asking the other ranks."""
+    header, states, _ = _examined(optimizer, state_dict)
+    _restore(optimizer, state_dict, header, states)
 
 
 def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> list[State]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checkpoint, compiled, construction, cuts, inspection, packing
+from . import checkpoint, compiled, construction, copies, cuts, inspection, packing
 from .comm import CollectiveError, Flag, Transport, make_transport
 from .first_look import FirstLook, warn_of_averages
 from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
@@ -65,6 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _takes_shards: ClassVar[bool] = True
     """Whether parameters may be shards of tensors."""
 
+    _built: bool = False
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
@@ -79,10 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.options = options
         self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
-        self._built = False
         self._lr: list[Tensor] = []
-        self._published: set[str] = set()  # names of entries of ``state`` that are ours
-        self._ddp_attached = False
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
@@ -109,19 +108,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
-        self._steps = StepCount(self._list.owners, self.device if options.capturable else None)
+        self._set_up()
+
+    # ---------------------------------------------------------------- construction
+
+    def _set_up(self, block_size: int | None = None) -> None:
+        """Makes all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
+        self._published: set[str] = set()  # names of entries of ``state`` that are ours
+        self._ddp_attached = False
+        self._steps = StepCount(self._list.owners, self.device if self.options.capturable else None)
         self._first_look = FirstLook(self._transport, self._compresses)
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
-        self._block_size: int | None = None  # of a checkpoint
+        self._block_size = block_size
         self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
         self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self._just_loaded = False  # a checkpoint, and no step was taken since
         self._build()
         self._built = True
         self._number = compiled.number_of(self)
-
-    # ---------------------------------------------------------------- construction
 
     def _check_levels(self) -> None:
         """Raises ValueError if this optimizer, as it is, can't work in two levels."""
@@ -477,7 +482,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"{what}. On rank {self._transport.rank}, in its step {self._steps.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{type(self).__name__} can't be pickled or deep-copied; use state_dict() and a new optimizer")
+        return copies.content_of(self)
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        copies.rebuild(self, content)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied by copy.copy: two optimizers would move the same parameters, each "
+            "with a state of its own; use copy.deepcopy, of (model, optimizer) to keep them together"
+        )
 
     @property
     def _keeps_lines(self) -> bool:

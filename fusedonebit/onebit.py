@@ -44,11 +44,11 @@ class OneBitOptimizer(AveragingOptimizer):
     """
 
     options: OneBitOptions
+    _overlap: Overlap | None = None
+    _apart: Transport | None = None
+    _late_error: Exception | None = None
 
     def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
-        self._overlap: Overlap | None = None
-        self._apart: Transport | None = None
-        self._late_error: Exception | None = None
         super().__init__(*arguments, **keywords)
         if warm_start is not None:
             take_warm_start(self, warm_start)

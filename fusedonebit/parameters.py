@@ -108,11 +108,6 @@ class ParameterList:
         self._pointers = [p.data_ptr() for p in self.params]
         self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
 
-    @property
-    def device(self) -> torch.device:
-        """Where all parameters lie."""
-        return self.params[0].device
-
     def __len__(self) -> int:
         return len(self.params)
 

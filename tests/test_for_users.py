@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import warnings
 
 import pytest
 import torch
-from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, PAPER, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
@@ -64,14 +63,6 @@ def test_looking_at_a_run_does_not_change_what_stats_say(name, plain):
     assert before["worker_error_norm"] > 0
     if plain:  # stats tell norms in the unit in which momenta are compressed
         assert before["worker_error_norm"] == pytest.approx(float(error.norm()), rel=1e-5)
-
-
-@EACH
-def test_copying_or_pickling_says_what_to_do_instead(name):
-    optimizer = construct(name, parameters(), freeze_step=1)
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="use state_dict"):
-            attempt(optimizer)
 
 
 @pytest.mark.parametrize("given", ["tensor", "none", "number"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from observe import fingerprint, parameters
 from ranks import run_ranks
 from torch import nn
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from zero_one_rounds import caught, make, make_parameters, momenta, residuals, set_gradients, train, variances, whole
 
@@ -319,9 +317,3 @@ def test_gradients_are_clipped_by_the_norm_that_is_known():
         worst = max(float(np.abs(a - b).max()) for a, b in zip(seen, expected, strict=True))
         print(f"from gradients clipped by hand: {worst:.1e} (limit 1e-6)")
         assert worst <= 1e-6
-
-
-def test_it_can_not_be_copied():
-    optimizer = make([Parameter(torch.ones(3))])
-    with pytest.raises(TypeError, match=r"ZeroOneAdam can't be pickled or deep-copied; use state_dict\(\)"):
-        copy.deepcopy(optimizer)

@@ -1,0 +1,219 @@
+"""``copy.deepcopy`` and pickle of an optimizer, alone and with its model, do what they do for torch's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from optimizers import MAKE
+from ranks import run_ranks
+from sharded import make_mesh, sharded_parameters
+from torch import Tensor, nn
+
+from fusedonebit import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
+from fusedonebit.comm import LocalTransport, SimulatedGroup
+
+CASES: dict[str, Callable[..., Any]] = {
+    **MAKE,
+    "OneBitAdam, auto": partial(OneBitAdam, freeze_step="auto"),
+    "OneBitAdam, guarded": partial(OneBitAdam, freeze_step=2, max_grad_norm=1.0, ternary=True),
+    "OneBitAdam, overlap": partial(OneBitAdam, freeze_step=2, guard="off", overlap=True),
+    "OneBitLamb, frozen": partial(OneBitLamb, freeze_step=2, guard="off", layerwise="frozen"),
+    "MarsitAdam, local steps": partial(MarsitAdam, local_steps=3),
+    "AdamW": torch.optim.AdamW,
+}
+EACH = pytest.mark.parametrize("name", CASES)
+STAGES = pytest.mark.parametrize("steps", [1, 5], ids=lambda n: f"after {n} steps")
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+WAYS = pytest.mark.parametrize("way", [copy.deepcopy, pickled], ids=lambda f: f.__name__)
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
+    return model, CASES[name](model.parameters(), lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator).to(dtype)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@WAYS
+@STAGES
+@EACH
+@pytest.mark.filterwarnings("ignore:after so few updates")
+def test_a_model_and_its_optimizer_are_copied_together(name, steps, way):
+    model, optimizer = make(name)
+    before = train(model, optimizer, steps)
+    other_model, other = way((model, optimizer))
+    assert all(p is q for p, q in zip(other.param_groups[0]["params"], other_model.parameters(), strict=True))
+    moved = train(other_model, other, 4, seed=1)
+    assert equal([p.detach() for p in model.parameters()], before)
+    assert not equal(moved, before)
+    assert equal(train(model, optimizer, 4, seed=1), moved)
+
+
+@WAYS
+@EACH
+@pytest.mark.filterwarnings("ignore:after so few updates")
+def test_a_copy_of_the_optimizer_alone_has_its_own_parameters_and_the_same_state(name, way):
+    model, optimizer = make(name)
+    train(model, optimizer, 5)
+    other = way(optimizer)
+    assert type(other) is type(optimizer)
+    theirs = other.param_groups[0]["params"]
+    assert equal(theirs, list(model.parameters()))
+    assert not {id(p) for p in theirs} & {id(p) for p in model.parameters()}
+    mine, copied = optimizer.state_dict(), other.state_dict()
+    assert copied["param_groups"] == mine["param_groups"]
+    for key, value in mine["state"].items():
+        assert value.keys() == copied["state"][key].keys()
+        assert all(torch.equal(entry, copied["state"][key][at]) for at, entry in value.items())
+
+
+@WAYS
+def test_masters_masks_entries_of_others_and_schedules_go_along(way):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    mask = torch.arange(12).view(3, 4) % 2 == 0
+    options: dict[str, Any] = {"freeze_step": 2, "guard": "off", "master_weights": True, "mask": {model.weight: mask}}
+    optimizer = OneBitAdam([{"params": [model.weight], "lr": 1e-3}, {"params": [model.bias]}], lr=1e-2, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    optimizer.state["note"] = 5
+    for seed in range(5):
+        train(model, optimizer, 1, seed)
+        schedule.step()
+    start = model.weight.detach().clone()
+    other_model, other, other_schedule = way((model, optimizer, schedule))
+    assert other.state["note"] == 5
+    assert other_schedule.optimizer is other
+    for m, o, s in ((model, optimizer, schedule), (other_model, other, other_schedule)):
+        for seed in range(3):
+            train(m, o, 1, seed)
+            s.step()
+    assert equal(list(model.parameters()), list(other_model.parameters()))
+    assert torch.equal(other_model.weight != start, mask) or torch.equal(other_model.weight[~mask], start[~mask])
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "AdamW"])
+def test_hooks_are_not_copied(name):
+    model, optimizer = make(name)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("step"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    other_model, other = copy.deepcopy((model, optimizer))
+    train(other_model, other, 1)
+    other.state_dict()
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_deep_copy_works_over_the_same_ranks(name):
+    def program(rank: int, transport: Any) -> tuple[list[Tensor], ...]:
+        model, optimizer = make(name, process_group=transport)
+        train(model, optimizer, 4, seed=rank)
+        other_model, other = copy.deepcopy((model, optimizer))
+        sent = optimizer.stats()["bytes_total"]
+        moved = train(other_model, other, 1, seed=10 + rank)
+        assert optimizer.stats()["bytes_total"] == sent
+        assert other.stats()["bytes_total"] > sent
+        assert other.stats()["transport"] == optimizer.stats()["transport"]
+        return moved, train(model, optimizer, 1, seed=10 + rank)
+
+    (one, again), (two, _) = SimulatedGroup(2).run(program)
+    assert equal(one, two)
+    assert equal(one, again)
+
+
+def test_a_pickle_over_ranks_that_can_not_be_made_again_says_so():
+    def program(rank: int, transport: Any) -> str:
+        model, optimizer = make("OneBitAdam", process_group=transport)
+        train(model, optimizer, 1)
+        with pytest.raises(TypeError, match="can't be pickled") as caught:
+            pickle.dumps(optimizer)
+        return str(caught.value)
+
+    told = SimulatedGroup(2).run(program)
+    assert "over simulated (rank 1 of 2) can't be pickled" in told[1]
+    assert "pickle its state_dict(), and load that into a new optimizer" in told[1]
+
+
+def test_a_pickle_makes_the_default_group_again_on_as_many_ranks():
+    files = run_ranks(pickled_on_ranks, 2)
+    with pytest.raises(ValueError, match="pickled on rank 1 of 2, but this is rank 0 of 1: unpickle it on as many"):
+        pickle.loads(files[1])
+    told = run_ranks(unpickled_elsewhere, 2, files)
+    assert all("pickled on rank" in text for text in told)
+
+
+def pickled_on_ranks(rank: int, world_size: int) -> bytes:
+    model, optimizer = make("OneBitAdam")
+    train(model, optimizer, 4, seed=rank)
+    file = pickle.dumps((model, optimizer))
+    other_model, other = pickle.loads(file)
+    moved = train(other_model, other, 3, seed=10 + rank)
+    assert other.stats()["world_size"] == world_size
+    assert equal(moved, train(model, optimizer, 3, seed=10 + rank))
+    return file
+
+
+def unpickled_elsewhere(rank: int, world_size: int, files: list[bytes]) -> str:
+    try:
+        pickle.loads(files[1 - rank])
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_one_that_works_alone_beside_others_stays_alone(monkeypatch):
+    model, optimizer = make("OneBitAdam", process_group=LocalTransport())
+    usual = pickle.dumps(optimizer)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    other_model, other = pickled((model, optimizer))
+    assert equal(train(model, optimizer, 4), train(other_model, other, 4))
+    # One that nobody has told to work alone would do so on each of the ranks that there are now.
+    with pytest.raises(RuntimeError, match=r"rank 1 of 4"):
+        pickle.loads(usual)
+
+
+@pytest.mark.full
+def test_an_optimizer_of_sharded_parameters_says_what_to_do_instead():
+    for told in run_ranks(copied_in_shards, 4):
+        assert "OneBitAdam of sharded parameters can't be pickled or deep-copied: save it with fusedonebit.dcp" in told
+
+
+def copied_in_shards(rank: int, world_size: int) -> str:
+    mesh = make_mesh()
+    params = sharded_parameters([torch.ones(8, 4)], mesh)
+    with pytest.raises(TypeError) as caught:
+        copy.deepcopy(OneBitAdam(params, freeze_step=1, mesh=mesh["replicate"]))
+    return str(caught.value)
+
+
+def test_a_shallow_copy_is_refused():
+    _, optimizer = make("Lamb")
+    assert isinstance(optimizer, Lamb)
+    with pytest.raises(TypeError, match=r"Lamb can't be copied by copy.copy: .*; use copy.deepcopy"):
+        copy.copy(optimizer)
