@@ -52,10 +52,11 @@ from .comm import CollectiveError, agree, checksum
 from .comm.agree import Fact
 from .construction import failure
 from .errors import warn
-from .hyperparameters import LAMB_KEYS
+from .hyperparameters import LAMB_KEYS, numbers
 from .integrity import read_header
 from .policies import stated
 from .sharding import local
+from .triton_kernels import unpack
 
 if TYPE_CHECKING:
     from .distributed import DistributedOptimizer
@@ -87,11 +88,11 @@ def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
     others = _names(states, optimizer) - optimizer._published
     for i, index in enumerate(optimizer._list.index_of):
         states[index] |= _state_of(optimizer, i, states[index])
-    if optimizer._keeps_lines:
+    if _keeps_lines(optimizer):
         onebit = cast("OneBitOptimizer", optimizer)
         onebit._reduce.settle()
         states[optimizer._list.index_of[0]] |= lines.save(onebit)
-    elif optimizer._of_one_rank:
+    elif optimizer._of_one_rank and optimizer._list.owners:
         states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.of_each(optimizer._rows.rank())
     header = _header(optimizer)
     own = [states[index] for index in optimizer._list.index_of]
@@ -120,6 +121,11 @@ def forget_checksums(state_dict: Mapping[str, Any]) -> None:
 def _names(states: Mapping[Any, State], optimizer: DistributedOptimizer) -> set[str]:
     """Of all entries that parameters have."""
     return {name for index in optimizer._list.index_of for name in states[index]}
+
+
+def _keeps_lines(optimizer: DistributedOptimizer) -> bool:
+    """Whether it has lines to save: not while nothing trains."""
+    return optimizer._keeps_lines and bool(optimizer._list.owners)
 
 
 def _state_of(optimizer: DistributedOptimizer, i: int, state: State) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "format": FORMAT,
         "algorithm": type(optimizer).__name__,
         "phase": optimizer.phase,
-        "lines": optimizer._keeps_lines,
+        "lines": _keeps_lines(optimizer),
         "updates": optimizer._outcomes.updates,
         "steps": optimizer._steps.total,
         "skipped": optimizer._outcomes.skipped,
@@ -218,7 +224,7 @@ def template(optimizer: DistributedOptimizer, header: State | None) -> dict[str,
                 state[name] = optimizer._list.published(part, i) if shape == of_parameter else part
     if compressed:
         states[optimizer._list.index_of[0]] |= lines.template(cast("OneBitOptimizer", optimizer), header or {})
-    elif optimizer._of_one_rank:
+    elif optimizer._of_one_rank and optimizer._list.owners:
         rank = torch.zeros_like(optimizer._rows.rank())
         states[optimizer._list.index_of[0]]["rank"] = optimizer._rows.spread(replicas, rank)
     packed["state"] = states
@@ -320,6 +326,11 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
     compressed, own = has_lines(header), own_names(optimizer, header)
     if compressed:
         _warn_of_options(optimizer, header)
+    elif "masks" in header and (other := _masked_otherwise(optimizer, header)):
+        warn(
+            f"the checkpoint was written with another mask for {', '.join(other)}: what is masked now loses its "
+            "momentum and its variance, what was masked begins with none"
+        )
     for i, state in enumerate(states):
         if not state and not compressed and not _is_own(optimizer, header):
             continue  # AdamW has none for a parameter that never had a gradient
@@ -385,7 +396,7 @@ def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
     for number, group in enumerate(_merged_groups(optimizer, saved)):
-        optimizer._check_group(group, f"group {number} of the checkpoint")
+        optimizer._check_group(numbers(group), f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
@@ -418,7 +429,6 @@ def check_header(optimizer: DistributedOptimizer, header: State) -> None:
         "shards": optimizer._shards.count,
         "block_size": optimizer.options.block_size or header["block_size"],
         "strides": optimizer._list.strides(),
-        "masks": _masks(optimizer),
     }
     way_out = {
         "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
@@ -428,6 +438,21 @@ def check_header(optimizer: DistributedOptimizer, header: State) -> None:
         if header[key] != value:
             hint = way_out.get(key, "construct the model and the optimizer as they were")
             raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+    if other := _masked_otherwise(optimizer, header):
+        raise ValueError(
+            f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in the "
+            "warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the optimizer with "
+            "the same mask=, or begin anew from the model alone (OneBitAdam and OneBitLamb: with the checkpoint as "
+            "warm_start=)"
+        )
+
+
+def _masked_otherwise(optimizer: DistributedOptimizer, header: State) -> list[str]:
+    """Names of parameters of which a checkpoint had another mask; AdamW has none, and of shards nothing is known."""
+    if optimizer._shards.count > 1:
+        return []
+    was, now = header.get("masks", {}), _masks(optimizer)
+    return [name for i, name in enumerate(optimizer._list.names) if was.get(str(i)) != now.get(str(i))]
 
 
 def _warn_of_options(optimizer: DistributedOptimizer, header: State) -> None:
@@ -504,8 +529,18 @@ def _fill(
                 optimizer._list.shaped(flat, i, optimizer.layout.offset(i)).copy_(part)
     if compressed:
         lines.fill(cast("OneBitOptimizer", optimizer), states[0], header)
+    elif "masks" in header and _masked_otherwise(optimizer, header):
+        _forget_masked(optimizer, flats)
     optimizer._resumed(header)
     optimizer._publish_state()
+
+
+def _forget_masked(optimizer: DistributedOptimizer, flats: Mapping[str, Tensor]) -> None:
+    """Clears the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
+    live = unpack(optimizer._live.bits[optimizer._live.row.long()]).view(-1) > 0
+    for name, flat in flats.items():
+        if name != "anchor":  # parameters, which stay
+            flat.masked_fill_(~live, 0.0)
 
 
 def _taken(optimizer: DistributedOptimizer, name: str, state: State, header: State) -> Tensor | None:

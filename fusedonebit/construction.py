@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .comm import CollectiveError, ShardGroup, agree, checksum, make_transport
+from .hyperparameters import numbers
 from .parameters import ParameterList, materialise_group
 from .policies import stated
 from .sharding import check_groups, local
@@ -77,7 +78,7 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
                 f"stochastic_rounding must be False where a parameter is float16, got True and {name} of float16; "
                 "use bfloat16, or master_weights=True"
             )
-    if all(p.dtype is not torch.bfloat16 for p in params.params):
+    if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
         raise ValueError(
             "stochastic_rounding must be False without bfloat16 parameters, got True and parameters of float32 only: "
             "those are not rounded; cast the model to bfloat16, or leave the option out"
@@ -149,7 +150,7 @@ def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, s
     options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
     groups = [
         (f"{key} of group {i}", repr(_plain(group[key])))
-        for i, group in enumerate(optimizer.param_groups)
+        for i, group in enumerate(map(numbers, optimizer.param_groups))
         for key in optimizer._hyper_parameters
     ]
     named = list(zip(plist.owners, plist.names, strict=True))
@@ -191,7 +192,7 @@ def add_group(
     error: Exception | None = None
     try:
         add(materialise_group(param_group))
-        optimizer._check_group(optimizer.param_groups[-1], f"group {len(optimizer.param_groups) - 1}")
+        optimizer._check_group(numbers(optimizer.param_groups[-1]), f"group {len(optimizer.param_groups) - 1}")
         optimizer._put_lr_on_the_device()
         optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
         check_rounding(optimizer.options.stochastic_rounding, optimizer._list)

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import checkpoint, compiled, construction, copies, cuts, inspection, packing
 from .comm import CollectiveError, Flag, Transport, make_transport
 from .first_look import FirstLook, warn_of_averages
-from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr
+from .hyperparameters import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
 from .outcomes import Outcomes
 from .parameters import ParameterList, first_device, first_mesh, materialise
 from .rows import Rows
@@ -92,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if error is not None:
                 raise error
             options.check()
-            self._check_group(defaults)
+            self._check_group(numbers(defaults))
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][checkpoint.KEY] = ""
@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self._built:
             super().add_param_group(param_group)
-            self._check_group(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+            self._check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
             return
         if self._phase == "compression":
             raise RuntimeError(
@@ -246,13 +246,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _take_hyper_parameters(self) -> None:
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
-            taken = {key: group[key] for key in self._hyper_parameters}
+            read_once(group)
+            named = numbers(group)
+            taken = {key: named[key] for key in self._hyper_parameters}
             if isinstance(group["lr"], Tensor) and not self.options.capturable:
                 check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
             if i == len(self._taken):
                 self._taken.append(taken)
             elif not _same(taken, self._taken[i]):
-                self._check_group(group, f"group {i}")
+                self._check_group(named, f"group {i}")
                 self._taken[i] = taken
 
     # ---------------------------------------------------------------- the step
@@ -278,6 +280,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._list.owners:  # nothing trains yet: nobody meets, and no step is counted
+            self._list.usable([], self._nothing)
+            self._opt_called = True
+            return loss
         grads = self._list.gradients(self._nothing)
         if torch.compiler.is_compiling():
             # What can be seen of tensors while they are traced the compiler guards from then on.

@@ -142,8 +142,27 @@ class OneBitOptions(Options):
             raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")
 
 
+def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group in which what tensors of one element say are numbers; but for ``lr``, which may stay one."""
+    return {key: value if key in ("lr", "params") else _number(value) for key, value in group.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return type(value)(map(_number, value)) if type(value) in (tuple, list) else value
+
+
+def read_once(group: dict[str, Any]) -> None:
+    """Replaces hyper-parameters that lie on another device by numbers, as no step must wait to read them."""
+    for key, value in group.items():
+        of_group = value if key == "betas" and isinstance(value, (tuple, list)) else (value,)
+        if key not in ("lr", "params") and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in of_group):
+            group[key] = _number(value)
+
+
 def check_group(group: dict[str, Any], name: str = "") -> None:
-    """Checks the hyper-parameters of one parameter group.
+    """Checks the hyper-parameters of one parameter group, ``numbers`` of which were taken.
 
     Raises:
         ValueError: naming the argument, its value and what is expected.

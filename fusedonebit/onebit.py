@@ -106,7 +106,7 @@ class OneBitOptimizer(AveragingOptimizer):
     @property
     def _is_corrected(self) -> bool:
         """Whether the variance is corrected for its start at 0, as after a warm start or a thaw."""
-        return bool(self._behind[0] == -math.inf)
+        return bool((self._behind == -math.inf).any())
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leaves tensors out of everything from now on."""

@@ -77,9 +77,14 @@ class ParameterList:
         self.group_of: list[int] = []
         self.index_of: list[int] = []
         self.names: list[str] = []
-        index = 0
+        index = -1
+        seen: set[int] = set()
         for number, group in enumerate(groups):
             for position, p in enumerate(group["params"]):
+                index += 1
+                if id(p) in seen:  # torch has warned of it; it is one parameter
+                    continue
+                seen.add(id(p))
                 given = group["param_names"][position] if "param_names" in group else None
                 name = f"parameter {index}" + (f" ({given})" if given else "")
                 _check_parameter(p, name)
@@ -90,9 +95,6 @@ class ParameterList:
                     self.names.append(name)
                 else:
                     self.frozen.append(p)
-                index += 1
-        if not self.owners:
-            raise ValueError("params must contain at least one tensor that requires gradients, got none")
         self.mesh = shard_mesh(self.owners, self.names)
         self.params = [local(p) for p in self.owners]
         self._check_together()

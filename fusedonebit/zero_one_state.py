@@ -298,10 +298,11 @@ class ZeroOneState(AdamUpdate):
             )
 
     def _resume(self, header: Mapping[str, Any]) -> None:
-        if not header.get("lines"):  # AdamW's
+        if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
             self._entered = self._own_steps.clone()
             self._coefficients.freeze_variance(self._taken)
-            self._confirmed = self._done = progress_after(*self._policies, header["updates"])
+            if header["updates"]:  # else there is no variance yet
+                self._confirmed = self._done = progress_after(*self._policies, header["updates"])
             return
         self._done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
         self._round = Round(*header["round"])

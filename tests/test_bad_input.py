@@ -159,7 +159,6 @@ def shared_memory() -> list:
             "must be an iterable of tensors or of dicts, got Tensor; pass a list",
         ),
         (list, "empty parameter list"),
-        (lambda: [torch.randn(3)], "at least one tensor that requires gradients, got none"),
         (sparse_parameter, "parameter 0 must be dense, got layout torch.sparse_coo"),
         (
             lambda: [Parameter(torch.randn(2, dtype=torch.cfloat))],
@@ -169,12 +168,10 @@ def shared_memory() -> list:
         (lambda: [Parameter(torch.randn(2, device="meta"))], "parameter 0 must have memory, got a meta tensor"),
         (lambda: [Parameter(torch.randn(1, 3).expand(4, 3))], r"must not overlap itself, got strides \(0, 1\)"),
         (lambda: [*make((2,)), Parameter(torch.randn(2, device="meta"))], "parameter 1 must have memory"),
-        (lambda: 2 * make((2,)), "params must not share memory, but parameter 0 and parameter 1 do; tie weights by"),
-        (shared_memory, "params must not share memory, but parameter 0 and parameter 1 do"),
+        (shared_memory, "params must not share memory, but parameter 0 and parameter 1 do; tie weights by"),
         (lambda: [3], "optimizer can only optimize Tensors, but one of the params is int"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_parameters_that_cannot_be_optimised_are_named(params, message):
     with pytest.raises((TypeError, ValueError), match=message):
         OneBitAdam(params(), freeze_step=5)
