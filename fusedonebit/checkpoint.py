@@ -100,13 +100,31 @@ def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
         for name in optimizer._not_kept(header):
             state.pop(name, None)
     header["names"] = sorted(_names(states, optimizer) - others)
+    packed["state"] = states
+    _seal(optimizer, packed, header, own)
+    return packed
+
+
+def _seal(optimizer: DistributedOptimizer, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
+    """Writes the header, with the checksums of what parameters have of the optimizer's own."""
     if optimizer._sums_up:
         summed = integrity.of_names(own, header["names"])
-        header[integrity.CHECKSUMS] = integrity.checksums(optimizer, summed)
-        header[integrity.BETWEEN] = integrity.between(summed)
-    packed["state"] = states
+        header = {
+            **header,
+            integrity.CHECKSUMS: integrity.checksums(optimizer, summed),
+            integrity.BETWEEN: integrity.between(summed),
+        }
     packed["param_groups"][0][KEY] = integrity.sealed(header)
-    return packed
+
+
+def seal_again(optimizer: DistributedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Sums up what hooks have made of a ``state_dict``, unless that is none of ours any more."""
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        return saved
+    header = header_of(saved)
+    if header is not None and integrity.CHECKSUMS in header:
+        _seal(optimizer, saved, header, by_parameter(optimizer, saved))
+    return saved
 
 
 def forget_checksums(state_dict: Mapping[str, Any]) -> None:
@@ -244,8 +262,9 @@ def load(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None
     try:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        verified = _verified_before_hooks(optimizer, state_dict)
         state_dict = packing.before_loading(optimizer, state_dict)
-        header, states, facts = _examined(optimizer, state_dict)
+        header, states, facts = _examined(optimizer, state_dict, verified)
     except CollectiveError:
         raise
     except Exception as caught:
@@ -271,14 +290,34 @@ def _agree(
     optimizer._shards.agree(of_shards, optimizer.device, of_replicas, hint)
 
 
+def _verified_before_hooks(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> bool:
+    """Whether tensors are as they were saved, where hooks are about to change them on purpose.
+
+    What only a hook makes a checkpoint of ours is looked at after it.
+    """
+    if not optimizer._optimizer_load_state_dict_pre_hooks or not {"state", "param_groups"} <= state_dict.keys():
+        return False
+    header = header_of(state_dict)
+    if header is None or integrity.CHECKSUMS not in header:
+        return False
+    try:
+        states = integrity.of_names(by_parameter(optimizer, state_dict), header["names"])
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False
+    if len(header["checksums"].get("step", states)) != len(states):
+        return False  # of another model, which a hook may fit to this one
+    integrity.verify(optimizer, states, header)
+    return True
+
+
 def _examined(
-    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
+    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], verified: bool = False
 ) -> tuple[State, Sequence[State], list[Fact]]:
     """The header, each parameter's state, and what must be equal on all ranks; ValueError, TypeError for bad ones."""
     try:
         _check_groups(optimizer, state_dict)
         states = by_parameter(optimizer, state_dict)
-        header = _check(optimizer, header_of(state_dict), states)
+        header = _check(optimizer, header_of(state_dict), states, verified)
         return header, states, _facts(optimizer, states, header)
     except Exception as caught:
         raise _explained(caught) from caught
@@ -316,8 +355,10 @@ def by_parameter(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any])
     return [state_dict["state"].get(names[index], {}) for index in optimizer._list.index_of]
 
 
-def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State]) -> State:
-    """Returns the header; makes one up for a checkpoint of AdamW."""
+def _check(
+    optimizer: DistributedOptimizer, header: State | None, states: Sequence[State], verified: bool = False
+) -> State:
+    """Returns the header; makes one up for a checkpoint of AdamW. Sums tensors up unless that was done."""
     if header is None:
         header = {"phase": "warmup", "updates": _adamw_updates(states), "skipped": 0, "names": list(ADAMW)}
     if "names" not in header:  # before it named them, only the optimizer's own were saved
@@ -343,7 +384,8 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
     if compressed:
         lines.check(cast("OneBitOptimizer", optimizer), states[0], header)
     ours = integrity.of_names(states, header["names"])
-    integrity.verify(optimizer, ours, header)
+    if not verified:
+        integrity.verify(optimizer, ours, header)
     integrity.check_values(optimizer, ours, header)
     return header
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import checkpoint
 from .comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
@@ -40,17 +42,8 @@ def content_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "options": optimizer.options,
         "masks": list(optimizer._masks.items()),
         "ranks": Ranks(optimizer._transport, optimizer._levels),
-        "saved": _of_this_rank(optimizer._saved()),
+        "saved": Saved(optimizer._saved()),
     }
-
-
-def _of_this_rank(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with this rank's rows alone: what names a process group can be taken nowhere else."""
-    state = {
-        key: {name: local(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
-        for key, entry in saved["state"].items()
-    }
-    return {**saved, "state": state}
 
 
 def rebuild(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
@@ -70,10 +63,33 @@ def rebuild(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
     optimizer._transport, optimizer._levels = ranks.transports(optimizer.device)
     optimizer._shards = ShardGroup()
     optimizer._inside = optimizer._shards.transport if optimizer._levels is None else optimizer._levels[1]
-    saved = content["saved"]
+    saved = content["saved"].state_dict
     header = checkpoint.header_of(saved) or {}
     optimizer._set_up(header["block_size"] if checkpoint.has_lines(header) else None)
     checkpoint.take_state(optimizer, saved)
+
+
+class Saved:
+    """A checkpoint that is part of a copy, with this rank's rows alone: others name a process group."""
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict = _each_tensor(state_dict, local)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of a view pickle writes all the memory that it is a view of.
+        return Saved, (_each_tensor(self.state_dict, torch.clone),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Saved:
+        return Saved(copy.deepcopy(self.state_dict, memo))
+
+
+def _each_tensor(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def changed(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return {name: change(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
+
+    return {**saved, "state": {key: changed(entry) for key, entry in saved["state"].items()}}
 
 
 class Ranks:

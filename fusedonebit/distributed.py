@@ -595,7 +595,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._refuse_if_broken()
         packing.before_saving(self)
         saved = self._saved() if self._expected is None else checkpoint.template(self, *self._expected)
-        return packing.after_saving(self, saved)
+        if not self._optimizer_state_dict_post_hooks:
+            return saved
+        return checkpoint.seal_again(self, packing.after_saving(self, saved))
 
     def _saved(self) -> dict[str, Any]:
         """The complete ``state_dict``, before any hook has seen it."""

@@ -145,6 +145,7 @@ def check(optimizer: DistributedOptimizer, header: Mapping[str, Any], own: bool)
         own: Whether this optimizer's class has written it, so that all must be there that it reads.
     """
     must: tuple[str, ...] = ("phase", "updates", "skipped")
+    trains = bool(len(optimizer._list))  # else there are no lines, whatever the stage
     if own and (header.get("lines", header.get("phase") == "compression") or not any(optimizer._phases.values())):
         must += optimizer._header_keys
     for key in must:
@@ -176,7 +177,8 @@ def check(optimizer: DistributedOptimizer, header: Mapping[str, Any], own: bool)
             "checkpoint"
         )
     phases = optimizer._phases
-    if header["phase"] not in phases or header.get("lines", phases[header["phase"]]) != phases[header["phase"]]:
+    lines = trains and phases.get(header["phase"], False)
+    if header["phase"] not in phases or header.get("lines", lines) != lines:
         raise ValueError(
             f"the checkpoint's header is damaged: phase must be one of {', '.join(phases)}, got {header['phase']!r} "
             f"with lines={header.get('lines')}; load another checkpoint"

@@ -114,6 +114,42 @@ def test_a_post_hook_of_saving_sees_the_header_and_may_add_entries(name, steps):
     assert resumed.stats()["step"] == steps
 
 
+@STAGES
+@EACH
+def test_tensors_that_hooks_change_are_saved_and_loaded_as_changed(name, steps):
+    _, optimizer = trained(name, steps)
+
+    def halve(_: Any, saved: dict) -> None:
+        for state in saved["state"].values():
+            for key in ("exp_avg_sq", "momentum_buffer", "worker_error"):
+                if key in state:
+                    state[key] = state[key] / 2
+
+    plain = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_state_dict_post_hook(halve)
+    halved = copy.deepcopy(optimizer.state_dict())
+    assert any(not torch.equal(tensors(plain)[key], value) for key, value in tensors(halved).items())
+    _, resumed = trained(name, 0)
+    resumed.register_load_state_dict_pre_hook(lambda _, given: given.update(copy.deepcopy(given)))
+    resumed.register_load_state_dict_pre_hook(halve)
+    resumed.load_state_dict(halved)
+    halve(None, halved)
+    now = tensors(resumed.state_dict())
+    assert all(torch.equal(now[key], value) for key, value in tensors(halved).items())
+
+
+@EACH
+def test_damage_is_found_before_hooks_can_hide_it(name):
+    _, optimizer = trained(name, 4)
+    saved = copy.deepcopy(optimizer.state_dict())
+    key = next(key for key in ("exp_avg_sq", "momentum_buffer", "worker_error", "exp_avg") if key in saved["state"][0])
+    saved["state"][0][key].view(torch.uint8).flatten()[0] ^= 1
+    _, resumed = trained(name, 0)
+    resumed.register_load_state_dict_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=f"{key} of parameter 0 in the checkpoint is damaged"):
+        resumed.load_state_dict(saved)
+
+
 @EACH
 def test_a_pre_hook_of_saving_may_write_into_the_state(name):
     model, optimizer = trained(name, 4)
