@@ -40,7 +40,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
             float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize.
         lr: Learning rate, a number or a tensor of one element.
-        betas: Decay of the momentum and of the variance.
+        betas: Decay of the momentum and of the variance; these, eps and weight_decay may be tensors of one element.
         eps: Added to the root of the variance.
         weight_decay: Decoupled, as in AdamW.
         freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
