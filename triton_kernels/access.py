@@ -169,7 +169,8 @@ def mixed(word):
 def random_words(rounding, b, i, BLOCK: tl.constexpr):
     """What ``mixed`` makes a block's random bits of, uint32 [BLOCK / 8, 8]; ``rounding`` points at the updates done."""
     first = b * BLOCK
-    done = tl.load(rounding).to(tl.uint32)  # its lower half
+    lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
+    done = tl.load(lower).to(tl.uint32, bitcast=True)
     seed = mixed(mixed((first >> 32).to(tl.uint32) + GOLDEN) ^ done)
     return (first.to(tl.uint32) + i.to(tl.uint32)) ^ seed
 
