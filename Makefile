@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab netlab test test-compiler test-mpi test-full test-ecosystem docs lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-ecosystem docs lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
 	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
 	@echo "make test       run the test suite (minutes)"
+	@echo "make test-long   those that make test leaves out because they take seconds: whole grids, whole programs (10 minutes)"
 	@echo "make test-compiler   those tests that need a C compiler, or do more with one; make test has them where there is one"
 	@echo "make test-mpi   those tests that need Open MPI (apt-get install openmpi-bin), with mpi4py, which it installs"
 	@echo "make test-full  run all tests, the long ones included"
@@ -48,6 +49,9 @@ netlab: $(READY)
 # Two workers: most tests are one process of one thread.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
 test-compiler: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels or needs_compiler"

@@ -28,16 +28,45 @@ else:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--long", action="store_true", help="run what `make test` leaves out, but for what takes minutes")
+    parser.addoption("--full", action="store_true", help="run all tests")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    skip = pytest.mark.skip(reason="takes minutes: run `make test-full`")
+    later = _later(items)
+    if config.getoption("--long"):
+        left_out = [item for item in items if item not in later or item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in later and not item.get_closest_marker("full")]
+        return
+    minutes = pytest.mark.skip(reason="takes minutes: run `make test-full`")
+    seconds = pytest.mark.skip(reason="takes seconds: run `make test-long`")
     for item in items:
-        if "full" in item.keywords:
-            item.add_marker(skip)
+        if item.get_closest_marker("full"):
+            item.add_marker(minutes)
+        elif item in later:
+            item.add_marker(seconds)
+
+
+def _later(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests marked ``long`` that ``make test`` leaves out; see the marker in pyproject.toml."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long"):
+            cases.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
+    later: set[pytest.Item] = set()
+    for several in cases.values():
+        (marker,) = several[0].iter_markers("long")
+        but = marker.kwargs.get("but", 0)
+        if isinstance(but, int):  # spread over the grid, the first among them
+            kept = {several[n * len(several) // but].nodeid for n in range(min(but, len(several)))}
+        else:
+            kept = {item.nodeid for item in several if item.nodeid.partition("[")[2].removesuffix("]") in but}
+        later.update(item for item in several if item.nodeid not in kept)
+    return later
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +117,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     yield  # last, where it is seen
     stats = terminalreporter.stats
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
-    lines = [f"SKIPPED: {count} tests: {reason}" for reason, count in reasons.items() if "make test-full" not in reason]
+    lines = [f"SKIPPED: {count} tests: {reason}" for reason, count in reasons.items() if "takes " not in reason]
     kernels = sum("kernels" in report.keywords for report in stats.get("passed", []))
     if kernels and (missing := _missing("kernels")):
         lines.append(f"NOT COMPARED: the C kernels, in {kernels} tests: {missing}")

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from observe import fingerprint, parameters
@@ -83,6 +84,7 @@ def teacher_forced(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_four_micro_batches_are_one_batch_four_times_as_large(name):
     for seen in run_ranks(teacher_forced, 2, name):

@@ -146,6 +146,7 @@ def check_skips(world_size: int, name: str, options: dict, steps: int, overflows
     assert {a < b for a, b in pairwise(scales) if a != b} == {True, False}  # it has gone down and up
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "options"), [("onebit-adam", {}), ("onebit-adam", {"ternary": True}), ("onebit-lamb", {})]
 )
@@ -154,6 +155,7 @@ def test_20_overflows_in_200_steps_each_on_one_rank_skip_the_step_on_all_and_lea
     check_skips(2, name, options, STEPS, OVERFLOWS)
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_overflows_on_one_of_four_ranks(name):
     check_skips(4, name, {}, 80, tuple(step for step in OVERFLOWS if step < 80))

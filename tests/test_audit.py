@@ -29,6 +29,7 @@ def printed() -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_no_number_of_any_kernel_got_worse(printed: str):
     assert "nothing got worse" in printed
 

@@ -192,6 +192,7 @@ def many_draws(
     return updates[0], torch.stack(v).double().numpy()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ssdm_is_the_mean_of_random_signs_whose_expectation_is_each_workers_direction(world_size):
     draws = 600
@@ -223,6 +224,7 @@ def cascading_statistics(world_size: int, draws: int) -> tuple[float, float]:
     return float(off.max()), float(deviation)
 
 
+@pytest.mark.long
 def test_cascading_compression_has_the_means_expectation_and_a_deviation_that_grows_with_the_workers():
     deviations = []
     for world_size in (2, 3, 4):

@@ -94,6 +94,7 @@ CUTS = [(4, "warmup"), (7, "warmup"), (8, "compression"), (13, "compression")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.long(but=14)
 @pytest.mark.parametrize(
     ("name", "world_size", "cut", "phase", "dtype"),
     [

@@ -196,6 +196,7 @@ FOR_LAMB = {
 }
 
 
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize(
     ("name", "make_wrong", "texts"),
     [("onebit-adam", *case) for case in (FOR_ANY | FOR_ADAM).items()]

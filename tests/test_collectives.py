@@ -110,6 +110,7 @@ def averages(rank: int, world_size: int, scope: str, norm: str, ternary: bool) -
     return Run(rank, reduce, with_zeros if ternary else None)
 
 
+@pytest.mark.long(but=52)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", SCOPES)

@@ -73,6 +73,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", ["tensor", "float", "capturable"])
 @EACH
 def test_300_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, kind, capsys):
@@ -95,6 +96,7 @@ def test_300_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, kind,
     assert last < 1e-6
 
 
+@pytest.mark.long(but=2)
 @EACH
 def test_a_whole_training_step_is_one_graph(name):
     compiled, eager = Run(name), Run(name)
@@ -103,6 +105,7 @@ def test_a_whole_training_step_is_one_graph(name):
     assert (graphs(), breaks()) == (1, 0)
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_inductor_takes_a_step_without_copying_parameters(name):
     pytest.importorskip("torch._inductor")
@@ -138,6 +141,7 @@ def train_ranks(rank: int, world_size: int, name: str, compiled: bool, whole: bo
     return parameters
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "whole"])
 @EACH
 def test_compiled_ranks_equal_eager_ranks(name, whole):

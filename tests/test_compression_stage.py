@@ -57,6 +57,7 @@ def fingerprints(rank: int, world_size: int, name: str, options: dict) -> list[s
 LAYER = PAPER | {"scale_norm": "l1", "scale_scope": "layer"}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -179,6 +180,7 @@ def largest_allocation(call) -> int:
     return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(

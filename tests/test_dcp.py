@@ -176,6 +176,7 @@ def pass_on(rank: int, world_size: int, name: str, folder: str, onward: str) -> 
     return conserved(reader), prints, loss
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("chain", [(4, 2, 4), pytest.param((4, 3, 1, 2), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
 def test_on_other_numbers_of_ranks_nothing_is_lost(tmp_path, name, chain):

@@ -43,6 +43,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, folder: str) -> tupl
     return phase, differing(everything(model, optimizer), found), len(found)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("name", "cut"), [("adam", 18), ("adam", 6), ("lamb", 18)])
 def test_on_the_same_grid_a_run_goes_on_bit_for_bit(tmp_path, name, cut):
     for phase, differ, count in run_ranks(resume, 4, name, cut, str(tmp_path / "saved")):

@@ -190,6 +190,7 @@ CASES: dict[str, dict] = {
 }
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_without_ddp_however_ddp_is_set_up(name, case):
@@ -204,6 +205,7 @@ def test_the_bits_are_those_without_ddp_however_ddp_is_set_up(name, case):
             assert seen["counted"][FREEZE - 1] > 3
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("wrap", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
 def test_accumulating_under_no_sync_sends_at_the_boundary_only(name, wrap):
@@ -215,6 +217,7 @@ def test_accumulating_under_no_sync_sends_at_the_boundary_only(name, wrap):
         assert not any(seen["backward"][FREEZE:])
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
     ranks = run_ranks(side_by_side, 2, name, {}, {}, False, MICROS, (), (), True)
@@ -232,6 +235,7 @@ def test_a_re_warm_up_has_the_bits_of_one_without_ddp(name):
         assert seen["stats"][1]["rewarms"] == 1
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 def test_a_bad_gradient_on_one_rank_makes_all_skip_alike(name):
     poison, spoil = (6, 35), (9, 40)

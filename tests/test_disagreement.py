@@ -316,6 +316,7 @@ def bad_number(rank: int, world_size: int, name: str, steps: int, value: float, 
     return outcome, still, (stats["step"], stats["skipped_steps"]), warned, fingerprint(params)
 
 
+@pytest.mark.long(but=16)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize(
     ("name", "steps", "value"),
@@ -406,6 +407,7 @@ def step_once_more(rank: int, world_size: int, steps: int) -> tuple[type | None,
     return *outcome, waited, *caught(optimizer.step)
 
 
+@pytest.mark.long(but=1)
 @STAGES
 def test_a_rank_that_steps_once_more_gets_an_error_and_can_not_go_on(steps):
     kind, message, waited, again, repeated = run_ranks(step_once_more, 2, steps, group_timeout=2)[0]

@@ -114,6 +114,7 @@ def test_a_block_that_nothing_covers_is_named(text: str, why: str):
 # ---------------------------------------------------------------- programs
 
 
+@pytest.mark.long(but=["README"])
 @pytest.mark.parametrize(
     "page", [path for path, blocks in BLOCKS.items() if any(b.is_run for b in blocks)], ids=lambda path: path.stem
 )
@@ -235,6 +236,7 @@ def _check_module(module: str, arguments: list[str], parse: Callable[..., argpar
         assert set(given.cases) <= set(CASES)
 
 
+@pytest.mark.long(but=12)
 @pytest.mark.parametrize(("block", "command"), COMMANDS, ids=str)
 def test_a_command_is_understood_by_what_it_calls(
     block: Block, command: str, at_hand: Path, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch

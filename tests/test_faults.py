@@ -184,6 +184,7 @@ def check_lengths(name: str, fault: Fault, results: list[Any]) -> str:
     return f"{name}: {fault.method} {fault.call} {fault.how:+d}: {', '.join(how)}"
 
 
+@pytest.mark.long
 def test_a_message_of_another_length_is_never_taken_for_a_whole_one():
     with ThreadPoolExecutor(AT_ONCE) as threads:
         runs = list(threads.map(lambda case: run_with(*case, victim=1), LENGTHS))
@@ -234,6 +235,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
     return "", "", False
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(
     ("name", "steps", "what", "text"),
     [

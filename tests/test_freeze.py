@@ -96,6 +96,7 @@ def first_stable(norms: list[float], beta2: float, lr_warmup_steps: int) -> int:
 SKIPS = (1, 7, 12, 19, 20, 21)
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(
     ("name", "world_size", "lr_warmup_steps", "bad"),
     [

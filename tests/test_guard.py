@@ -79,6 +79,7 @@ def norms(rank: int, transport, name: str, options: dict) -> list[tuple[float, f
     return found
 
 
+@pytest.mark.long(but=18)
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 @pytest.mark.parametrize("precondition", [False, True], ids=["momentum", "preconditioned"])

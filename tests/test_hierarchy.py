@@ -156,6 +156,7 @@ def test_nodes_are_workers_bit_for_bit():
     check_conserved([run["a NaN on rank 3"][4] for run in runs])
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 def test_nodes_are_workers_bit_for_bit_for_lamb_too(name):
     if name != "onebit-adam":

@@ -83,6 +83,7 @@ def decide(rank: int, world_size: int, name: str, is_sharded: bool, options: dic
     return seen | {"norms": norms}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [("onebit-adam", {}), ("onebit-adam", {"eps": 1e-12, "variance_floor": 0.0}), ("onebit-lamb", {})],

@@ -201,6 +201,7 @@ def floored(twin: Twin, v: np.ndarray, name: str, options: dict) -> np.ndarray:
     return np.concatenate([np.maximum(v[layer], 0.01 * v[layer].mean()) for layer in twin.layers])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.full if case in FULL else ()) for case in CASES])
 def test_every_compressed_step_is_the_papers_with_the_shards_as_its_scopes(case):
     name, options = CASES[case]

@@ -43,6 +43,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
     return 1024 if max(sizes) > 10_000 else 128
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
@@ -98,6 +99,7 @@ def test_finish_flags_dropped_elements_as_its_twin_does():
     assert_equal_backends("finish", make)
 
 
+@pytest.mark.long(but=25)
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
@@ -124,6 +126,7 @@ def test_a_server_that_keeps_nothing_equals_its_twin_and_one_without_residual(wo
     assert all(torch.equal(without[i], kept[i]) for i in (9, 10, 11))
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
@@ -138,6 +141,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
                 assert_equal_backends("apply_momentum", make)
 
 
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_adam_update_equals_its_twin(sizes, dtype):

@@ -33,6 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch, task: str, steps: int) -> None:
     monkeypatch.setitem(TASKS, task, dataclasses.replace(TASKS[task], steps=steps))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     short(monkeypatch, task, 10)
@@ -48,6 +49,7 @@ IN_ROUNDS = [name for name in CONTENDERS if name.split("-lr")[0].removesuffix("-
 IN_ROUNDS += [name for name in CONTENDERS if name.startswith("marsit")]
 
 
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize("name", [name for name in IN_ROUNDS if "-lr" not in name])
 def test_every_optimizer_that_works_in_rounds_starts_alike_and_ends(monkeypatch, name):
     short(monkeypatch, "mlp", 25)
@@ -60,6 +62,7 @@ def test_every_optimizer_that_works_in_rounds_starts_alike_and_ends(monkeypatch,
         assert record["losses"][-1] < 2.2
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in IN_ROUNDS])
 def test_every_optimizer_learns_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 100)
@@ -185,6 +188,7 @@ def test_one_scale_throws_the_small_coordinate_of_a_bowl_out_and_ours_does_not()
     assert ours[-1] < 1.5 * adam[-1]
 
 
+@pytest.mark.long
 def test_signs_alone_never_leave_where_they_started_and_error_feedback_converges():
     signs, feedback = (toys.narrow(error_feedback) for error_feedback in (False, True))
     print(f"from {signs[0]:.3f}: signs alone {min(signs):.3f}, with error feedback {min(feedback):.3f}")

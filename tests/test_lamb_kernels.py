@@ -38,6 +38,7 @@ def put_special(tensors: list[Tensor], values: tuple[float, ...] = SPECIAL) -> N
             tensor.view(-1)[i * 37 % tensor.numel()] = value
 
 
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_lamb_update_equals_its_twin(sizes, dtype):
@@ -87,6 +88,7 @@ def test_lamb_coefficient_equals_its_twin(sizes, world_size, deepspeed):
         assert_equal_backends("lamb_coefficient", make)
 
 
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_lamb_move_equals_its_twin(sizes, dtype):
@@ -99,6 +101,7 @@ def test_lamb_move_equals_its_twin(sizes, dtype):
         assert_equal_backends("lamb_move", make)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
@@ -126,6 +129,7 @@ def test_lamb_ratio_equals_its_twin_in_every_way_and_dtype(sizes, world_size, dt
             )
 
 
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize("way", RATIO_WAYS)
 def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_its_twin(way):
     def make() -> tuple:
@@ -263,6 +267,7 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
     return [p.detach() for p in params], stats["layers"]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     "kind",

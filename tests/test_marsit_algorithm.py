@@ -230,6 +230,7 @@ TORCH = {
 PLACES = [("ring", 3), ("torus", 4), ("owner", 3), ("ring", 1)]
 
 
+@pytest.mark.long(but=9)
 @EACH
 @pytest.mark.parametrize("local_steps", [1, 3])
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
@@ -337,6 +338,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(name, local_ste
 # ---------------------------------------------------------------- what is linear
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -57,6 +57,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, 
     return again == prints[cut:], own_state(straight) == own_state(resumed), told[0] == told[1], same_phase
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("cut", [1, 3, 8])
 @EACH_PLACE
 @EACH
@@ -67,6 +68,7 @@ def test_resuming_continues_bit_for_bit(name, topology, world_size, cut):
         assert result == (True, True, True, True)
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("cut", [3, 7, 8])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "masters"])
 @EACH_PLACE

@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize(("options", "world_size", "steps"), CASES, ids=str)
 @EACH
@@ -204,6 +205,7 @@ def step_once_more(rank: int, world_size: int, topology: str) -> tuple[type | No
     return *outcome, time.perf_counter() - start, caught(optimizer.step)[1]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("topology", ["ring", "owner"])
 def test_a_rank_that_steps_once_more_gets_an_error_and_can_not_go_on(topology):
     kind, message, waited, repeated = run_ranks(step_once_more, 2, topology, group_timeout=2)[0]

@@ -37,6 +37,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------- the local update
 
 
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_local_update_equals_its_twin(sizes, world_size):
@@ -171,6 +172,7 @@ def test_merge_signs_equals_its_twin_for_any_threshold(threshold):
         assert_equal_backends("merge_signs", lambda r=rows, s=seed: merge_arguments(layout, r, threshold, s))
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_merge_signs_equals_its_twin_at_any_length(chunk, rows):
@@ -220,6 +222,7 @@ def test_a_merge_unites_flags_and_notes_which_checked_word_differs(backend):
         assert torch.equal(theirs, sent)
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("chunk", [384, 16_512])
 def test_pick_owned_and_place_owned_equal_their_twins(chunk, world_size):
@@ -271,6 +274,7 @@ def test_add_values_rounds_stochastically_as_its_twin(sizes):
 # ---------------------------------------------------------------- Bernoulli draws
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("threshold", [*map(threshold_of, range(2, 10)), 1, 1 << 20, 3 << 30, (1 << 32) - 1])
 def test_a_draw_is_1_with_exactly_its_probability_at_every_place_of_a_word(threshold):
     words, part = 1_000_000, 4096
@@ -337,6 +341,7 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
     return [optimizer.stats()["backend"], *(p.detach() for p in params), *(optimizer.compensation(p) for p in params)]
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     ("name", "topology", "options"),

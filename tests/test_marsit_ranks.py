@@ -94,6 +94,7 @@ def check(ranks: list[dict[str, Any]], k: int, local_steps: int, what: str) -> N
     assert len({seen["own"][0] for seen in ranks}) == len(ranks), "momentum is each worker's own"
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
 @EACH
 def test_parameters_are_bit_identical_after_every_round_and_full_precision_leaves_no_compensation(
@@ -235,6 +236,7 @@ def count_bytes(rank: int, world_size: int, options: dict, rounds: int) -> tuple
     return sent / rounds, received / rounds, told / rounds
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux' TCP_INFO")
 @pytest.mark.parametrize(
     ("options", "bits"),

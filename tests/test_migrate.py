@@ -69,6 +69,7 @@ def test_documented_config_has_no_unexplained_key_and_is_a_program(name, numeric
     compile(script, name, "exec")
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("numerics", ["recommended", "deepspeed"])
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_script_of_a_documented_config_trains(name, numerics):

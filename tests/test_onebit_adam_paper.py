@@ -104,6 +104,7 @@ def check_frozen(v: np.ndarray, frozen: np.ndarray, precondition: bool) -> None:
     np.testing.assert_allclose(frozen, expected, rtol=1 / 64)  # the median is that of a histogram
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("norm", "precondition"), [("l1", False), ("l2", False), ("l1", True), ("contractive", True)])
 def test_every_compressed_step_is_algorithm_1(norm, precondition):
     steps = PRECONDITIONED_STEPS if precondition else STEPS

@@ -205,6 +205,7 @@ def check_warmup(name: str, runs: list[dict], options: dict) -> Counter[str]:
     return clipped
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_every_step_is_equation_2_then_algorithm_1(norm):
     options = OPTIONS | BOUNDS[norm] | {"scale_norm": norm, "layerwise": "adaptive"}

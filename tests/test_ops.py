@@ -77,6 +77,7 @@ def example(name: str) -> list[tuple]:
 # ---------------------------------------------------------------- registration
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_op_is_registered_cleanly(name):
     for arguments in example(name):

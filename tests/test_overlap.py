@@ -155,6 +155,7 @@ def check_equal(name: str, world_size: int, cases: list[str]) -> list[dict]:
     return runs
 
 
+@pytest.mark.long
 def test_overlap_changes_no_bit():
     runs = check_equal("onebit-adam", 2, list(CASES))
     phases = {case: runs[0][case][3] for case in CASES}
@@ -440,6 +441,7 @@ def ends_early(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
     return *told, still, again[0], time.monotonic() - began
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_rank_that_ends_in_the_backward_pass_is_an_error_within_the_groups_timeout(how):
     other, died = run_ranks(ends_early, 2, how, group_timeout=4.0)

@@ -123,6 +123,7 @@ def test_text_from_runs_can_not_leave_its_place(tmp_path: Path):
     assert "<img" not in page
 
 
+@pytest.mark.long
 def test_three_runs_of_100000_steps_and_60_layers_are_a_page_below_2_mb(tmp_path: Path, capsys: pytest.CaptureFixture):
     chance, names = random.Random(0), [f"transformer.blocks.{i // 6}.attention.part{i % 6}.weight" for i in range(60)]
     for run in range(3):
@@ -262,6 +263,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_what_train_leaves_behind_becomes_a_page(trained: Path):
     result = subprocess.run([*COMMAND, "report", str(trained)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

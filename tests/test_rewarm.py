@@ -77,6 +77,7 @@ def check_stages(results: list[list[tuple]], bad: tuple) -> None:
     assert len({fingerprint(make(*SHAPES)), *(bits for *_, bits in results[0])}) == before + 1
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("bad", [(), (0, 4, 7, 8, 9, 12, 20, 24)], ids=["no skips", "skips"])
 @VARIANTS
 def test_each_stage_has_its_exact_number_of_updates_and_ranks_stay_bit_identical(name, options, bad):
@@ -323,6 +324,7 @@ def resume(rank: int, transport, name: str, cut: int, options: dict) -> list[boo
     return [*equal, told[0] == told[1]]
 
 
+@pytest.mark.long(but=12)
 @CUTS
 @pytest.mark.parametrize(
     ("name", "options"),

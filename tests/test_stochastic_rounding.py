@@ -81,6 +81,7 @@ def drawn(step: int, start: int, numel: int) -> Tensor:
 # ---------------------------------------------------------------- kernels and twins
 
 
+@pytest.mark.long(but=12)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
@@ -203,6 +204,7 @@ def test_an_op_rounds_to_one_of_the_two_neighbours_of_its_float32_result(op):
     assert (found != nearest).any()
 
 
+@pytest.mark.long(but=1)
 @EACH_OP
 def test_the_mean_over_many_steps_is_the_unrounded_value(op):
     steps, n = 1500, 64
@@ -297,6 +299,7 @@ def off(params: list[Parameter]) -> float:
     return float(torch.cat([(p.detach().float() - 1.5).square().view(-1) for p in params]).mean())
 
 
+@pytest.mark.long(but=2)
 @EACH
 def test_steps_far_below_half_a_unit_train_as_in_float32_and_are_lost_to_nearest(name):
     # Half a unit in the last place of what is between 1 and 2 is 2^-8, four steps of lr; LAMB's are longer.
@@ -325,6 +328,7 @@ def test_ranks_stay_bit_identical_across_the_freeze(name):
     assert not set(first) & set(nearest)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_a_run_through_the_kernels_gives_identical_parameters(name):
     runs = []
@@ -336,6 +340,7 @@ def test_a_run_through_the_kernels_gives_identical_parameters(name):
     assert len(set(runs[0])) == 14
 
 
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("cut", [4, 13])
 @EACH

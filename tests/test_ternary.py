@@ -34,6 +34,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
     return {0: torch.arange(sizes[0]) % 3 > 0}
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -77,6 +78,7 @@ def test_finish_equals_its_twin(scope, norm):
     assert_equal_backends("finish", arguments)
 
 
+@pytest.mark.long(but=26)
 @pytest.mark.kernels
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -101,6 +103,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
         assert_equal_backends("apply_momentum", arguments)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
@@ -194,6 +197,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -222,6 +226,7 @@ def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins
     assert len(set(runs[0][0]["prints"])) == 13  # one step was skipped
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("options", RUNS, ids=str)
 @ADAM_AND_LAMB

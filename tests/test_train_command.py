@@ -180,6 +180,7 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, endless):
     process = endless(tmp_path / "out", records=1)
     process.terminate()

@@ -34,6 +34,7 @@ def counted() -> list:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_the_chosen_variants_have_no_spills_full_width_and_few_enough_instructions(counted):
     _, compress, server = counted[0]
     for v in (compress, server):

@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "dtype", "options"), CASES, ids=str)
 def test_resuming_from_every_step_continues_bit_for_bit(name, dtype, options):
     if name == "ours":
@@ -216,6 +217,7 @@ def read(rank: int, world_size: int, folder: str) -> tuple[Tensor, list[str], di
     return conserved(reader), shared, stats, prints
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 1)])
 @pytest.mark.parametrize("steps", [11, 17], ids=["behind bits", "behind a renewal"])
 def test_on_other_numbers_of_ranks_nothing_is_lost(tmp_path, wrote, reads, steps):

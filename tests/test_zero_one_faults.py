@@ -149,6 +149,7 @@ def overflow(rank: int, world_size: int, place: str, attach: bool) -> dict[str, 
     return {"scales": scales, "prints": prints, "skipped": skipped}
 
 
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("attach", [False, True], ids=["bare", "ddp"])
 @EACH_PLACE
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all_and_parameters_stay_equal(place, attach):

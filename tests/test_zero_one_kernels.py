@@ -20,6 +20,7 @@ pytestmark = pytest.mark.kernels
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_local_step_equals_its_twin(sizes, world_size, dtype):
@@ -86,6 +87,7 @@ def test_rebuild_momentum_equals_its_twin(sizes, world_size):
         assert_equal_backends("rebuild_momentum", make)
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lion_compress_equals_its_twin(sizes, world_size, dtype):
