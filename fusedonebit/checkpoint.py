@@ -186,6 +186,7 @@ def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "algorithm": type(optimizer).__name__,
+        "trained": list(optimizer._list.index_of),
         "phase": optimizer.phase,
         "lines": _keeps_lines(optimizer),
         "updates": optimizer._outcomes.updates,
@@ -304,7 +305,9 @@ def _verified_before_hooks(optimizer: DistributedOptimizer, state_dict: Mapping[
         states = integrity.of_names(by_parameter(optimizer, state_dict), header["names"])
     except (KeyError, IndexError, TypeError, AttributeError):
         return False
-    if len(header["checksums"].get("step", states)) != len(states):
+    groups = state_dict["param_groups"], optimizer.param_groups
+    saved, here = ([len(group["params"]) for group in several] for several in groups)
+    if saved != here:
         return False  # of another model, which a hook may fit to this one
     integrity.verify(optimizer, states, header)
     return True
@@ -373,8 +376,9 @@ def _check(
             "momentum and its variance, what was masked begins with none"
         )
     for i, state in enumerate(states):
-        if not state and not compressed and not _is_own(optimizer, header):
-            continue  # AdamW has none for a parameter that never had a gradient
+        trained = header["trained"] if _is_own(optimizer, header) and "trained" in header else ()
+        if not state and not compressed and optimizer._list.index_of[i] not in trained:
+            continue  # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen
         for key, expected in _shapes(optimizer, i, compressed).items():
             if key not in state and _may_lack(optimizer, key, header):
                 continue

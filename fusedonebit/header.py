@@ -63,6 +63,7 @@ CUT = ("buckets", "inside")
 RULES: dict[str, Rule] = {
     "format": _INT,
     "algorithm": _TEXT,
+    "trained": _list_of(_COUNT),
     "phase": Rule(lambda value: value in _PHASES, f"one of {', '.join(_PHASES)}"),
     "lines": _FLAG,
     "updates": _COUNT,
@@ -156,6 +157,10 @@ def check(optimizer: DistributedOptimizer, header: Mapping[str, Any], own: bool)
         _check_each(header["auto"], AUTO, "auto.")
     if not own:
         return
+    if header.get("trained") and "step" not in header.get("names", ["step"]):
+        raise ValueError(
+            f"the checkpoint's header is damaged: names must have step, got {header['names']}; load another checkpoint"
+        )
     count = len(optimizer._list)
     for key in ("dead_tensors", "missed"):
         if any(index >= count for index in header.get(key, [])):

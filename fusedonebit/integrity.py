@@ -120,14 +120,20 @@ def verify(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
-    _verify_between(optimizer, states, header.get(BETWEEN, []))
-    columns = header.get(CHECKSUMS, {})
-    for key, column in columns.items():
-        if len(column) != len(states):
+    here = optimizer._list.index_of
+    trained = header.get("trained", here)
+    columns_of = {index: column for column, index in enumerate(trained)}
+    places = [columns_of.get(index) for index in here]  # others may have trained
+    if trained == here:
+        _verify_between(optimizer, states, header.get(BETWEEN, []))
+    for key, column in header.get(CHECKSUMS, {}).items():
+        if len(column) != len(trained):
             raise ValueError(
-                f"checkpoint of another model: it has checksums of {len(column)} parameters, this one {len(states)}"
+                f"the checkpoint's header is damaged: it has {len(column)} checksums of {key} for {len(trained)} "
+                f"parameters; {_WAY_OUT}"
             )
-        for i, (state, saved) in enumerate(zip(states, column, strict=True)):
+        for i, (state, place) in enumerate(zip(states, places, strict=True)):
+            saved = None if place is None else column[place]
             if saved is None or not isinstance(state.get(key), Tensor):
                 continue
             part = _part(optimizer, i, key, state[key], header)
