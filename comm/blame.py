@@ -7,11 +7,13 @@ moment for the others' notes, and name those that have left none.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,7 +40,7 @@ class Witness:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store = store = _guarded(lambda: dist.PrefixStore(f"fusedonebit/{group.group_name}", _default_store()))
+        self._store = store = _prefixed_store(group)
         self._serial = 0
         if store is not None:
             _guarded(lambda: self._introduce(store))
@@ -57,58 +59,58 @@ class Witness:
         """
         if self._store is None:
             return ""
-        seen = Seen()
+        seen = Seen(frozenset(range(self.world_size)) - {self.rank})
         here = (collective, number, self._serial)
         finished = _guarded(lambda: self._look_around(here, seen, time.monotonic() + 0.8 * PATIENCE))
-        if finished is None and not seen.anything:
-            return "The process group's store does not answer either: the rank that hosts it (mostly 0) may be dead."
-        return seen.told(here)
+        return seen.told(here, bool(finished))
 
     def _look_around(self, here: Place, seen: Seen, deadline: float) -> bool:
         """Fills ``seen``, until each rank has left a note, or is known to be unable to, or it is late."""
-        store, missing = self._store, set(range(self.world_size)) - {self.rank}
+        store = self._store
         assert store is not None
         store.set(f"failed/{self.rank}", json.dumps(here))
-        while missing:
-            for rank in sorted(missing):
+        while True:
+            for rank in sorted(seen.others - seen.noted.keys()):
                 if store.check([f"failed/{rank}"]):
-                    missing.discard(rank)
-                    seen.gone.pop(rank, None)
                     seen.noted[rank] = tuple(json.loads(store.get(f"failed/{rank}")))
+                    seen.gone.pop(rank, None)
                 elif state := _state_of_process(store.get(f"home/{rank}") if store.check([f"home/{rank}"]) else b""):
                     seen.gone[rank] = state
-            if missing <= seen.gone.keys():
-                break
-            if time.monotonic() > deadline:
-                seen.silent = sorted(missing - seen.gone.keys())
-                break
+            if not seen.silent or time.monotonic() > deadline:
+                return True
             time.sleep(0.05)
-        return True
 
 
 @dataclass
 class Seen:
     """What one failed rank knows of the others."""
 
+    others: frozenset[int]
     gone: dict[int, str] = field(default_factory=dict)
     """What is wrong with the processes of ranks on the same machine."""
-    silent: list[int] = field(default_factory=list)
-    """Ranks that have left no note in time."""
     noted: dict[int, Place] = field(default_factory=dict)
     """Where the others have failed."""
 
     @property
-    def anything(self) -> bool:
-        """Whether there is anything to tell."""
-        return bool(self.gone or self.silent or self.noted)
+    def silent(self) -> list[int]:
+        """Ranks that have left no note so far, and nothing is known to be wrong with."""
+        return sorted(self.others - self.gone.keys() - self.noted.keys())
 
-    def told(self, here: Place) -> str:
-        """Sentences, the surest first. Others fail behind a dead rank, a hop earlier or later: that says nothing."""
+    def told(self, here: Place, finished: bool) -> str:
+        """Sentences, the surest first. Others fail behind a dead rank, a hop earlier or later: that says nothing.
+
+        Args:
+            here: Where this rank has failed.
+            finished: Whether the store has answered to the end.
+        """
         said = [f"Rank {rank} {state}." for rank, state in sorted(self.gone.items())]
-        if self.silent:
-            who = f"Rank {self.silent[0]}" if len(self.silent) == 1 else f"Ranks {', '.join(map(str, self.silent))}"
+        if (silent := self.silent) and (finished or self.gone or self.noted):
+            who = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
             why = "may still wait for this collective" if self.gone else "dead, hanging, busy, or still waiting"
             said.append(f"{who} gave no sign within {PATIENCE:g} s: {why}.")
+        if silent and not finished:
+            who = "the rank that hosts it (mostly 0) may be dead"
+            said.append(f"The process group's store does not answer either: {who}.")
         if not said:
             said = [_elsewhere(rank, there, here) for rank, there in sorted(self.noted.items()) if there != here]
         return " ".join(said)
@@ -117,6 +119,9 @@ class Seen:
 def _elsewhere(rank: int, there: Place, here: Place) -> str:
     of = "of another optimizer" if there[2] != here[2] else f"its collective {there[1]}"
     return f"Rank {rank} failed in {there[0]}, {of}; here it was {here[0]}, collective {here[1]}."
+
+
+_asking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _guarded(call: Callable[[], T]) -> T | None:
@@ -130,16 +135,33 @@ def _guarded(call: Callable[[], T]) -> T | None:
             return
 
     thread = threading.Thread(target=run, daemon=True)
+    _asking.add(thread)
     thread.start()
     thread.join(PATIENCE)
     return results[0] if results else None
 
 
-def _default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+@atexit.register
+def _wait() -> None:
+    # A thread that comes back from the store while Python ends would end the process with SIGABRT.
+    deadline = time.monotonic() + PATIENCE
+    for thread in tuple(_asking):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _prefixed_store(group: dist.ProcessGroup) -> dist.Store | None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"fusedonebit/{group.group_name}", store)
+    except Exception:  # a group that was made without one
+        return None
 
 
 # ---------------------------------------------------------------- processes of the same machine
+
+
+EXITING = 0x4
+"""Of Linux's flags of a process (``PF_EXITING``)."""
 
 
 def _machine() -> str:
@@ -158,9 +180,9 @@ def _state_of_process(home: bytes) -> str:
         return ""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+            state, *numbers = file.read().rpartition(")")[2].split()
+    except (OSError, ValueError):
         return f"has died: its process {pid} is gone"
-    if state in "ZX":
+    if state in "ZX" or int(numbers[5]) & EXITING:  # one that is busy ending has closed its connections already
         return f"has died: its process {pid} is gone"
     return f"is stopped: its process {pid} does not run" if state in "Tt" else ""

@@ -7,6 +7,7 @@ a failed collective into one error that says what was being done.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blame import Witness
+from .lent import lend
 
 
 class CollectiveError(RuntimeError):
@@ -179,31 +181,31 @@ class TorchTransport:
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
         with self._named("all_to_all"):
-            dist.all_to_all_single(received, sent, group=self.group)
+            dist.all_to_all_single(lend(received), lend(sent), group=self.group)
         self.traffic.add(sent.nbytes - sent[0].nbytes)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
         with self._named("all_gather"):
-            _all_gather(gathered, sent, group=self.group)
+            _all_gather(lend(gathered), lend(sent), group=self.group)
         self.traffic.add(sent.nbytes * (self.world_size - 1))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
         with self._named("all_reduce"):
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(lend(tensor), group=self.group)
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``; bytes are counted as a ring sends them, (W-1)/W of ``sent``."""
         with self._named("reduce_scatter"):
-            dist.reduce_scatter_tensor(received, sent, group=self.group)
+            dist.reduce_scatter_tensor(lend(received), lend(sent), group=self.group)
         self.traffic.add(sent.nbytes - received.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
         with self._named("broadcast"):
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            dist.broadcast(lend(tensor), group=self.group, group_src=0)
         self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
@@ -232,6 +234,7 @@ class TorchTransport:
         try:
             yield
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # which hold what was lent
             blame = self._witness.report(collective, number or self.traffic.collectives_total + 1)
             raise failure(collective, self.rank, self.world_size, self.backend, error, blame) from error
 
