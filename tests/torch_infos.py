@@ -109,7 +109,8 @@ def inputs(kind: type, options: dict[str, Any], dtype: torch.dtype | None) -> li
     ]
     if dtype is torch.bfloat16:
         found.append(("master weights", {"master_weights": True}))
-        found.append(("stochastic rounding", {"stochastic_rounding": True}))
+        if kind is not ZeroOneAdam:
+            found.append(("stochastic rounding", {"stochastic_rounding": True}))
     if kind in (OneBitAdam, OneBitLamb):
         found.append(("ternary", {"ternary": True}))
         plain = {"precondition": False, "scale_scope": "global", "scale_norm": "l1", "variance_floor": 0.0}
