@@ -27,8 +27,8 @@ from torch.nn import Parameter
 from fusedonebit import Lamb, MarsitSGD, OneBitAdam, OneBitLion
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter]], Any]] = {
-    "warm-up": lambda params: OneBitAdam(params, 1e-3, freeze_step=1000),
     "lamb": lambda params: Lamb(params, 1e-3),
+    "warm-up": lambda params: OneBitAdam(params, 1e-3, freeze_step=1000),
     "compression": lambda params: OneBitAdam(params, 1e-3, freeze_step=3, guard="off"),
     "marsit": lambda params: MarsitSGD(params, 1e-3, full_precision_every=4),
     "lion": lambda params: OneBitLion(params, 1e-3),
@@ -47,11 +47,11 @@ def train(name: str, steps: int, rank: int, late: bool = False) -> None:
     for step in range(steps):
         set_gradients(params, 1000 * rank + step)
         if late and step == steps - 1:
-            os.environ["LATE_THREADS"] = "100000"
+            os.environ["LATE_THREADS"] = "50000"
             sys.setswitchinterval(1000.0)  # who computes in Python keeps the interpreter's lock
         optimizer.step()
     if late:
-        be_busy(0.5)
+        be_busy(0.2)
 
 
 def be_busy(seconds: float) -> None:
