@@ -203,6 +203,7 @@ def add_group(
     except Exception:
         optimizer.param_groups, optimizer._list = old_groups, old_list
         raise
+    optimizer._block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
     optimizer._build()
     optimizer._outcomes, optimizer._updates = outcomes, updates
     for i, p in enumerate(optimizer._list.owners):
