@@ -247,14 +247,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
             read_once(group)
-            named = numbers(group)
-            taken = {key: named[key] for key in self._hyper_parameters}
+            # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
+            taken = numbers({key: group[key] for key in self._hyper_parameters})
             if isinstance(group["lr"], Tensor) and not self.options.capturable:
                 check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
             if i == len(self._taken):
                 self._taken.append(taken)
             elif not _same(taken, self._taken[i]):
-                self._check_group(named, f"group {i}")
+                self._check_group({**group, **taken}, f"group {i}")
                 self._taken[i] = taken
 
     # ---------------------------------------------------------------- the step
