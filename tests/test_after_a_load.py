@@ -228,6 +228,7 @@ def in_shards(rank: int, world_size: int) -> tuple[str, str, bool]:
     return *told, all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
 
 
+@pytest.mark.long
 def test_of_sharded_parameters_all_shards_are_told():
     ranks = run_ranks(in_shards, 4)
     for kind, text, still in ranks:

@@ -34,6 +34,7 @@ def test_no_number_of_any_kernel_got_worse(printed: str):
     assert "nothing got worse" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", ["preconditioned", "plain"])
 @pytest.mark.parametrize(("name", "limit"), [("1-bit Adam", 24.9), ("1-bit LAMB", 37.1), ("1-bit LAMB, frozen", 24.9)])
 def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, limit: float, numerics: str):
@@ -44,6 +45,7 @@ def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, l
         assert float(counted) <= limit + 8.2 / int(world_size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "limit", "served"),
     [
@@ -61,12 +63,14 @@ def test_steps_of_zero_one_adam_and_lion_are_counted(printed: str, name: str, li
         assert limit - 1 <= float(counted) <= limit + served / int(world_size)
 
 
+@pytest.mark.long
 def test_marsits_operator_moves_less_than_promised_besides_the_read_of_the_local_value(printed: str):
     line = r"^Marsit's operator, per element and hop: ([\d.]+) bytes besides the read of the local value \(limit 0.4\)$"
     (counted,) = re.findall(line, printed, re.MULTILINE)
     assert 0.25 <= float(counted) <= 0.4  # what arrives is read and the result is written, a bit each
 
 
+@pytest.mark.long
 def test_whole_rounds_of_marsit_are_counted(printed: str):
     rounds = re.findall(r"^(Marsit\w+), whole 1-bit round, fp32, M=(\d+): ([\d.]+) bytes", printed, re.MULTILINE)
     assert [tuple(found[:2]) for found in rounds] == [
@@ -79,6 +83,7 @@ def test_whole_rounds_of_marsit_are_counted(printed: str):
         assert floats + bits <= float(counted) <= floats + bits + 0.2
 
 
+@pytest.mark.long
 def test_an_unaligned_kernel_or_a_changed_byte_count_would_be_noticed():
     program = """
 import json

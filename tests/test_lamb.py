@@ -210,6 +210,7 @@ def alone() -> Any:
     return LocalTransport()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_average_by_themselves_in_one_collective_and_stay_bit_identical(world_size):
     results = run_ranks(on_ranks, world_size)

@@ -159,6 +159,7 @@ TALK = ("send", "recv_")
 FULL = {"_allgather_base_": 1, "allreduce_": 1}
 
 
+@pytest.mark.long(but=3)
 @EACH
 @pytest.mark.parametrize(
     ("world_size", "options", "expected"),

@@ -84,6 +84,7 @@ def count_kills(trials: range) -> None:
     assert longest < GROUP_TIMEOUT + PATIENCE + SLACK
 
 
+@pytest.mark.long
 def test_a_rank_killed_while_it_saves_is_named_by_all_others():
     count_kills(range(1))
 

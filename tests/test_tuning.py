@@ -47,6 +47,7 @@ def test_the_chosen_variants_have_no_spills_full_width_and_few_enough_instructio
     assert of_server["issue"] > of_server["memory"]  # as docs/performance.md says
 
 
+@pytest.mark.long
 def test_a_thread_with_more_elements_needs_fewer_instructions_for_each(counted):
     two, four, _ = counted[0]
     assert (two["num_warps"], four["num_warps"]) == (2, 4)
@@ -54,6 +55,7 @@ def test_a_thread_with_more_elements_needs_fewer_instructions_for_each(counted):
     assert two["bytes"] == four["bytes"]
 
 
+@pytest.mark.long
 def test_the_walk_that_was_kept_has_eight_ranks_under_way_and_fewer_instructions(counted):
     walks = counted[2]
     before, kept = walks["one by one"], walks["eight under way"]
@@ -63,6 +65,7 @@ def test_the_walk_that_was_kept_has_eight_ranks_under_way_and_fewer_instructions
     assert (before["ranks_under_way"], kept["ranks_under_way"]) == (1, 8)
 
 
+@pytest.mark.long
 def test_both_tables_are_markdown_with_the_chosen_row_in_bold(counted):
     table, walks = counted[3:]
     assert [line.startswith("| **") for line in table.splitlines()[2:]] == [False, True, True]
