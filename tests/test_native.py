@@ -125,6 +125,25 @@ def test_tensors_that_c_would_misread_are_named():
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("op", "arguments", "at", "name"),
+    [
+        ("momentum_compress", lambda p: p.momentum_arguments(), 3, "compensated"),
+        ("server_reduce", lambda p: p.server_arguments(), 5, "compensated"),
+        ("adam_update", lambda p: p.update_arguments(sums=False), 4, "exp_avg"),
+        ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), -1, "norms"),
+    ],
+    ids=["momentum_compress", "server_reduce", "adam_update", "lamb_update"],
+)
+def test_a_tensor_that_stands_in_for_one_that_is_left_out_is_checked_all_the_same(op, arguments, at, name):
+    arguments = list(arguments(Problem((300,), 1, 128)))
+    other = torch.float64 if arguments[at].dtype == torch.float32 else torch.float32
+    arguments[at] = arguments[at].to(other)
+    with using("native"), pytest.raises(TypeError, match=rf"^{name} must be "):
+        getattr(triton_kernels, op)(*arguments)
+
+
+@needs_compiler
 def test_tensors_that_are_too_short_are_named_before_anything_is_read():
     ways = {
         "live_row": (12, torch.zeros(1, dtype=torch.int32), "block for each chunk"),

@@ -53,8 +53,17 @@ _OF_BLOCKS = [
     "squares",
 ]
 """Tensors that have at least as many elements as there are elements, or blocks, to work on."""
-_OPTIONAL = ("compensated", "server_scale", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "rounding", "unscale")
-"""Tensors that not every call uses; another argument is then passed in their place."""
+_STAND_INS = {
+    "compensated": ("arrived_scales",),
+    "server_scale": ("arrived_scales",),
+    "exp_avg": ("compensated",),
+    "exp_avg_sq": ("compensated", "exp_avg", "exp_avg_scale"),
+    "exp_avg_sq_sums": ("exp_avg", "norms"),
+    "norms": ("largest",),
+    "rounding": ("coef", "values"),
+    "unscale": ("out",),
+}
+"""Of each tensor that not every call uses, the arguments of which one is then passed in its place."""
 _STRIDED = ("flags",)
 """Tensors that are a column of another one; kernels are told the stride."""
 _LEAST_PROGRAMS = 64
@@ -175,8 +184,8 @@ def _check(argument: Argument, tensor: Tensor, least: int, given: Mapping[str, A
     dense = name in _STRIDED or not tensor.dim() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1
     if right and dense and tensor.numel() >= least:
         return
-    if name in _OPTIONAL and any(other is tensor for key, other in given.items() if key != name):
-        return  # another one stands in its place
+    if any(given.get(other) is tensor for other in _STAND_INS.get(name, ())):
+        return  # it is not used; the other one has a check of its own
     if not right:
         raise TypeError(f"{name} must be {argument.dtype}, got {tensor.dtype}")
     if not dense:
