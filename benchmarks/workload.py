@@ -319,7 +319,8 @@ class Workload:
         return partial(ops.rebuild_momentum, *arguments)
 
     def lion_compress(self) -> partial[None]:
-        step, flags = torch.zeros((), device=self.device), torch.zeros(1, dtype=torch.int32, device=self.device)
+        step = torch.zeros((), dtype=torch.int64, device=self.device)
+        flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
             *(self.grads, self.layout.sizes, self.layout.block_size, self._moments()[0], self.coef),
             *(self.block_tensor, self.table.bits, self.table.row, step, self.skip, self._bytes(self.world_size), flags),
