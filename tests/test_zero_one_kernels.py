@@ -128,7 +128,7 @@ def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
         torch.ops.fusedonebit.lion_compress(*arguments)
         return unpack(p.bits.view(-1))[:80_000]
 
-    a, b = ones(3.0), ones(4.0)
+    a, b = ones(3), ones(4)
     print(f"means of coins {a.mean():.4f} {b.mean():.4f}, of their product {(a * b).mean():.4f}")
     assert max(abs(a.mean()), abs(b.mean()), abs((a * b).mean())) < 0.015
 

@@ -216,7 +216,7 @@ def test_lions_vote_is_the_sign_that_packing_gives_where_nothing_is_zero():
     assert np.array_equal(p.bits.numpy(), packed(np.where(p.live, c, 1.0), p.bits))
 
 
-def coins(step: float, line: Tensor) -> Tensor:
+def coins(step: int, line: Tensor) -> Tensor:
     p = Problem((len(line),))
     arguments = lion_arguments(p, step)
     arguments[3].zero_()
@@ -227,9 +227,9 @@ def coins(step: float, line: Tensor) -> Tensor:
 
 def test_coins_do_not_depend_on_the_rank_and_zeros_of_both_signs_are_zeros():
     zeros = torch.zeros(3000)
-    assert same_bits(coins(5.0, zeros), coins(5.0, -zeros))
-    assert not same_bits(coins(5.0, zeros), coins(6.0, zeros))
+    assert same_bits(coins(5, zeros), coins(5, -zeros))
+    assert not same_bits(coins(5, zeros), coins(6, zeros))
     line = zeros.clone()
     line[::7] = -1.0
-    differ = (coins(5.0, zeros) ^ coins(5.0, line)).numpy()
+    differ = (coins(5, zeros) ^ coins(5, line)).numpy()
     assert not np.unpackbits(differ, bitorder="little")[:3000].reshape(-1)[np.arange(3000) % 7 != 0].any()
