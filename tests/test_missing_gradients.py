@@ -356,12 +356,14 @@ def test_a_checkpoint_whose_parameters_share_one_count_goes_on_alike(freeze_step
 # ---------------------------------------------------------------- long runs
 
 
-def far_along(make: Make, updates: int, dtype: torch.dtype = torch.float32) -> tuple[Any, list[Parameter]]:
+def far_along(
+    make: Make, updates: int, dtype: torch.dtype = torch.float32, rank: int = 0
+) -> tuple[Any, list[Parameter]]:
     """An optimizer after so many updates, by its own checkpoint, edited."""
     params = [Parameter(p.detach().to(dtype)) for p in parameters()]
     optimizer = make(params)
     for i, p in enumerate(params):
-        p.grad = gradient(0, 0, i).to(dtype)
+        p.grad = gradient(rank, 0, i).to(dtype)
     optimizer.step()
     saved = optimizer.state_dict()
     rewrite(saved, {"updates": updates, "rounds": updates})
@@ -400,7 +402,7 @@ def test_marsits_random_bits_change_with_every_round(updates):
         ends = []
         for count in (updates, updates + 1):
             make = partial(MarsitSGD, lr=1e-3, full_precision_every=0, process_group=transport)
-            optimizer, params = far_along(make, count)
+            optimizer, params = far_along(make, count, rank=rank)
             for i, p in enumerate(params):
                 p.grad = gradient(rank, 1, i)
             optimizer.step()

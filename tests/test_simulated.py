@@ -146,7 +146,7 @@ def test_an_optimizers_error_is_raised_on_every_simulated_rank():
         p = torch.nn.Parameter(torch.ones(300))
         optimizer = OneBitAdam([p], freeze_step=1, nonfinite="raise", process_group=transport)
         for step in range(3):
-            p.grad = torch.full_like(p, torch.nan if step == 2 and rank == 1 else 1.0)
+            p.grad = torch.full_like(p, torch.nan if step == 2 and rank == 1 else 1.0 + rank)
             try:
                 optimizer.step()
             except NonFiniteGradientError:
