@@ -375,13 +375,13 @@ def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every)
 def test_updates_whose_sum_would_overflow_are_averaged_all_the_same():
     def run(rank: int, transport: Transport) -> Tensor:
         param = Parameter(torch.zeros(10))
-        optimizer = MarsitSGD([param], 1.0, momentum=0.0, full_precision_every=1, process_group=transport)
-        param.grad = torch.full((10,), 2e38)
+        optimizer = MarsitSGD([param], 2.0**64, momentum=0.0, full_precision_every=1, process_group=transport)
+        param.grad = torch.full((10,), (1.25, 1.5)[rank] * 2.0**63)
         optimizer.step()
         return param.detach()
 
-    for param in SimulatedGroup(2).run(run):
-        assert torch.equal(param, torch.full((10,), -2e38))
+    for param in SimulatedGroup(2).run(run):  # of updates 1.25 and 1.5 times 2^127; float32 ends at 2^128
+        assert torch.equal(param, torch.full((10,), -1.375 * 2.0**127))
 
 
 class Watched(SimulatedTransport):
