@@ -6,6 +6,7 @@ With m the momentum, e the workers' residuals, E the servers', after every step
 
 up to rounding, where g_t counts only what was finite; all in units of the momentum, also where it
 is scaled before it is compressed. A skipped step leaves alone what 1-bit LAMB rebuilds gradients from.
+Where no rank has a gradient, no term changes at all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fusedonebit import AbortedStepError, OneBitOptimizer
 WARMUP = 3
 BETA2 = 0.99
 EVENTS = ("fine", "nan", "inf", "many nan", "none", "zero", "large", "broken")
+NOTHING = ("none", "none")
+"""No rank has a gradient of anything: all is left alone, but for what the freeze makes anew."""
 SKIPPING = {"nan", "inf", "many nan", "broken"}
 REBUILDING = ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit", "started")
 """What 1-bit LAMB keeps besides; equal on all ranks."""
@@ -114,11 +117,17 @@ def check(name: str, schedule: Schedule, beta1: float, options: dict) -> list[di
             np.testing.assert_array_equal(before["x"], after["x"])
         else:
             updates += 1
-            assert (before["x"] != after["x"]).any()
+            assert (before["x"] != after["x"]).any() == (events != NOTHING)
         assert [run["updates"][t] for run in runs] == [updates, updates]
         for key in ("x", "m", "v", *REBUILDING):
             np.testing.assert_array_equal(runs[0]["states"][t + 1][key], runs[1]["states"][t + 1][key])
-        worst = np.maximum(worst, imbalance(runs, t, beta1))  # a NaN stays
+        if t and events == NOTHING:
+            starts = (before["started"] != after["started"]).any()
+            for key in set(before).difference(REBUILDING if starts else ()):
+                for run in runs:
+                    np.testing.assert_array_equal(run["states"][t][key], run["states"][t + 1][key], err_msg=key)
+        else:  # the step that freezes turns the momentum into residual, with or without gradients
+            worst = np.maximum(worst, imbalance(runs, t, beta1))  # a NaN stays
     print(f"{name}, {len(schedule)} steps: imbalance, of the terms: {worst:.1e} (limit 3e-7)")
     assert worst <= 3e-7
     return runs
@@ -135,6 +144,9 @@ OPTIONS = {
 PLAIN = {"precondition": False}
 SKIPS_FIRST = [("nan", "fine"), ("fine", "fine"), ("inf", "many nan"), ("fine", "fine")]
 SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "large")]
+LEFT_ALONE = [("fine", "fine"), NOTHING, ("fine", "large"), NOTHING]
+LEFT_ALONE_FIRST = [NOTHING, ("fine", "fine"), ("nan", "none"), NOTHING, ("zero", "none")]
+LEFT_ALONE_LATE = [("nan", "fine"), NOTHING, ("fine", "fine"), ("fine", "fine")]
 
 
 @settings(max_examples=25)
@@ -143,6 +155,8 @@ SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "
 @example(schedule=SKIPS_LATER, beta1=0.9, options={})
 @example(schedule=SKIPS_FIRST, beta1=0.9, options=PLAIN)
 @example(schedule=SKIPS_LATER, beta1=0.9, options=PLAIN | {"ternary": True})
+@example(schedule=LEFT_ALONE, beta1=0.9, options={})
+@example(schedule=LEFT_ALONE_FIRST, beta1=0.9, options=PLAIN)
 def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
 
@@ -161,6 +175,9 @@ def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={}, unit=PLAIN | {"momentum_scaling": False})
 @example(name="onebit-lamb", schedule=SKIPS_FIRST, beta1=0.9, options={}, unit={"precondition": True})
 @example(name="onebit-lamb", schedule=SKIPS_LATER, beta1=0.9, options={"ternary": True}, unit=PLAIN)
+@example(name="onebit-lamb", schedule=LEFT_ALONE, beta1=0.9, options={}, unit=PLAIN)
+@example(name="onebit-lamb", schedule=LEFT_ALONE_FIRST, beta1=0.9, options={}, unit=PLAIN)
+@example(name="onebit-lamb", schedule=LEFT_ALONE_LATE, beta1=0.9, options={}, unit={"precondition": True})
 def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_applied_last(
     name, schedule, beta1, options, unit
 ):
@@ -182,6 +199,10 @@ def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_appl
             assert after["started"].all()
             started = t > 0 and before["started"].all()
             last = before["exp_avg_sq_fresh"] if started else after["v"]
+            if events == NOTHING:
+                np.testing.assert_array_equal(after["exp_avg_sq_fresh"], last)
+                applied = applied * started  # none in bits yet: the next rebuilt gradient holds the whole momentum
+                continue
             g = (after["m"] - beta1 * applied) / (1 - beta1)
             fresh = BETA2 * last.astype(float) + (1 - BETA2) * g * g
             terms = (np.abs(after["m"]) + beta1 * np.abs(applied)) / (1 - beta1)
