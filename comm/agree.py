@@ -67,7 +67,9 @@ def agree(
 
 
 def _describe(error: Exception | None) -> str | None:
-    # Some errors carry no text; their name must do.
+    # Some errors carry no text, or nothing but a key: their name tells more.
+    if isinstance(error, KeyError):
+        return f"KeyError: {error}"
     return None if error is None else str(error) or type(error).__name__
 
 

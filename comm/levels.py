@@ -19,7 +19,7 @@ from .absent import told_by_all
 from .parts import NodeMean
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
-from .wire import Flag, Messages, Word, union
+from .wire import OUT_OF_STEP, Flag, Messages, Word, union
 
 Make = Callable[[FlatLayout, Transport, LiveTable], RoundAllReduce]
 
@@ -129,7 +129,7 @@ class HierarchicalRounds:
         """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
         step, tag = (self._told[:, :-1] != self._told[:1, :-1]).any(0).tolist()
         if step or tag:
-            steps = "number of steps (a rank has skipped or repeated a step())"
+            steps = f"number of steps ({OUT_OF_STEP})"
             return f"{steps if step else 'hyper-parameters'} on ranks of one node"
         return f"on some node: {self.part.describe()}"
 

@@ -164,9 +164,15 @@ def union(flags: Tensor) -> Tensor:
     return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
 
 
+OUT_OF_STEP = (
+    "a rank has skipped or repeated a step(), or its optimizer.zero_grad() has dropped gradients that were made for "
+    "another purpose: model.zero_grad() is for those"
+)
+"""How the numbers of steps come to differ, and the way out."""
+
 _MEANING = {
     Word.MAGIC: "message format",
-    Word.STEP: "number of steps (a rank has skipped or repeated a step())",
+    Word.STEP: f"number of steps ({OUT_OF_STEP})",
     Word.LAYOUT: "parameter layout",
     Word.DIGEST: "digest of the last synchronisation",
     Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
@@ -193,7 +199,7 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
             rank = int(differing[0])
             if word is Word.STEP:
                 first, other = (int(words[r, word]) % 2**32 for r in (0, rank))
-                return f"{first} steps on rank 0, {other} on rank {rank} (a rank has skipped or repeated a step())"
+                return f"{first} steps on rank 0, {other} on rank {rank} ({OUT_OF_STEP})"
             return f"{name}: {int(words[0, word])} on rank 0, {int(words[rank, word])} on rank {rank}"
     return otherwise
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .comm import Flag
+from .comm.wire import OUT_OF_STEP
 from .distributed import DistributedOptimizer
 from .errors import OutOfStepError
 from .marks import Mark, Marks
@@ -118,7 +119,7 @@ class AveragingOptimizer(DistributedOptimizer):
                 ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
                 "(fusedonebit.amp.GradScaler)"
             )
-        return self._say_where("number of steps (a rank has skipped or repeated a step())" if steps else what)
+        return self._say_where(f"number of steps ({OUT_OF_STEP})" if steps else what)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         """One update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""

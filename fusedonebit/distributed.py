@@ -294,7 +294,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or makes them zero. Those that no step has used count as a step that was skipped."""
+        """Drops the gradients, or makes them zero. Those that no step has used count as a step that was skipped.
+
+        Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
+        """
         self._steps.clear(self._list.owners)
         super().zero_grad(set_to_none)
         self._steps.cleared(self._list.owners)

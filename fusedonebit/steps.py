@@ -6,9 +6,8 @@ that consumes it, or when ``zero_grad()`` throws it away and the next step consu
 skipped one. A step on gradients that an earlier step has consumed already does not count: this rank has repeated
 that step.
 
-Sets are told apart by the first gradient that there is: by its tensor, and that tensor's version counter. It may be an
-old one, of a parameter that was not used, beside new ones of others. Where nobody clears gradients by ``zero_grad()``
-between two steps, which takes such away, all of them are looked at.
+Sets are told apart by their tensors and those tensors' version counters. A step looks at all of them: the first may be
+an old one, of a parameter that was not used, beside new ones of others.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class StepCount:
     def __init__(self, owners: Sequence[Tensor], device: torch.device | None) -> None:
         self._total = self._before = 0
         self._known: _Mark | None = _mark(_first(owners))  # of gradients that a step or zero_grad() has dealt with
-        self._all: int | None = None  # of gradients that a step has used where nobody has cleared others before
-        self._consumed = self._cleared = False
+        self._all = 0  # of the gradients that the last step has used
+        self._consumed = False
         self._dropped = False
         self._unsure = False
         self._of_replays = None if device is None else torch.zeros((), dtype=torch.int32, device=device)
@@ -63,13 +62,13 @@ class StepCount:
             Whether it uses gradients that the last one has used.
         """
         first, known = _first(owners), self._all
-        self._all = None if self._cleared else _signature(owners)
+        self._all = _signature(owners)
         fresh = first is not None and not self._is_known(first)
-        repeats = self._consumed and not (self._unsure or first is None or fresh) and known in (None, self._all)
+        repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
         self._before = self._total
         # Who clears what is bad and takes part with nothing has skipped none.
         self._total += (not repeats) + (self._dropped and fresh)
-        self._known, self._consumed, self._cleared, self._dropped = _mark(first), True, False, False
+        self._known, self._consumed, self._dropped = _mark(first), True, False
         self._unsure = given is not None and not _same_memory(owners, given)
         if self._of_replays is not None:
             self._of_replays.fill_(as_word(self._total))
@@ -84,7 +83,7 @@ class StepCount:
     def cleared(self, owners: Sequence[Tensor]) -> None:
         """Called after it; gradients that are zeros now are nothing new."""
         self._known = _mark(_first(owners))
-        self._consumed, self._cleared, self._unsure = False, True, False
+        self._consumed = self._unsure = False
 
     def forget(self) -> None:
         """Called after a step that has raised, and where a graph may have written gradients: judges none of them."""

@@ -21,6 +21,7 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
+from fusedonebit.comm.wire import OUT_OF_STEP
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
 
 SIZES = (300, 0, 128, 1, 513)
@@ -281,7 +282,7 @@ REASONS = [
         Flag.MISMATCH,
         "hyper-parameters (learning rate and the like), as a hash: 7 on rank 0, 8 on rank 1",
     ),
-    ("a_missed_step", Flag.MISMATCH, "3 steps on rank 0, 4 on rank 1 (a rank has skipped or repeated a step())"),
+    ("a_missed_step", Flag.MISMATCH, f"3 steps on rank 0, 4 on rank 1 ({OUT_OF_STEP})"),
 ]
 
 

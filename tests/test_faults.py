@@ -241,7 +241,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
     [
         ("onebit-adam", 1, "step", "number of steps"),
         ("onebit-adam", 2, "layout", "parameter layout"),
-        ("onebit-adam", 6, "step", "7 steps on rank 0, 6 on rank 3 (a rank has skipped or repeated a step())"),
+        ("onebit-adam", 6, "step", "7 steps on rank 0, 6 on rank 3 (a rank has skipped or repeated a step()"),
         ("onebit-adam", 6, "layout", "parameter layout"),
         ("onebit-adam", 6, "server's layout", "a message arrived damaged"),
         ("lamb", 2, "step", "number of steps"),

@@ -23,12 +23,17 @@ def test_ten_random_sequences_on_simulated_ranks(name, sequence):
 def test_random_sequences_on_gloo_ranks(name, world_size):
     """17 for each of nine optimizers on 2 and on 3 ranks, 306 in all."""
 
+    held = 0
+
     @settings(max_examples=17, suppress_health_check=SLOW)
     @given(sequences(world_size))
     def run(sequence: list[tuple]) -> None:
+        nonlocal held
         check(on_gloo(world_size, name, sequence))
+        held += 1
 
     run()
+    print(f"{name} on {world_size} ranks: {held} random sequences held")
 
 
 @pytest.mark.parametrize("name", ["zero-one-adam", "onebit-lion, mean"])
