@@ -127,13 +127,17 @@ class ZeroOneState(AdamUpdate):
             self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
             again = again or skipped
         if again:
-            self._done, self._plan = self._progress(), []
+            self._done, self._plan = self._progress(looking=False), []
 
-    def _progress(self) -> Progress:
-        """What was done, without the rounds that were skipped, as far as this rank knows."""
+    def _progress(self, looking: bool = True) -> Progress:
+        """What was done, without the rounds that were skipped, as far as this rank knows.
+
+        Not ``looking``: as far as all ranks know. Only that may decide which round comes next.
+        """
         done = self._confirmed
         for attempt, this in self._unsettled:
-            done = done.without(this) if self._outcomes.seems_skipped(attempt) else done.after(this, this.steps)
+            skipped = looking and self._outcomes.seems_skipped(attempt)
+            done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD, ZeroOneAdam, amp, policies
 from fusedonebit.comm import SimulatedGroup
+from fusedonebit.telemetry import HostMirror
 
 SHAPES = ((30, 11), (77,))
 
@@ -149,3 +151,27 @@ def test_rounds_that_end_at_multiples_of_a_number_of_calls_do_so_also_after_skip
         return together, True
 
     assert {6, 12, 18, 24} <= set(simulate(job)[0])
+
+
+ZERO_ONE = {
+    "variance_policy": policies.DoublingVariance(scaler=2),
+    "sync_policy": policies.DoublingRounds(after=4, scaler=2, most=4),
+}
+
+
+@QUIET
+@pytest.mark.parametrize("make", [partial(MarsitSGD, full_precision_every=4), partial(ZeroOneAdam, **ZERO_ONE)])
+def test_ranks_agree_on_rounds_though_one_has_looked_early(make):
+    """On CUDA flags arrive a step late; ``stats()`` waits for them."""
+
+    def job(rank: int, transport: Any, looking: bool) -> tuple[list[str], bool]:
+        run = Run(rank, partial(make, process_group=transport), True)
+        run.optimizer._outcomes._mirror = HostMirror(run.optimizer.device, depth=1)
+        for call in range(24):
+            run.step(call, call in (0, 1, 2, 5, 6))
+            if looking and rank == 0:
+                run.optimizer.stats()
+        return run.phases, True
+
+    alone = simulate(lambda rank, transport: job(rank, transport, False))
+    assert simulate(lambda rank, transport: job(rank, transport, True)) == alone
