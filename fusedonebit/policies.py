@@ -52,7 +52,10 @@ class Round(NamedTuple):
 
 
 class VariancePolicy(Protocol):
-    """Decides in which rounds gradients are averaged in full precision, to renew the variance."""
+    """Decides in which rounds gradients are averaged in full precision, to renew the variance.
+
+    A first renewal that was skipped is made up for, whatever the policy says: without a variance nothing moves.
+    """
 
     def renews(self, done: Progress) -> bool:
         """Whether the round that begins does; it is of one step then."""
@@ -246,7 +249,8 @@ def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Ro
     renews = variance.renews(done)
     if not isinstance(renews, bool):
         raise ValueError(f"variance_policy must answer with True or False, got {renews!r} for {done}")
-    if renews:
+    if renews or (done.skipped and not done.renewals):
+        # On CUDA another round may have gone by before it was known that there is no variance after the first.
         return Round(renews=True, steps=1)
     if done.renewals == 0:
         raise RuntimeError(
