@@ -18,7 +18,7 @@ def count(*arguments: str, within: float) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("cc"), reason="needs a C compiler: install gcc or clang"
 )
