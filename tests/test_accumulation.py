@@ -84,7 +84,7 @@ def teacher_forced(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @ADAM_AND_LAMB
 def test_four_micro_batches_are_one_batch_four_times_as_large(name):
     for seen in run_ranks(teacher_forced, 2, name):

@@ -146,7 +146,7 @@ def check_skips(world_size: int, name: str, options: dict, steps: int, overflows
     assert {a < b for a, b in pairwise(scales) if a != b} == {True, False}  # it has gone down and up
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"), [("onebit-adam", {}), ("onebit-adam", {"ternary": True}), ("onebit-lamb", {})]
 )

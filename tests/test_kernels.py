@@ -246,6 +246,7 @@ def train(
     return [p.detach() for p in params]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     "options",

@@ -176,6 +176,7 @@ def test_a_comparison_is_paired_and_one_sided():
     assert comparison(runs, "a", "c", "mlp") is None
 
 
+@pytest.mark.long
 def test_one_scale_throws_the_small_coordinate_of_a_bowl_out_and_ours_does_not():
     adam, l2, _, ours = (toys.bowl(numerics) for numerics in toys.BOWL.values())
     at = toys.BOWL_WARM_UP

@@ -175,7 +175,7 @@ def moves_beside_a_quiet_layer(quiet: int, options: dict) -> tuple[float, float,
     return moved[0], moved[1], optimizer.stats()["skipped_steps"]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
 def test_a_layer_that_is_quiet_at_the_freeze_and_wakes_up_disturbs_nobody(options):
     usual, _, _ = moves_beside_a_quiet_layer(0, options)

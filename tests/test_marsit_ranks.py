@@ -161,7 +161,7 @@ LOOK = {"_allgather_base_": 1}
 """Whether all ranks' first gradients are the same; once."""
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @EACH
 @pytest.mark.parametrize(
     ("world_size", "options", "expected"),

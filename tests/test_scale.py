@@ -182,6 +182,7 @@ def test_ranks_that_disagree_get_one_ranks_facts_and_one_line_of_each_other():
     assert disagreeing(16) <= 16 * 400
 
 
+@pytest.mark.long
 def test_the_picture_draws(tmp_path):
     predicted = [predict(model.transformer(p), w, "adam") for p in (1e6, 1e9) for w in (2, 64, 1024, 16384)]
     run = [{"optimizer": "adam", "parameters": 1e6, "state_bytes": 1e7}]

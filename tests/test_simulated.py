@@ -46,7 +46,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_simulated_ranks_compute_the_same_bits_as_gloo_ranks(name, world_size):

@@ -328,7 +328,7 @@ def test_ranks_stay_bit_identical_across_the_freeze(name):
     assert not set(first) & set(nearest)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_a_run_through_the_kernels_gives_identical_parameters(name):
     runs = []
