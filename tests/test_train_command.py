@@ -128,6 +128,8 @@ def endless(text: Path) -> Iterator[Callable[[Path, int], subprocess.Popen[str]]
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell's background jobs ignore Ctrl-C, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         deadline = time.monotonic() + 120
