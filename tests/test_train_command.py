@@ -172,7 +172,7 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
     out = tmp_path / "out"
     process = endless(out, records=5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "interrupted" in errors
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path
 def test_a_terminated_launcher_takes_its_ranks_along(tmp_path: Path, endless):
     process = endless(tmp_path / "out", records=1)
     process.terminate()
-    process.communicate(timeout=120)
+    process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     deadline = time.monotonic() + 10
     while running(process.pid):
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, endless):
     process = endless(tmp_path / "out", records=1)
     children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    process.communicate(timeout=120)
+    process.communicate(timeout=30)
     assert process.returncode == 1
 
 
