@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import OneBitLion, ZeroOneAdam
-from fusedonebit.policies import DoublingVariance, Progress
+from fusedonebit.optim.policies import DoublingVariance, Progress
 from fusedonebit.triton_kernels import using
 
 from . import deepspeed_peer

@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from fusedonebit.lab.tasks import TASKS
+from fusedonebit.apps.lab.tasks import TASKS
 
 from . import network, round_signs
 

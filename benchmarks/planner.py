@@ -1,6 +1,6 @@
 """The planner against published times: ``python -m benchmarks.planner`` writes docs/planner.md's tables and picture.
 
-Nothing is measured here: what was measured is in ``fusedonebit.plan.readings``.
+Nothing is measured here: what was measured is in ``fusedonebit.apps.plan.readings``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from fusedonebit.plan import Network
-from fusedonebit.plan.costs import all_reduce, all_to_all, flat
-from fusedonebit.plan.fit import (
+from fusedonebit.apps.plan import Network
+from fusedonebit.apps.plan.costs import all_reduce, all_to_all, flat
+from fusedonebit.apps.plan.fit import (
     CLUSTERS,
     SPLITS,
     Prediction,
@@ -28,8 +28,8 @@ from fusedonebit.plan.fit import (
     summarise,
     unfitted,
 )
-from fusedonebit.plan.plot import draw
-from fusedonebit.plan.readings import (
+from fusedonebit.apps.plan.plot import draw
+from fusedonebit.apps.plan.readings import (
     ALL_REDUCE_256,
     ALL_TO_ALL_64_H800,
     ALL_TO_ALL_128,
@@ -40,7 +40,7 @@ from fusedonebit.plan.readings import (
     TABLE_2,
     V100_64,
 )
-from fusedonebit.plan.report import Plan, duration
+from fusedonebit.apps.plan.report import Plan, duration
 
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 PICTURE = PAGE.with_suffix(".png")

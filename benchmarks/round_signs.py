@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedonebit.apps.lab.baseline_reducers import Cascading, ErrorFeedback, MajorityVote, StochasticSign
+from fusedonebit.apps.lab.run import Key, Worker, begin
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, Transport
-from fusedonebit.comm.baselines import Cascading, ErrorFeedback, MajorityVote, StochasticSign
 from fusedonebit.comm.rounds import RoundAllReduce
-from fusedonebit.lab.run import Key, Worker, begin
 
 WORKERS, EVERY = 3, 10
 

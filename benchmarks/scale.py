@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import OneBitAdam, OneBitLamb
-from fusedonebit.plan import Network
+from fusedonebit.apps.plan import Network
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 
 from . import scale_model as model

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusedonebit.apps.plan.costs import METHODS, Network
 from fusedonebit.comm import Messages
-from fusedonebit.comm.wire import HEADER_BYTES
-from fusedonebit.plan.costs import METHODS, Network
+from fusedonebit.comm.message import HEADER_BYTES
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
-from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
+from fusedonebit.comm.message import CHECKED, Flag, Messages, Word
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
 from fusedonebit.triton_kernels.marsit_twins import threshold_of
 

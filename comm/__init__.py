@@ -8,18 +8,18 @@ by its own name.
 
 from __future__ import annotations
 
-from .agree import DisagreementError, agree, checksum
+from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
-from .hierarchy import HierarchicalAllReduce
-from .hops import Topology
-from .levels import HierarchicalRounds
+from .hierarchical import HierarchicalAllReduce
+from .hierarchical_rounds import HierarchicalRounds
 from .marsit import MarsitAllReduce
+from .message import Flag, Messages, Word, describe_mismatch
+from .ring_topology import Topology
 from .shards import ShardGroup
+from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
-from .votes import SignVote
-from .wire import Flag, Messages, Word, describe_mismatch
 
 __all__ = [
     "BucketedAllReduce",

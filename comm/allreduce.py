@@ -31,9 +31,9 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback
+from .message import Flag, Messages, Word, agreed_flags, digest
 from .transport import LocalTransport, Transport
-from .wire import Flag, Messages, Word, agreed_flags, digest
 
 
 class CompressedAllReduce:

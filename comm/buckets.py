@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
-from .parts import PartedAllReduce, pieces_of
+from .partition import PartedAllReduce, pieces_of
 from .transport import LocalTransport, Transport
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
 from ..triton_kernels.marsit_twins import hashed, threshold_of
-from .hops import TOPOLOGIES, Stage, Topology, stages
+from .message import CHECKED, Flag, Messages, Word, agreed_flags, layout_word, union
+from .ring_topology import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
-from .wire import CHECKED, Flag, Messages, Word, agreed_flags, layout_word, union
 
 
 class MarsitAllReduce(RoundAllReduce):

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
 from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
+from .message import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 from .transport import CollectiveError, LocalTransport, Transport
-from .wire import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 
 Prepare = Callable[[slice], None]
 """Adds this worker's update to ``compensated`` and writes its signs, for some chunks: ``RoundAllReduce.add``."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .agree import Fact, agree
+from .agreement import Fact, agree
+from .message import Flag, union
 from .transport import LocalTransport, Transport
-from .wire import Flag, union
 
 
 class ShardGroup:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .blame import Witness
-from .lent import lend
+from .failure_diagnosis import Witness
+from .in_flight import lend
 
 
 class CollectiveError(RuntimeError):

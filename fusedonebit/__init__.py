@@ -10,21 +10,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import amp, baselines, ddp, policies
-from .adam import OneBitAdam
-from .buffers import broadcast_buffers
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
-from .lamb import Lamb
-from .marsit import MarsitAdam, MarsitSGD
-from .onebit import OneBitOptimizer
-from .onebit_lamb import OneBitLamb
-from .onebit_lion import OneBitLion
-from .recording import Recorder
-from .zero_one_adam import ZeroOneAdam
+from .integrations import amp, ddp
+from .integrations.buffers import broadcast_buffers
+from .integrations.recording import Recorder
+from .optim import policies
+from .optim.adam import OneBitAdam
+from .optim.lamb import Lamb
+from .optim.lion import OneBitLion
+from .optim.marsit import MarsitAdam, MarsitSGD
+from .optim.onebit_lamb import OneBitLamb
+from .optim.two_stage import OneBitOptimizer
+from .optim.zero_one import ZeroOneAdam
 
 if TYPE_CHECKING:
-    from . import dcp, migrate, plan
+    from .checkpoint import dcp
 
 __version__ = "0.1.0"
 
@@ -47,20 +48,17 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "amp",
-    "baselines",
     "broadcast_buffers",
     "dcp",
     "ddp",
-    "migrate",
-    "plan",
     "policies",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what not every program needs when it is asked for: dcp alone takes a second."""
-    if name in ("dcp", "migrate", "plan"):
-        return import_module(f".{name}", __name__)
+    """Import ``dcp`` when it is asked for: it takes a second."""
+    if name == "dcp":
+        return import_module(".checkpoint.dcp", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -132,8 +132,8 @@ def _check_text(block: Block) -> None:
 
 
 def _check_config(block: Block) -> None:
-    from fusedonebit.migrate.config import Config, Fate
-    from fusedonebit.migrate.script import translate
+    from fusedonebit.apps.migrate.config import Config, Fate
+    from fusedonebit.apps.migrate.script import translate
 
     config = Config(json.loads(block.text), str(block))
     translate(config, "recommended")

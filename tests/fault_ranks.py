@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from fusedonebit import CollectiveError, MarsitSGD, OneBitAdam
 from fusedonebit.comm import TorchTransport
 from fusedonebit.comm.transport import Pending
-from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 WORLD_SIZE = 4
 STEPS = 9

@@ -6,7 +6,7 @@ import torch
 from reference_ops import Problem
 from torch import Tensor
 
-from fusedonebit.comm.wire import CHECKED, Flag, Messages, Word
+from fusedonebit.comm.message import CHECKED, Flag, Messages, Word
 from fusedonebit.triton_kernels import FlatLayout
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))

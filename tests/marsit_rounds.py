@@ -16,8 +16,8 @@ from fusedonebit import (
     MarsitAdam,
     MarsitSGD,
 )
-from fusedonebit.rounds import RoundOptimizer
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
+from fusedonebit.optim.rounds import RoundOptimizer
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)

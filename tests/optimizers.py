@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, OneBitOptimizer, ZeroOneAdam
-from fusedonebit.policies import DoublingRounds, DoublingVariance
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
 
 ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
     "onebit-adam": OneBitAdam,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedonebit
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.policies import DoublingRounds
+from fusedonebit.optim.policies import DoublingRounds
 
 MAKE: dict[str, Callable[..., Any]] = {
     "onebit-adam": lambda p, **more: OneBitAdam(p, freeze_step=2, guard="off", **more),

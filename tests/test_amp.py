@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, amp
-from fusedonebit.checkpoint import header_of
-from fusedonebit.distributed import DistributedOptimizer
-from fusedonebit.sharding import local
+from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.sharding import local
 
 STEPS, FREEZE = 200, 60
 WARMUP_OVERFLOWS = (0, 5, 6, 20, 33, 47)

@@ -11,7 +11,8 @@ import torch
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct
 from torch.nn import Parameter
 
-from fusedonebit import OneBitAdam, OneBitLamb, construction
+from fusedonebit import OneBitAdam, OneBitLamb
+from fusedonebit.core import consensus as construction
 
 
 def make(*shapes: tuple[int, ...]) -> list[Parameter]:

@@ -16,10 +16,10 @@ from ranks import WORLD_SIZES, run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
+from fusedonebit.apps.lab.baseline_reducers import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
+from fusedonebit.apps.lab.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
+from fusedonebit.apps.lab.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.comm.baselines import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
-from fusedonebit.comm.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
 from fusedonebit.triton_kernels import FlatLayout
 
 KINDS: dict[str, type[HopBaseline]] = {

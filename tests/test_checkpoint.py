@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.checkpoint import header_of
-from fusedonebit.sharding import local
+from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.core.sharding import local
 
 SHAPES = [(33, 40), (7,), (1,), (), (0,), (1500,)]
 STEPS = 16

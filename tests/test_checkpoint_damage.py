@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, dcp
-from fusedonebit.checkpoint import KEY, forget_checksums
+from fusedonebit.checkpoint.state_dict import KEY, forget_checksums
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.distributed import DistributedOptimizer
-from fusedonebit.policies import DoublingRounds
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.optim.policies import DoublingRounds
 
 RANKS = 2
 ROUNDS = DoublingRounds(after=3, scaler=2, most=4)

@@ -13,8 +13,8 @@ from ranks import run_ranks
 from test_checkpoint import make, saved_state, step_once, through_a_file
 from torch import Tensor
 
-from fusedonebit.checkpoint import KEY, forget_checksums, header_of
-from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.checkpoint.state_dict import KEY, forget_checksums, header_of
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 
 def load_wrong(

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fusedonebit import CollectiveError, OneBitAdam, OneBitLamb, ZeroOneAdam, dcp
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.distributed import DistributedOptimizer
-from fusedonebit.policies import EveryStep
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.optim.policies import EveryStep
 
 GROUP_TIMEOUT = 60.0
 WITHIN = 25.0  # seconds, on a machine busy with all else; far below the group's timeout

@@ -21,7 +21,7 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.wire import OUT_OF_STEP
+from fusedonebit.comm.message import OUT_OF_STEP
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
 
 SIZES = (300, 0, 128, 1, 513)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedonebit.cli import main
-from fusedonebit.lab.report import table, verdicts
-from fusedonebit.train import data
+from fusedonebit.apps.cli import main
+from fusedonebit.apps.lab.report import table, verdicts
+from fusedonebit.apps.train import data
 
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
 PLAN = ["plan", "--params", "340M", "--gpus", "256", "--gpus-per-node", "4", "--network", "4.1Gbps"]

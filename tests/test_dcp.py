@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedonebit import FusedOneBitWarning, MarsitSGD, OneBitAdam, OneBitLamb, dcp
-from fusedonebit.distributed import DistributedOptimizer
-from fusedonebit.sharding import local
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.sharding import local
 
 FREEZE = 10
 BATCH = 48  # of all ranks together: 1, 2, 3 and 4 divide it

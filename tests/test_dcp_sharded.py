@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fusedonebit import OneBitAdam, OneBitLamb, dcp
-from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 SHARDS = 2
 KINDS = {"adam": OneBitAdam, "lamb": OneBitLamb}

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from fusedonebit.policies import DoublingVariance
+from fusedonebit.optim.policies import DoublingVariance
 
 DATA = Path(__file__).parent / "data"
 

@@ -17,7 +17,7 @@ MINUTES = 3
 @pytest.mark.timeout(600)
 def test_the_demo_trains_300_steps_in_3_minutes_and_ends_within_3_percent_of_adamw(tmp_path: Path):
     began = time.monotonic()
-    train = [sys.executable, "-m", "fusedonebit.cli", "train", "--nproc", "2"]
+    train = [sys.executable, "-m", "fusedonebit", "train", "--nproc", "2"]
     subprocess.run([*train, "--compare", "adamw,onebit-adam", "--out", str(tmp_path)], check=True)
     seconds = time.monotonic() - began
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -37,7 +37,7 @@ SEEDS = (0, 1, 2)
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_1_bit_lamb_ends_within_2_percent_of_lamb_at_8_times_the_demos_batch(tmp_path: Path):
-    train = [sys.executable, "-m", "fusedonebit.cli", "train", "--nproc", "2", *LARGE_BATCH]
+    train = [sys.executable, "-m", "fusedonebit", "train", "--nproc", "2", *LARGE_BATCH]
     for seed in SEEDS:
         out = tmp_path / str(seed)
         names = "lamb,onebit-lamb,onebit-lamb-frozen"

@@ -21,8 +21,8 @@ import test_readme
 import torch
 from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands, words
 
-from fusedonebit import cli
-from fusedonebit.train import launch
+from fusedonebit.apps import cli
+from fusedonebit.apps.train import launch
 
 BLOCKS = {path: blocks_of(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES}
 COMMANDS = [
@@ -53,7 +53,7 @@ def how(command: str) -> str:
     name, *arguments = words(command)
     if name == "fusedonebit" and arguments:
         return {"plan": "run", "train": "run in full", "lab": "run in full"}.get(arguments[0], "parsed")
-    if name == "torchrun" and "fusedonebit.cli" in arguments:
+    if name == "torchrun" and "fusedonebit.apps.cli" in arguments:
         return "run in full"
     return "the reader's" if name in ("git", "cd") else "parsed"
 
@@ -192,7 +192,7 @@ def _check_fusedonebit(arguments: list[str], parse: Callable[..., argparse.Names
         arguments = arguments[: arguments.index(">")]
     given = parse(cli.main, arguments)
     if given.command == "lab":
-        from fusedonebit.lab import contenders, tasks
+        from fusedonebit.apps.lab import contenders, tasks
 
         for names, known in ((given.tasks, tasks.TASKS), (given.optimizers, contenders.CONTENDERS)):
             assert set(names.split(",") if names else ()) <= set(known)
@@ -247,7 +247,7 @@ def test_a_command_is_understood_by_what_it_calls(
 
         given = get_args_parser().parse_args(arguments)
         if given.module:
-            assert given.training_script == "fusedonebit.cli"
+            assert given.training_script == "fusedonebit.apps.cli"
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun's
             monkeypatch.setenv("WORLD_SIZE", given.nproc_per_node)
             _check_fusedonebit(given.training_script_args, parse, monkeypatch)
@@ -272,7 +272,7 @@ def test_a_command_is_understood_by_what_it_calls(
 @pytest.mark.parametrize("command", [line for _, line in COMMANDS if how(line) == "run in full"])
 def test_a_training_command_runs(command: str, at_hand: Path):
     name, *arguments = words(command)
-    launcher = [*TORCHRUN] if name == "torchrun" else [sys.executable, "-m", "fusedonebit.cli"]
+    launcher = [*TORCHRUN] if name == "torchrun" else [sys.executable, "-m", "fusedonebit"]
     fast = FAST if "train" in arguments else []
     result = subprocess.run([*launcher, *arguments, *fast], capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr

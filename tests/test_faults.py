@@ -19,7 +19,7 @@ from observe import fingerprint
 
 from fusedonebit import CollectiveError, Lamb, OutOfStepError
 from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
-from fusedonebit.comm.blame import PATIENCE
+from fusedonebit.comm.failure_diagnosis import PATIENCE
 from fusedonebit.triton_kernels import FlatLayout
 
 SLACK = 2.0  # of a busy machine

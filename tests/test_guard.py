@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitOptimizer
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.telemetry import HostMirror
+from fusedonebit.core.telemetry import HostMirror
 
 FREEZE, REWARM = 20, 10
 SPIKE = 1e4

@@ -10,7 +10,7 @@ from backends import assert_equal_backends, bits_of, problem, tensors
 
 from fusedonebit import triton_kernels
 from fusedonebit.comm import CompressedAllReduce, SimulatedGroup
-from fusedonebit.comm.wire import Flag
+from fusedonebit.comm.message import Flag
 from fusedonebit.triton_kernels import FlatLayout, using
 
 

@@ -12,7 +12,7 @@ from optimizers import MAKE
 from torch import Tensor, nn
 
 from fusedonebit import DisagreementError, ZeroOneAdam
-from fusedonebit.checkpoint import header_of
+from fusedonebit.checkpoint.state_dict import header_of
 from fusedonebit.comm import SimulatedGroup
 
 EACH = pytest.mark.parametrize("name", MAKE)

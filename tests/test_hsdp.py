@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 import fusedonebit
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
 
 SHAPES = ((40, 30), (7,), (1, 33), (3, 5, 7), (129, 40), (6, 5))
 DEAD, HALF_DEAD, SPARSE, TINY = 5, 3, 0, 1

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, baselines
+from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb
+from fusedonebit.apps.lab import baselines
 
 SHAPES = ((8, 30), (5,), (1, 7))
 

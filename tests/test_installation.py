@@ -20,8 +20,10 @@ LEFT_BEHIND = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "runs", "*.egg-info", ".*_cache", ".hypothesis", "__pycache__", "peers"
 )
 ALL = """
-import fusedonebit.comm.mpi, fusedonebit.triton_kernels.native, fusedonebit.lab.tasks, fusedonebit.migrate.script
-import fusedonebit.plan.costs, fusedonebit.report.page, fusedonebit.train.run, fusedonebit.cli
+import fusedonebit.comm.mpi, fusedonebit.triton_kernels.native
+from fusedonebit.apps import cli
+import fusedonebit.apps.lab.tasks, fusedonebit.apps.migrate.script, fusedonebit.apps.train.run
+import fusedonebit.apps.plan.costs, fusedonebit.apps.report.page
 from fusedonebit.triton_kernels import native
 assert native.declarations()
 print(fusedonebit.__file__)
@@ -73,10 +75,11 @@ NAMED = """
 import sys, fusedonebit
 slow = {"torch.distributed.checkpoint", "torch._dynamo", "triton", "matplotlib", "rich"} & set(sys.modules)
 assert not slow, slow
-assert {"dcp", "migrate", "baselines", "plan", "Recorder"} <= set(dir(fusedonebit))
-fusedonebit.dcp.save, fusedonebit.dcp.load, fusedonebit.migrate.load_deepspeed, fusedonebit.baselines.BaselineAdam
+assert {"dcp", "ddp", "amp", "policies", "Recorder"} <= set(dir(fusedonebit))
+assert not hasattr(fusedonebit, "apps"), "an application was imported"
+fusedonebit.dcp.save, fusedonebit.dcp.load
 fusedonebit.ddp.attach, fusedonebit.amp.GradScaler, fusedonebit.policies.DoublingRounds, fusedonebit.Recorder
-fusedonebit.plan.cost, fusedonebit.comm.CompressedAllReduce, fusedonebit.triton_kernels.using
+fusedonebit.comm.CompressedAllReduce, fusedonebit.triton_kernels.using
 try:
     fusedonebit.nothing
 except AttributeError as error:
@@ -117,7 +120,7 @@ def test_every_way_to_install_it_brings_all_of_it(how: str, clone: Path, python:
             "--nproc-per-node",
             "2",
             "-m",
-            "fusedonebit.cli",
+            "fusedonebit.apps.cli",
             "train",
         )
         small = ("--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--steps", "4", "--freeze-step", "2")

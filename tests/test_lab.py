@@ -13,13 +13,13 @@ import torch
 from ranks import run_ranks
 
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.baselines import AGGREGATIONS
+from fusedonebit.apps.lab import run as lab
+from fusedonebit.apps.lab import toys
+from fusedonebit.apps.lab.baselines import AGGREGATIONS
+from fusedonebit.apps.lab.contenders import CONTENDERS
+from fusedonebit.apps.lab.report import comparison, table
+from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import make_transport
-from fusedonebit.lab import run as lab
-from fusedonebit.lab import toys
-from fusedonebit.lab.contenders import CONTENDERS
-from fusedonebit.lab.report import comparison, table
-from fusedonebit.lab.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_the_table_has_means_and_what_diverged():
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "fusedonebit.cli", "lab", *arguments]
+    run = [sys.executable, "-m", "fusedonebit", "lab", *arguments]
     return subprocess.run(run, capture_output=True, text=True, timeout=120)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedonebit.lab.report import comparison, named, verdicts
-from fusedonebit.lab.tasks import TASKS
+from fusedonebit.apps.lab.report import comparison, named, verdicts
+from fusedonebit.apps.lab.tasks import TASKS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "lab"
 RUNS = named([json.loads(line) for line in (RESULTS / "runs.jsonl").read_text().splitlines()])

@@ -20,8 +20,8 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.rounds import RoundOptimizer
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
+from fusedonebit.optim.rounds import RoundOptimizer
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)

@@ -17,8 +17,8 @@ from fusedonebit import (
     MarsitSGD,
 )
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.rounds import RoundOptimizer
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
+from fusedonebit.optim.rounds import RoundOptimizer
 
 STEPS = 16
 

@@ -16,13 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import (
-    DisagreementError,
-    MarsitAdam,
-    MarsitSGD,
-    amp,
-    ddp,
-)
+from fusedonebit import DisagreementError, MarsitAdam, MarsitSGD, amp, ddp
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Transport
 from fusedonebit.triton_kernels import FlatLayout
 

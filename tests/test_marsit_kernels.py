@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, SimulatedTransport
-from fusedonebit.comm.wire import CHECKED, Flag, Word
+from fusedonebit.comm.message import CHECKED, Flag, Word
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
 from fusedonebit.triton_kernels.marsit_twins import NONFINITE, bernoulli, threshold_of
 

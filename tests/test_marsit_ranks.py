@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.rounds import RoundOptimizer
+from fusedonebit.optim.rounds import RoundOptimizer
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import marsit
-from fusedonebit.lab.run import Key, run
+from fusedonebit.apps.lab.run import Key, run
 
 RUNS = marsit.records()
 DIGITS = ("mlp", "resnet", "vgg")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitAdam, amp
-from fusedonebit.distributed import DistributedOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])

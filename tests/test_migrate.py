@@ -17,9 +17,9 @@ import torch
 
 import fusedonebit
 from benchmarks import deepspeed_peer
-from fusedonebit.cli import main
-from fusedonebit.migrate.config import Config, Fate, InputError
-from fusedonebit.migrate.script import translate
+from fusedonebit.apps.cli import main
+from fusedonebit.apps.migrate.config import Config, Fate, InputError
+from fusedonebit.apps.migrate.script import translate
 
 FOLDER = Path(__file__).parent / "data" / "deepspeed_configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.json"))

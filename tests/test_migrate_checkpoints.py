@@ -1,4 +1,4 @@
-"""``fusedonebit.migrate.load_deepspeed``: DeepSpeed's checkpoints are gone on from."""
+"""``fusedonebit.apps.migrate.load_deepspeed``: DeepSpeed's checkpoints are gone on from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ranks import run_ranks
 import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb
-from fusedonebit.migrate import Taken, load_deepspeed
-from fusedonebit.policies import EveryStep
+from fusedonebit.apps.migrate import Taken, load_deepspeed
+from fusedonebit.optim.policies import EveryStep
 
 FREEZE = 6  # DeepSpeed's: five updates before it
 RESIDUALS = "residuals of compression, which DeepSpeed itself drops"

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedonebit
-from fusedonebit.cli import main
+from fusedonebit.apps.cli import main
 
 FOLDER = Path(__file__).parent / "data" / "deepspeed_configs"
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.policies import DoublingRounds, DoublingVariance, EveryStep
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep
 
 SHAPES = [(31, 17), (5,), (), (3000,), (70, 40)]
 FREEZE = 3

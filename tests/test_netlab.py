@@ -10,7 +10,7 @@ import pytest
 from benchmarks import network
 from benchmarks.netlab import model, split
 from benchmarks.netlab.split import Turn
-from fusedonebit.plan.costs import all_reduce
+from fusedonebit.apps.plan.costs import all_reduce
 
 LATENCIES = {"all_reduce": 4e-4, "all_gather": 2e-4, "all_to_all": 2e-4, "exchange": 1e-4}
 PARAMETERS, HOSTS = 2_400_000, 4

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fusedonebit import CollectiveError, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.policies import EveryStep
+from fusedonebit.optim.policies import EveryStep
 
 ODD = [None, "abc", -1, float("nan"), [], {}, object(), 1e308, True, torch.ones(3)]
 ARGUMENTS: dict[Callable[..., Any], tuple[dict[str, Any], str]] = {

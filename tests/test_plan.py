@@ -13,15 +13,15 @@ from torch.nn import Parameter
 
 from benchmarks import planner
 from fusedonebit import MarsitAdam, MarsitSGD
-from fusedonebit.cli import main
+from fusedonebit.apps.cli import main
+from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, cost
+from fusedonebit.apps.plan.costs import all_reduce, column_links, has_torus, row_links, tree_share
+from fusedonebit.apps.plan.fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
+from fusedonebit.apps.plan.readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
+from fusedonebit.apps.plan.report import Plan
+from fusedonebit.apps.plan.units import parse_bandwidth, parse_count
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.comm.hops import TOPOLOGIES, stages
-from fusedonebit.plan import METHODS, TYPICAL, Network, choose_topology, cost
-from fusedonebit.plan.costs import all_reduce, column_links, has_torus, row_links, tree_share
-from fusedonebit.plan.fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
-from fusedonebit.plan.readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
-from fusedonebit.plan.report import Plan
-from fusedonebit.plan.units import parse_bandwidth, parse_count
+from fusedonebit.comm.ring_topology import TOPOLOGIES, stages
 
 LIMIT = 0.15
 COUNTS = [2**k for k in range(1, 15)]
@@ -374,7 +374,7 @@ def test_a_group_added_later_keeps_the_topology():
         (
             {"network": "fast", "topology": "auto"},
             TypeError,
-            "network must be a fusedonebit.plan.Network or None, got s",
+            "network must be a fusedonebit.apps.plan.Network or None, got s",
         ),
         ({"network": TYPICAL}, ValueError, 'network must be None unless topology is "auto"'),
         ({"topology": "auto", "rows": 2}, ValueError, "rows must be None unless topology is"),
@@ -395,8 +395,6 @@ def test_train_takes_auto_for_marsit_alone(capsys):
 
 
 def test_importing_the_package_and_its_costs_does_not_import_what_draws():
-    code = (
-        "import sys, fusedonebit, fusedonebit.plan, fusedonebit.cli; print({'matplotlib', 'rich'} & set(sys.modules))"
-    )
+    code = "import sys; from fusedonebit.apps import cli, plan; print({'matplotlib', 'rich'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "set()", result.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.comm import ShardGroup
-from fusedonebit.freezing import quantile_floor
+from fusedonebit.optim.freezing import quantile_floor
 from fusedonebit.triton_kernels import Coef
 
 SIZES = (300, 0, 128, 1, 129, 700)

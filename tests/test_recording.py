@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``fusedonebit.recording.Recorder``."""
+"""What a run leaves behind: ``fusedonebit.Recorder``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam, OneBitLamb
-from fusedonebit.recording import FORMAT, Recorder
+from fusedonebit.integrations.recording import FORMAT, Recorder
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from report_pages import data_of, in_a_browser, open_page, record, write
 
-from fusedonebit.cli import main
+from fusedonebit.apps.cli import main
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}&amp;\u2028<!--"
-COMMAND = [sys.executable, "-m", "fusedonebit.cli"]
+COMMAND = [sys.executable, "-m", "fusedonebit"]
 
 
 def report(*arguments: Path | str, out: Path) -> str:
@@ -154,9 +154,9 @@ def test_three_runs_of_100000_steps_and_60_layers_are_a_page_below_2_mb(tmp_path
 
 def test_the_page_is_made_of_files_that_are_installed():
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert '"fusedonebit.report",' in project
-    assert '"fusedonebit.report" = ["*.html", "*.css", "*.js"]' in project
-    files = resources.files("fusedonebit.report")
+    assert '"fusedonebit.apps.report",' in project
+    assert '"fusedonebit.apps.report" = ["*.html", "*.css", "*.js"]' in project
+    files = resources.files("fusedonebit.apps.report")
     assert {f.name.rsplit(".")[-1] for f in files.iterdir() if f.is_file()} == {"py", "html", "css", "js"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from report_pages import data_of, record
 
-from fusedonebit.cli import main
+from fusedonebit.apps.cli import main
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\x1b[2J\u2028\ud800"
 BEYOND = 10**400

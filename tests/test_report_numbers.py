@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_pages import record, write
 
-from fusedonebit.report.read import Run, Series, read_runs
-from fusedonebit.report.reduce import (
+from fusedonebit.apps.report.read import Run, Series, read_runs
+from fusedonebit.apps.report.reduce import (
     MOST_BANDS,
     MOST_MARKS,
     at_steps,

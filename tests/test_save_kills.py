@@ -20,7 +20,7 @@ from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Ranks
 from torch import nn
 
 from fusedonebit import OneBitAdam, dcp
-from fusedonebit.comm.blame import PATIENCE
+from fusedonebit.comm.failure_diagnosis import PATIENCE
 
 SLACK = 10.0  # of a busy machine
 LONGEST = 0.5  # seconds within which the victim dies, which are several saves

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD, ZeroOneAdam, amp, policies
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.telemetry import HostMirror
+from fusedonebit.core.telemetry import HostMirror
 
 SHAPES = ((30, 11), (77,))
 

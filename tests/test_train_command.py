@@ -16,9 +16,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fusedonebit import cli
+from fusedonebit.apps import cli
 
-COMMAND = [sys.executable, "-m", "fusedonebit.cli", "train"]
+COMMAND = [sys.executable, "-m", "fusedonebit", "train"]
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
 
 
@@ -211,7 +211,7 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--steps", "6", "--freeze-step", "3"]
     result = subprocess.run(
-        [*torchrun, "-m", "fusedonebit.cli", "train", *SMALL, *options, "--text", str(text), "--out", str(out)],
+        [*torchrun, "-m", "fusedonebit", "train", *SMALL, *options, "--text", str(text), "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -19,7 +19,7 @@ from test_guard import make, train
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.checkpoint import header_of
+from fusedonebit.checkpoint.state_dict import header_of
 from fusedonebit.comm import SimulatedGroup
 
 SHAPES = ((700,), (40, 30), (1,))

@@ -25,7 +25,7 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.wire import agreed_flags, digest, layout_word
+from fusedonebit.comm.message import agreed_flags, digest, layout_word
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from zero_one_rounds import (
 
 from fusedonebit import DisagreementError, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam, dcp
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.sharding import local
+from fusedonebit.core.sharding import local
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 1)
 STEPS = 18  # ends within a round

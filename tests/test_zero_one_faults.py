@@ -24,7 +24,7 @@ from fusedonebit import (
     ddp,
 )
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.telemetry import HostMirror
+from fusedonebit.core.telemetry import HostMirror
 
 ROUNDS = (0, 0, 1, 4, 0, 1, 1)
 PLACES = {"local": 3, "last local": 5, "synchronising": 6, "renewing": 7, "alone": 8, "alone again": 9}

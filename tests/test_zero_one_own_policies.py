@@ -21,7 +21,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import DisagreementError, ZeroOneAdam, policies
-from fusedonebit.policies import Progress
+from fusedonebit.optim.policies import Progress
 
 # ---------------------------------------------------------------- policies of one's own
 

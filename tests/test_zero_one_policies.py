@@ -24,7 +24,7 @@ from zero_one_rounds import (
 
 from fusedonebit import FusedOneBitWarning, ZeroOneAdam, policies
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.policies import Progress
+from fusedonebit.optim.policies import Progress
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from fusedonebit.policies import DoublingVariance, EveryStep
+from fusedonebit.optim.policies import DoublingVariance, EveryStep
 
 LATE = {"freeze_step": 10_000}
 EARLY = {"freeze_step": 2, "guard": "off"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import ZeroOneAdam
-from fusedonebit.policies import Progress
+from fusedonebit.optim.policies import Progress
 
 __all__ = [
     "RENEW",

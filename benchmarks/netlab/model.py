@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fusedonebit.plan import Network
-from fusedonebit.plan.costs import FP32, METHODS, all_reduce, all_to_all
+from fusedonebit.apps.plan import Network
+from fusedonebit.apps.plan.costs import FP32, METHODS, all_reduce, all_to_all
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""

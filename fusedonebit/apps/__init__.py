@@ -1,0 +1,1 @@
+"""Applications: train, lab, plan, migrate and report. They import what is public, and nothing imports them."""

@@ -1,0 +1,154 @@
+"""The optimizers that Marsit is measured against (its table 2): same local updates, another way to agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...comm import MarsitAllReduce, Topology, Transport
+from ...comm.ring_topology import torus_rows
+from ...comm.rounds import RoundAllReduce
+from ...core.options import check_choice, check_count
+from ...optim.rounds import RoundOptimizer, RoundOptions
+from ...triton_kernels import FlatLayout, LiveTable
+from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
+    "psgd": None,  # Marsit that is always of full precision
+    "signsgd": MajorityVote,
+    "ef-signsgd": ErrorFeedback,
+    "ssdm": StochasticSign,
+    "cascading": Cascading,
+}
+"""By the name that ``aggregation`` takes; see ``comm.baselines`` for what each does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineOptions(RoundOptions):
+    """Settings of a baseline. See ``BaselineSGD`` for their meaning."""
+
+    aggregation: str
+    topology: Topology
+    coding: Coding
+    seed: int
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        check_choice("aggregation", self.aggregation, sorted(AGGREGATIONS))
+        check_choice("topology", self.topology, ("ring", "torus"))
+        check_choice("coding", self.coding, ("elias", "fixed"))
+        check_count("seed", self.seed)
+
+
+class _Baseline(RoundOptimizer):
+    options: BaselineOptions
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        if self.options.topology == "torus":
+            torus_rows(self._transport.world_size, None)
+
+    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
+        options, kind = self.options, AGGREGATIONS[self.options.aggregation]
+        where: dict[str, Any] = {"device": self.device, "live": live}
+        if kind is None:
+            return MarsitAllReduce(layout, transport, full_precision_every=1, **where)
+        wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
+        return kind(layout, transport, **wire, seed=options.seed, **where)
+
+    def _described(self) -> list[str]:
+        return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]
+
+
+class BaselineSGD(_Baseline):
+    """SGD with momentum whose workers agree as one of Marsit's baselines does; plain torch, not made for speed.
+
+    Args:
+        params: As for ``MarsitSGD``.
+        lr: eta_l.
+        momentum: mu.
+        weight_decay: Added to the gradient as in ``torch.optim.SGD``.
+        aggregation: "psgd", "signsgd", "ef-signsgd", "ssdm" or "cascading"; see ``comm.baselines``.
+        topology: "ring" or "torus"; "psgd" leaves it to the library's all-reduce.
+        coding: Of sums of signs: "elias" or "fixed" width.
+        global_ratio: eta_s / eta_l of "signsgd" and "ssdm"; the others' updates have a size of their own.
+        local_steps: Steps of a round.
+        seed: Of random signs.
+        maximize: Ascend instead of descend.
+        process_group: As for ``MarsitSGD``.
+        mesh: As for ``MarsitSGD``.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        aggregation: str,
+        topology: Topology = "ring",
+        coding: Coding = "elias",
+        global_ratio: float = 0.1,
+        local_steps: int = 1,
+        seed: int = 0,
+        maximize: bool = False,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
+        options = _options(False, aggregation, topology, coding, local_steps, seed)
+        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
+
+
+class BaselineAdam(_Baseline):
+    """AdamW whose workers agree as one of Marsit's baselines does; see ``BaselineSGD`` and ``MarsitAdam``."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        aggregation: str,
+        topology: Topology = "ring",
+        coding: Coding = "elias",
+        global_ratio: float = 0.3,
+        local_steps: int = 1,
+        seed: int = 0,
+        maximize: bool = False,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
+        options = _options(True, aggregation, topology, coding, local_steps, seed)
+        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
+
+
+def _options(
+    bias_correction: bool, aggregation: str, topology: Topology, coding: Coding, local_steps: int, seed: int
+) -> BaselineOptions:
+    return BaselineOptions(
+        bias_correction=bias_correction,
+        eps_inside_sqrt=False,
+        nonfinite="skip",
+        block_size=None,
+        aggregation=aggregation,
+        topology=topology,
+        coding=coding,
+        local_steps=local_steps,
+        seed=seed,
+    )

@@ -1,0 +1,248 @@
+"""The lab's optimizers by name: ours, under each named numerics, and what they are measured against."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ... import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
+from ...comm import CompressedAllReduce, Transport
+from ...core.options import VARIANCE_FLOOR, Options
+from ...optim.averaging import AdamUpdate, AveragingOptimizer
+from ...optim.freezing import DeadCoordinates
+from ...optim.policies import AlignedRounds, DoublingRounds, DoublingVariance
+from ...triton_kernels import TAIL, Coef, freeze
+from .baseline_reducers import Coding
+from .baselines import BaselineAdam, BaselineSGD
+
+if TYPE_CHECKING:
+    from .run import Key
+    from .tasks import Task
+
+BETAS = (0.9, 0.99)
+EPS, LAMB_EPS = 1e-8, 1e-6
+EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
+"""Shares of the steps after which the metric is taken; their mean counts."""
+
+
+@dataclass
+class Setting:
+    """What an optimizer is made of: a model's parameters, the task, and which run and model of it this is."""
+
+    params: list[Tensor]
+    task: Task
+    freeze_step: int
+    transport: Transport
+    key: Key
+    model: int
+
+
+Make = Callable[[Setting], torch.optim.Optimizer]
+
+
+class FrozenVariance(AveragingOptimizer):
+    """An optimizer whose variance stays after ``freeze_step`` updates, raised as ours; nothing is compressed."""
+
+    freeze_step: int | None = None
+    floor = VARIANCE_FLOOR
+
+    def _coefficient_table(self) -> Tensor:
+        if self.freeze_step is None or self._outcomes.updates < self.freeze_step:
+            return super()._coefficient_table()
+        if self._outcomes.updates == self.freeze_step:
+            self._freeze()
+        frozen_at = torch.full_like(self._own_steps, self.freeze_step)
+        coef = self._coefficients(self.param_groups, self._own_steps, frozen_at)
+        coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0
+        return coef
+
+    def _freeze(self) -> None:
+        layout, block_tensor = self.layout, self._block_tensor
+        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
+        as_it_is = torch.ones(len(layout.sizes), len(Coef), device=self.device)
+        tables = (as_it_is, block_tensor, dead.mean, dead.mean * self.floor)
+        freeze(layout.sizes, layout.block_size, self._exp_avg, self._exp_avg_sq, False, False, *tables)
+
+
+class AveragedAdam(AdamUpdate, FrozenVariance):
+    """Adam on averaged gradients."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
+        defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "maximize": False}
+        options = Options(
+            bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None, stochastic_rounding=False
+        )
+        super().__init__(params, defaults, options, process_group=process_group)
+
+
+class NaiveOneBitAdam(AveragedAdam):
+    """Adam on compressed gradients: no warm-up, nothing frozen. The variance sees the compression error squared."""
+
+    def _build(self) -> None:
+        super()._build()
+        self._reduce = CompressedAllReduce(self.layout, self._transport, device=self.device)
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        self._reduce(grads, abort=abort)
+        grad = torch.nn.functional.pad(self._reduce.result(), (0, TAIL))
+        self._update(grad, coef, self._reduce.flags)
+        return self._reduce.flags
+
+
+class FreezableLamb(FrozenVariance, Lamb):
+    """LAMB whose variance may stay; its coefficients go on."""
+
+
+class AveragedSGD(torch.optim.SGD):
+    """SGD with momentum on averaged gradients."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        self._transport = process_group
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages the gradients over the ranks, then updates."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        self._transport.all_reduce(flat)
+        for g, part in zip(grads, flat.div_(self._transport.world_size).split([g.numel() for g in grads]), strict=True):
+            g.copy_(part.view_as(g))
+        return super().step(closure)
+
+
+def _sgd(of: Setting) -> torch.optim.Optimizer:
+    return AveragedSGD(of.params, of.task.lr * of.task.sgd, of.transport)
+
+
+def _adam(of: Setting, kind: type[AveragedAdam] = AveragedAdam, frozen: bool = False, floor: float = 0.0) -> Any:
+    optimizer = kind(of.params, of.task.lr, of.transport)
+    optimizer.freeze_step, optimizer.floor = (of.freeze_step if frozen else None), floor
+    return optimizer
+
+
+def _lamb(of: Setting, frozen: bool = False) -> Any:
+    lr = of.task.lr * of.task.lamb
+    optimizer = FreezableLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, process_group=of.transport)
+    optimizer.freeze_step = of.freeze_step if frozen else None
+    return optimizer
+
+
+def _onebit_adam(of: Setting, **numerics: Any) -> Any:
+    options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    return OneBitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
+    """The variance is renewed in five sixths of 1-bit Adam's warm-up; rounds are long where lr is small."""
+    steps = of.task.steps
+    rounds = DoublingRounds(after=2 * of.freeze_step, scaler=steps // 10, most=most)
+    options: dict[str, Any] = {
+        "variance_policy": DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step),
+        "sync_policy": AlignedRounds(rounds, math.gcd(*(int(share * steps) for share in EVALUATED))),
+        "process_group": of.transport,
+    } | numerics
+    return ZeroOneAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
+    lr = of.task.lr * of.task.lamb
+    options: dict[str, Any] = {"freeze_step": of.freeze_step, "process_group": of.transport} | numerics
+    return OneBitLamb(of.params, lr, BETAS, LAMB_EPS, 0.0, **options)
+
+
+def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
+    """Ours without a warm-up: with the variance of another seed's run at its freeze."""
+    with _EARLIER_LOCK:
+        earlier = (make, of.task, of.key.seed, of.model)
+        if earlier not in _EARLIER:
+            from .run import earlier_states
+
+            for model, state in enumerate(earlier_states(of.key, of.key.optimizer.removesuffix("-warm-start"))):
+                _EARLIER[make, of.task, of.key.seed, model] = state
+    return make(of, freeze_step=0, warm_start=_EARLIER[earlier])
+
+
+def _marsit(of: Setting, **options: Any) -> Any:
+    """Marsit's local update is SGD with momentum on images, Adam on text."""
+    options |= {"process_group": of.transport, "seed": of.key.seed}
+    if of.task.images:
+        return MarsitSGD(of.params, of.task.lr * of.task.sgd, 0.9, 0.0, **options)
+    return MarsitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
+
+
+def _baseline(
+    of: Setting, aggregation: str, images: float = 1.0, text: float = 1.0, lr: float = 1.0, coding: Coding = "fixed"
+) -> Any:
+    """One of those that Marsit is measured against, at ``lr`` times its rate.
+
+    Steps of signs are in units of the task's ``lr``, Adam's.
+    """
+    options: dict[str, Any] = {"aggregation": aggregation, "coding": coding, "seed": of.key.seed}
+    options["process_group"] = of.transport
+    if of.task.images:
+        ratio = images / of.task.sgd
+        return BaselineSGD(of.params, lr * of.task.lr * of.task.sgd, 0.9, 0.0, global_ratio=ratio, **options)
+    return BaselineAdam(of.params, lr * of.task.lr, BETAS, EPS, 0.0, global_ratio=text, **options)
+
+
+_EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
+_EARLIER_LOCK = threading.Lock()
+
+PAPER: dict[str, Any] = {"precondition": False, "variance_floor": 0.0, "scale_scope": "global", "guard": "off"}
+"""One scale for a worker's whole momentum, which is what is compressed, and nobody watches."""
+
+CONTENDERS: dict[str, Make] = {
+    "adam": _adam,
+    "adam-frozen": partial(_adam, frozen=True, floor=VARIANCE_FLOOR),
+    "onebit-adam": _onebit_adam,
+    "zero-one-adam": _zero_one_adam,
+    "lamb": _lamb,
+    "lamb-frozen": partial(_lamb, frozen=True),
+    "onebit-lamb": _onebit_lamb,
+    "onebit-adam-l2": partial(_onebit_adam, scale_norm="l2", **PAPER),
+    "onebit-adam-eps-inside": partial(_onebit_adam, scale_norm="l2", eps_inside_sqrt=True, **PAPER),
+    "naive-onebit-adam": partial(_adam, kind=NaiveOneBitAdam),
+    "onebit-lamb-paper": partial(_onebit_lamb, scale_norm="l2", **PAPER),
+    "onebit-adam-deepspeed-guarded": partial(
+        _onebit_adam, **PAPER | {"scale_norm": "l2", "guard": "rewarm"}, bias_correction=False, dead_coordinates="keep"
+    ),
+    "zero-one-adam-16": partial(_zero_one_adam, most=16),
+    "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
+    "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
+    "onebit-adam-warm-start": _warm,
+    "onebit-lamb-warm-start": partial(_warm, make=_onebit_lamb),
+    "onebit-adam-freeze-3": partial(_onebit_adam, freeze_step=3),
+    "onebit-adam-ternary": partial(_onebit_adam, ternary=True),
+    "adam-frozen-no-floor": partial(_adam, frozen=True),
+    "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),
+    "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive", **PAPER),
+    "sgd": _sgd,
+    "psgd": partial(_baseline, aggregation="psgd"),
+    "marsit-100": partial(_marsit, full_precision_every=100),
+    "marsit": partial(_marsit, full_precision_every=0),
+    "marsit-50": partial(_marsit, full_precision_every=50),
+    "marsit-200": partial(_marsit, full_precision_every=200),
+    "marsit-torus": partial(_marsit, topology="torus"),
+    "marsit-owner": partial(_marsit, topology="owner"),
+    "marsit-100-unlimited": partial(_marsit, full_precision_every=100, compensation_limit=None),
+    "marsit-unlimited": partial(_marsit, full_precision_every=0, compensation_limit=None),
+    "signsgd": partial(_baseline, aggregation="signsgd", images=3.0),
+    "ef-signsgd": partial(_baseline, aggregation="ef-signsgd"),
+    "ssdm": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0),
+    "cascading": partial(_baseline, aggregation="cascading"),
+    **{f"cascading-lr/{by}": partial(_baseline, aggregation="cascading", lr=1 / by) for by in (10, 100, 1000, 10000)},
+    "ssdm-lr/3": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, lr=1 / 3),
+    "ssdm-lr*3": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, lr=3.0),
+    "signsgd-elias": partial(_baseline, aggregation="signsgd", images=3.0, coding="elias"),
+    "ef-signsgd-elias": partial(_baseline, aggregation="ef-signsgd", coding="elias"),
+    "ssdm-elias": partial(_baseline, aggregation="ssdm", images=30.0, text=10.0, coding="elias"),
+}
+"""By name; those that the claims are about come first. A plain "onebit-…" has our defaults."""

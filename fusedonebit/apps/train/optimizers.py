@@ -1,0 +1,198 @@
+"""The optimizers that ``fusedonebit train`` knows by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from ...comm import Topology, make_transport
+from ...core.inspection import fp32_bytes
+from ...optim.policies import AlignedRounds, DoublingRounds, DoublingVariance
+from ..lab.baselines import AGGREGATIONS, BaselineAdam
+
+Parameters = Iterable[tuple[str, Tensor]]
+
+BETAS = (0.9, 0.99)
+EPS = 1e-8
+LAMB_EPS = 1e-6
+WEIGHT_DECAY = 0.01
+LION_WEIGHT_DECAY = 0.03
+PAPER: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "global", "variance_floor": 0.0, "guard": "off"}
+"""1-bit LAMB's own numerics: what its figures are drawn with."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all optimizers of a run share."""
+
+    lr: float
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    steps: int
+    looked_at_every: int
+    topology: Topology | Literal["auto"] = "ring"
+    full_precision_every: int = 100
+    local_steps: int = 1
+    seed: int = 0
+
+
+class AveragedAdamW(torch.optim.AdamW):
+    """The baseline: torch's fused AdamW after one fp32 all-reduce of all gradients."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
+        self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
+        self._updates = 0
+        self._parameters = sum(p.numel() for group in self.param_groups for p in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages the gradients over the ranks, then updates."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._transport.traffic.start_step()
+        if self._transport.world_size > 1:
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            self._transport.all_reduce(flat)
+            parts = flat.div_(self._transport.world_size).split([g.numel() for g in grads])
+            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
+        self._updates += 1
+        return super().step(closure)
+
+    def stats(self) -> dict[str, Any]:
+        """The keys of ``OneBitAdam.stats`` that the display needs."""
+        traffic = self._transport.traffic
+        return {
+            "phase": "uncompressed",
+            "step": self._updates,
+            "skipped_steps": 0,
+            "freeze_step": None,
+            "bytes_step": traffic.bytes_step,
+            "bytes_total": traffic.bytes_total,
+            "collectives_step": traffic.collectives_step,
+            "bytes_fp32": fp32_bytes(self._parameters, self._transport.world_size),
+        }
+
+
+def _adamw(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return AveragedAdamW(params, settings.lr)
+
+
+def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return OneBitAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        freeze_step=settings.freeze_step,
+        lr_warmup_steps=settings.lr_warmup_steps,
+    )
+
+
+def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    """The variance is renewed until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
+    assert settings.freeze_step != "auto"  # refused with this one
+    frozen, doubled = settings.freeze_step, max(1, settings.steps // 10)
+    rounds = DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))
+    return ZeroOneAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        variance_policy=DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen),
+        sync_policy=AlignedRounds(rounds, settings.looked_at_every),
+    )
+
+
+def _onebit_lion(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return OneBitLion(params, settings.lr, weight_decay=LION_WEIGHT_DECAY)
+
+
+def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return Lamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY)
+
+
+def _onebit_lamb(
+    params: Parameters, settings: Settings, layerwise: Literal["adaptive", "frozen"] = "adaptive"
+) -> torch.optim.Optimizer:
+    return OneBitLamb(
+        params,
+        settings.lr,
+        BETAS,
+        LAMB_EPS,
+        WEIGHT_DECAY,
+        freeze_step=settings.freeze_step,
+        lr_warmup_steps=settings.lr_warmup_steps,
+        layerwise=layerwise,
+        **PAPER,
+    )
+
+
+def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+    return MarsitAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        topology=settings.topology,
+        full_precision_every=settings.full_precision_every,
+        local_steps=settings.local_steps,
+        seed=settings.seed,
+    )
+
+
+def _baseline(
+    params: Parameters, settings: Settings, aggregation: str, global_ratio: float = 1.0
+) -> torch.optim.Optimizer:
+    assert settings.topology != "auto"  # refused with these: what is compared should be compared on one topology
+    return BaselineAdam(
+        params,
+        settings.lr,
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        aggregation=aggregation,
+        global_ratio=global_ratio,
+        topology=settings.topology,
+        local_steps=settings.local_steps,
+        seed=settings.seed,
+    )
+
+
+class Entry(NamedTuple):
+    """How an optimizer is made from named parameters and ``Settings``, and its usual learning rate."""
+
+    make: Callable[[Parameters, Settings], Any]
+    lr: float
+
+
+OPTIMIZERS = {
+    "adamw": Entry(_adamw, 3e-3),
+    "onebit-adam": Entry(_onebit_adam, 3e-3),
+    "zero-one-adam": Entry(_zero_one_adam, 3e-3),
+    "onebit-lion": Entry(_onebit_lion, 1e-3),
+    "lamb": Entry(_lamb, 2e-2),
+    "onebit-lamb": Entry(_onebit_lamb, 2e-2),
+    "onebit-lamb-frozen": Entry(partial(_onebit_lamb, layerwise="frozen"), 2e-2),
+    "marsit": Entry(_marsit, 3e-3),
+    "psgd": Entry(partial(_baseline, aggregation="psgd"), 3e-3),
+    "signsgd": Entry(partial(_baseline, aggregation="signsgd"), 3e-3),
+    "ef-signsgd": Entry(partial(_baseline, aggregation="ef-signsgd"), 3e-3),
+    "ssdm": Entry(partial(_baseline, aggregation="ssdm", global_ratio=10.0), 3e-3),
+    "cascading": Entry(partial(_baseline, aggregation="cascading"), 3e-3),
+}
+"""By name; each optimizer has ``stats()``."""
+
+FREEZE = ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")
+"""Those that send floats until they freeze."""
+
+AGREE_IN_ROUNDS = ("marsit", *AGGREGATIONS)
+"""Those of them that take a topology and local steps."""

@@ -1,0 +1,1 @@
+"""Save and load: ``state_dict``, ``torch.distributed.checkpoint``, other numbers of ranks."""

@@ -1,0 +1,371 @@
+"""Checkpoints through ``torch.distributed.checkpoint``: one, sharded, for any number of ranks.
+
+    fusedonebit.dcp.save(model, optimizer, "checkpoints/1000")
+    fusedonebit.dcp.load(model, optimizer, "checkpoints/1000")      # on as many ranks as there are now
+
+Saving is torch's own: ``get_optimizer_state_dict`` returns DTensors where ranks differ. To load, room must
+be made for what is in the checkpoint, which is of another stage than a new optimizer, and maybe of another
+number of ranks: ``template`` does that, and the rest is torch's own again. ``storage`` adds a checksum to each
+piece of the model and the optimizer that a rank writes, and checks it on the rank that reads it.
+
+**Code in a checkpoint.** Torch's own ``load`` unpickles what lies in the folder, which can run any code: never call
+it on a folder that you do not trust. ``load`` here does not: it takes tensors and plain values alone, unless told
+``weights_only=False``.
+
+Where one rank fails, all raise: ``CheckpointError`` names it and its error, ``CollectiveError`` who has died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn import Module
+
+from ..comm import TorchTransport, agree
+from ..core.consensus import failure
+from ..core.optimizer import DistributedOptimizer
+from ..errors import CheckpointError
+from .integrity import read_header
+from .state_dict import KEY, check_header
+from .storage import CheckedReader, CheckedWriter, PlainValues
+
+_OPTIMIZER = "optimizer"
+
+T = TypeVar("T")
+
+
+def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
+    _check_ranks(optimizer)
+    _check_round(optimizer, optimizer._header())
+    return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+
+
+def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> None:
+    """Saves model and optimizer; every rank calls it.
+
+    Args:
+        model: Bare, in DDP or in FSDP2.
+        optimizer: Any of this package.
+        checkpoint_id: The folder.
+        more: Whatever else is to be saved with them, by name: a scheduler, the number of the step.
+
+    Raises:
+        ValueError: between local steps of a round, when parameters differ from rank to rank.
+        CheckpointError: on every rank, if one could not write; the folder has no ``.metadata`` then, or the old one.
+        CollectiveError: if a rank has died, on all others.
+    """
+    _check_ranks(optimizer)
+    state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    with _telling(optimizer, "saved", checkpoint_id):
+        torch_dcp.save(state, storage_writer=writer, process_group=_group(optimizer))
+
+
+def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> Any:
+    """As ``save``, but returns a ``Future`` once everything is copied to the host: training may go on.
+
+    Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
+    before the next save: its ``result()`` raises what ``save`` would have raised.
+    """
+    _check_ranks(optimizer)
+    state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    if dist.is_initialized() and optimizer._saving is None:
+        group = _group(optimizer)
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        with _telling(optimizer, "saved", checkpoint_id):
+            optimizer._saving = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer._saving}
+    return _following(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
+
+
+def _to_save(
+    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, more: Mapping[str, Any]
+) -> tuple[dict[str, Any], CheckedWriter]:
+    """What is saved, and what writes it; that sums up what it writes, which need not be done twice."""
+    optimizer._sums_up = False
+    try:
+        state = {**state_of(model, optimizer), **more}
+    finally:
+        optimizer._sums_up = True
+    return _plain(state), CheckedWriter(checkpoint_id)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With the state of what has one, which torch would ask for where no other rank hears of an error."""
+    return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
+
+
+def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike) -> Future[Any]:
+    """A ``Future`` that ends as ``future`` does, but with an ``Exception``."""
+    told: Future[Any] = Future()
+
+    def end(done: Any) -> None:
+        try:
+            with _telling(optimizer, "saved", checkpoint_id):
+                told.set_result(done.result())
+        except BaseException as error:
+            told.set_exception(error)
+
+    future.add_done_callback(end)
+    return told
+
+
+def load(
+    model: Module,
+    optimizer: DistributedOptimizer,
+    checkpoint_id: str | os.PathLike,
+    *,
+    weights_only: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """Loads what ``save`` has saved, on any number of ranks; every rank calls it.
+
+    On as many ranks as saved it the run goes on bit for bit. On others each new worker takes the mean of
+    the old workers' residuals, and servers theirs of the elements they serve now: what was compressed
+    away stays the same, all of it. A checkpoint of ``torch.optim.AdamW``, saved under the same names, is
+    a warm-up so far.
+
+    Args:
+        model: As for ``save``.
+        optimizer: New, with the same groups of parameters.
+        checkpoint_id: The folder.
+        weights_only: As of ``torch.load``: False also takes objects that are unpickled by running what code the
+            folder names; pass it only for folders that you trust.
+        more: Room for what was saved besides; objects with ``load_state_dict`` are filled.
+
+    Returns:
+        ``more``, as loaded.
+
+    Raises:
+        ValueError: on every rank, if there is no complete checkpoint, one of another model or optimizer, or a damaged
+            one (``CheckpointError``, a ``ValueError``); model and optimizer are as they were (``more`` may have been
+            read).
+        CollectiveError: if a rank has died, on all others.
+    """
+    _check_ranks(optimizer)
+    reader = _on_all(optimizer, lambda: CheckedReader(checkpoint_id, weights_only))
+    of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
+    state = _on_all(optimizer, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | _plain(more))
+    with _telling(optimizer, "loaded", checkpoint_id):
+        planner = PlainValues() if weights_only else None
+        torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(optimizer))
+    set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
+    _on_all(optimizer, lambda: _take(model, state, more))
+    return {name: value if isinstance(value, Stateful) else state[name] for name, value in more.items()}
+
+
+def _room(model: Module) -> dict[str, Any]:
+    """Torch fills tensors in place: those of the model must not change if anything is wrong."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in _model(model).items()}
+
+
+def _take(model: Module, state: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    set_model_state_dict(model, state["model"])
+    for name, value in more.items():
+        if isinstance(value, Stateful):
+            value.load_state_dict(state[name])
+
+
+def _model(model: Module) -> dict[str, Any]:
+    return get_model_state_dict(model)
+
+
+def template(
+    model: Module,
+    optimizer: DistributedOptimizer,
+    checkpoint_id: str | os.PathLike | None = None,
+    *,
+    storage_reader: torch_dcp.StorageReader | None = None,
+    prefix: str = _OPTIMIZER,
+) -> dict[str, Any]:
+    """Room for the optimizer's state in a checkpoint, as ``get_optimizer_state_dict`` would return it.
+
+    For those who call torch's functions themselves, on every rank::
+
+        state = {"optimizer": template(model, optimizer, path)}
+        torch.distributed.checkpoint.load(state, checkpoint_id=path)  # trusts the folder, as torch does
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    With ``storage_writer=storage.CheckedWriter(path)``, and to load ``storage_reader=storage.CheckedReader(path)`` and
+    ``planner=storage.PlainValues()``, torch's functions write and check checksums, and trust nothing.
+
+    Args:
+        model: As for ``save``.
+        optimizer: New, with the same groups of parameters.
+        checkpoint_id: The folder.
+        storage_reader: Where else to read.
+        prefix: Under which name the optimizer's state was saved.
+
+    Raises:
+        ValueError: on every rank, if there is no complete checkpoint, or no optimizer's state under that name.
+    """
+    saved: set[str] = set()
+    header: Mapping[str, Any] | None = None
+    facts: list[tuple[str, str]] = []
+    error: Exception | None = None
+    try:
+        reader = storage_reader or CheckedReader(os.fspath(checkpoint_id or ""))
+        saved = set(_names(reader, checkpoint_id))
+        if isinstance(reader, CheckedReader):
+            facts.append(("the checksum of .metadata", f"{reader.metadata_crc32:08x}"))
+        if not any(name.startswith(f"{prefix}.") for name in saved):
+            known = sorted({name.split(".", 1)[0] for name in saved})
+            raise ValueError(f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}")
+        if not any(name.startswith(f"{prefix}.param_groups.0.params") for name in saved):
+            raise ValueError(
+                "the optimizer's state must be nested, but was saved with flatten_optimizer_state_dict=True, of which "
+                "torch loads only what a new optimizer has: save it without"
+            )
+        header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
+        _check_round(optimizer, header or {})
+        if header is not None:
+            check_header(optimizer, header)
+        elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
+            raise ValueError(
+                f"the state under {prefix!r} must be of this package or of AdamW, by the names of parameters, as "
+                "get_optimizer_state_dict() gives it; it has no header and no exp_avg"
+            )
+        elif any(name.startswith(f"{prefix}.state.0.") for name in saved) and not _has_parameter(model, "0"):
+            raise ValueError(
+                f"the state under {prefix!r} must have the names of parameters, as get_optimizer_state_dict() gives "
+                "it, got numbers, as optimizer.state_dict() does"
+            )
+    except (ValueError, TypeError) as caught:
+        error = caught
+    except Exception as caught:  # whatever it is: the other ranks must not wait
+        error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
+    _agree(
+        optimizer,
+        [*facts, ("the checkpoint's header", json.dumps(header))],
+        error,
+        "every rank must read the same checkpoint",
+    )
+    return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
+
+
+def _room_for(
+    model: Module, optimizer: DistributedOptimizer, prefix: str, header: Mapping[str, Any] | None, saved: set[str]
+) -> dict[str, Any]:
+    optimizer._expected = (header,)
+    try:
+        room = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
+    finally:
+        optimizer._expected = None
+    _check_names(model, prefix, saved)
+    for name, state in room["state"].items():
+        room["state"][name] = {k: v for k, v in state.items() if f"{prefix}.state.{name}.{k}" in saved}
+    room["state"] = {name: state for name, state in room["state"].items() if state}
+    for i, group in enumerate(room["param_groups"]):
+        start = f"{prefix}.param_groups.{i}."
+        room["param_groups"][i] = {k: v for k, v in group.items() if any(n.startswith(f"{start}{k}") for n in saved)}
+    return room
+
+
+def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
+    """Raises ValueError, on all ranks alike, if state was saved of a parameter that the model has not."""
+    start, known = f"{prefix}.state.", tuple(f"{name}." for name in _model(model))
+    for name in sorted(saved):
+        if name.startswith(start) and not name.removeprefix(start).startswith(known):
+            raise ValueError(
+                f"checkpoint of another model: it has {name.removeprefix(start)}, of which this model has no parameter"
+            )
+
+
+def _has_parameter(model: Module, prefix: str) -> bool:
+    return any(name.startswith(f"{prefix}.") for name, _ in model.named_parameters())
+
+
+def _agree(
+    optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error: Exception | None, hint: str = ""
+) -> None:
+    first = failure(lambda: agree(optimizer._transport, facts, optimizer.device, error, hint))
+    optimizer._shards.agree(facts, optimizer.device, first, hint)
+    if first is not None:
+        raise first
+
+
+def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
+    """What ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
+    results: list[T] = []
+    error = failure(lambda: results.append(call()))
+    _agree(optimizer, [], error)
+    return results[0]
+
+
+@contextmanager
+def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike) -> Iterator[None]:
+    """Turns what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
+    transport = optimizer._transport if optimizer._shards.count == 1 else TorchTransport(None, optimizer.device)
+    watched = transport.watched(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
+    try:
+        with watched:
+            yield
+    except torch_dcp.CheckpointException as failed:
+        rank, what = _first(failed)
+        raise CheckpointError(f"the checkpoint in {checkpoint_id} can't be {done}, on rank {rank}: {what}") from None
+
+
+def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
+    """The first rank that has failed, and its error."""
+    rank, (error, _) = min(failed.failures.items())
+    return rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
+    """Over which ranks a checkpoint is written: those of the optimizer; of shards, all."""
+    return None if optimizer._shards.count > 1 else getattr(optimizer._transport, "group", None)
+
+
+def _check_ranks(optimizer: DistributedOptimizer) -> None:
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
+    rows = optimizer._rows
+    if rows.shape != (1, 1) and rows.mesh is None:
+        raise RuntimeError(
+            f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
+            f"{type(optimizer._transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
+        )
+
+
+def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
+    if header.get("local") and header.get("world_size", optimizer._transport.world_size) > 1:
+        raise ValueError(
+            f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
+            "torch.distributed.checkpoint keeps one rank's: save at the end of a round"
+        )
+
+
+def _names(reader: torch_dcp.StorageReader, checkpoint_id: str | os.PathLike | None) -> Collection[str]:
+    try:
+        return reader.read_metadata().state_dict_metadata.keys()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{checkpoint_id} must be the folder of a complete checkpoint, but it has no .metadata, "
+            "which is written last"
+        ) from error
+
+
+def _header(reader: torch_dcp.StorageReader, name: str, saved: Collection[str]) -> Mapping[str, Any] | None:
+    if name not in saved:
+        return None  # AdamW's
+    entry: dict[str, Any] = {name: ""}
+    try:
+        torch_dcp.load(entry, storage_reader=reader, planner=PlainValues(), no_dist=True)
+    except torch_dcp.CheckpointException as failed:
+        raise CheckpointError(f"the checkpoint's header can't be read: {_first(failed)[1]}") from None
+    return read_header(entry[name])

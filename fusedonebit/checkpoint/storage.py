@@ -1,0 +1,284 @@
+"""Folders of ``torch.distributed.checkpoint`` with a checksum per stored chunk, read without running code.
+
+Torch's own writer and reader do the work, and torch alone can read such a folder as well. What is added:
+
+- Each entry of the metadata has the CRC-32 of its bytes as they lie in the file: of each rank's own piece, so that
+  whoever reads a piece, on however many ranks, can check it first.
+- ``.metadata`` ends with the CRC-32 of all before it, behind the end of the pickle, where unpickling does not look.
+- Unpickling the metadata makes nothing but what torch's metadata consists of, and objects are read with
+  ``weights_only=True``; torch itself would run whatever a folder tells it to.
+
+A folder without checksums, of torch alone or of an earlier version, is read unchecked.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.futures import Future
+
+from ..errors import CheckpointError
+
+T = TypeVar("T")
+
+_SEAL = re.compile(rb"\nfusedonebit crc32 ([0-9a-f]{8})\n")
+_SEAL_BYTES = len("\nfusedonebit crc32 01234567\n")
+_PIECE = 1 << 24  # bytes read at once
+_HARMLESS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # a look-up by name
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
+}
+
+
+class CheckedWriter(torch_dcp.StorageWriter):
+    """Writes through torch's writer for ``checkpoint_id``, and then reads back what was written to sum it up."""
+
+    def __init__(self, checkpoint_id: str | os.PathLike) -> None:
+        self._inner: Any = _of_kind("Writer", checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """See ``StorageWriter``."""
+        self._inner.reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See ``StorageWriter``."""
+        self._inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """See ``StorageWriter``."""
+        return _told(lambda: self._inner.prepare_local_plan(plan))
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """See ``StorageWriter``."""
+        return self._inner.prepare_global_plan(plans)
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        """See ``StorageWriter``."""
+        return _told(lambda: self._write(plan, planner))
+
+    def _write(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        written = self._inner.write_data(plan, planner)
+        written.wait()
+        entries = [result.storage_data for result in written.value()]
+        for entry, crc32 in zip(entries, _sums(self._inner, entries), strict=True):
+            entry.crc32 = crc32
+        return written
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """See ``StorageWriter``."""
+        files = self._inner.fs
+        self._inner.fs = _Sealing(files)
+        try:
+            _told(lambda: self._inner.finish(metadata, results))
+        finally:
+            self._inner.fs = files
+
+    def storage_meta(self) -> Any:
+        """See ``StorageWriter``."""
+        return self._inner.storage_meta()
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike:
+        """Where it writes."""
+        return self._inner.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """See ``StorageWriter``."""
+        return torch_dcp.FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+
+
+class CheckedReader(torch_dcp.StorageReader):
+    """Reads through torch's reader for ``checkpoint_id``, each chunk only after its checksum was found right.
+
+    Args:
+        checkpoint_id: The folder.
+        weights_only: Whether to refuse metadata in which there is anything but metadata.
+    """
+
+    def __init__(self, checkpoint_id: str | os.PathLike, weights_only: bool = True) -> None:
+        self._inner: Any = _of_kind("Reader", checkpoint_id)
+        self._weights_only = weights_only
+        self._read: tuple[metadata.Metadata, int] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """See ``StorageReader``."""
+        self._inner.reset(checkpoint_id)
+        self._read = None
+
+    def read_metadata(self) -> metadata.Metadata:
+        """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
+        if self._read is None:
+            self._read = _told(self._load_metadata)
+        return self._read[0]
+
+    @property
+    def metadata_crc32(self) -> int:
+        """Of the bytes of ``.metadata``."""
+        self.read_metadata()
+        assert self._read is not None
+        return self._read[1]
+
+    def _load_metadata(self) -> tuple[metadata.Metadata, int]:
+        path = self._inner.fs.concat_path(self._inner.path, ".metadata")
+        if not self._inner.fs.exists(path):
+            raise CheckpointError(
+                f"{self._inner.path} must be the folder of a complete checkpoint, but it has no .metadata, which is "
+                "written last"
+            )
+        with self._inner.fs.create_stream(path, "rb") as file:
+            data = file.read()
+        body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
+        if seal is not None and int(seal[1], 16) != zlib.crc32(body):
+            raise CheckpointError(
+                ".metadata is damaged: its checksum is not that of its bytes; load another checkpoint"
+            )
+        stream = io.BytesIO(data)
+        read = (_Unpickler if self._weights_only else pickle.Unpickler)(stream).load()
+        if seal is None and stream.read():
+            raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
+        if getattr(read, "storage_meta", None) is None:
+            read.storage_meta = metadata.StorageMeta()
+        read.storage_meta.load_id = self._inner.load_id
+        return read, zlib.crc32(data)
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See ``StorageReader``."""
+        self._inner.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """See ``StorageReader``."""
+        return self._inner.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """See ``StorageReader``."""
+        return self._inner.prepare_global_plan(plans)
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        """See ``StorageReader``."""
+        return _told(lambda: self._read_checked(plan, planner))
+
+    def _read_checked(self, plan: Any, planner: Any) -> Future[None]:
+        wanted = {item.storage_index: None for item in plan.items}  # each once, in order
+        entries = {index: self._inner.storage_data[index] for index in wanted}
+        known = {index: entry for index, entry in entries.items() if hasattr(entry, "crc32")}
+        for (index, entry), crc32 in zip(known.items(), _sums(self._inner, known.values()), strict=True):
+            if crc32 != entry.crc32:
+                where = "" if not index.offset else f", the piece at {tuple(index.offset)},"
+                raise CheckpointError(
+                    f"{index.fqn}{where} in {entry.relative_path} is damaged: its checksum is {crc32:08x}, that of "
+                    f"what was saved {entry.crc32:08x}; load another checkpoint"
+                )
+        return self._inner.read_data(plan, planner)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike:
+        """Where it reads."""
+        return self._inner.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """See ``StorageReader``."""
+        return torch_dcp.FileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+
+class PlainValues(torch_dcp.DefaultLoadPlanner):
+    """Torch's planner, but objects are read as ``torch.load(weights_only=True)`` does."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """See ``LoadPlanner``."""
+        try:
+            plain = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{read_item.dest_index.fqn} is neither tensors nor plain values, and reading it could run code; if "
+                "you trust the checkpoint, pass weights_only=False"
+            ) from error
+        again = io.BytesIO()  # what torch unpickles then is ours
+        torch.save(plain, again)
+        again.seek(0)
+        super().load_bytes(read_item, again)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what torch's metadata consists of, and refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _HARMLESS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise CheckpointError(
+            f".metadata asks for {module}.{name}, which is no part of metadata, and making it could run code; if you "
+            "trust the checkpoint, pass weights_only=False"
+        )
+
+
+class _Sealing:
+    """A file system that puts the metadata's checksum behind it before it gets its name."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        with self._files.create_stream(path, "rb") as file:
+            data = file.read()
+        with self._files.create_stream(path, "wb") as file:
+            file.write(data + f"\nfusedonebit crc32 {zlib.crc32(data):08x}\n".encode())
+            try:
+                file.flush()
+                os.fsync(file.fileno())
+            except (AttributeError, io.UnsupportedOperation):
+                os.sync()
+        self._files.rename(path, new_path)
+
+
+def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
+    """The CRC-32 of each entry's bytes in its file."""
+    sums = []
+    for entry in entries:
+        with storage.fs.create_stream(storage.fs.concat_path(storage.path, entry.relative_path), "rb") as file:
+            file.seek(entry.offset)
+            crc32, left = 0, entry.length
+            while left > 0 and (piece := file.read(min(left, _PIECE))):
+                crc32, left = zlib.crc32(piece, crc32), left - len(piece)
+        sums.append(crc32)
+    return sums
+
+
+def _of_kind(kind: str, checkpoint_id: str | os.PathLike) -> Any:
+    """Torch's writer or reader for a path, or for a URL."""
+    if "://" not in str(checkpoint_id):
+        return getattr(filesystem, f"FileSystem{kind}")(checkpoint_id)
+    from torch.distributed.checkpoint import _fsspec_filesystem
+
+    return getattr(_fsspec_filesystem, f"Fsspec{kind}")(checkpoint_id)
+
+
+def _told(call: Callable[[], T]) -> T:
+    """What ``call`` returns; its error as one that can travel to the other ranks: not every exception can."""
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error

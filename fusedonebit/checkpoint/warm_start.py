@@ -1,0 +1,108 @@
+"""Starting a run from an earlier run's frozen state, without a warm-up (1-bit Adam's open problem)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm import agree, checksum
+from ..core.consensus import failure
+from ..core.sharding import local
+from . import integrity
+from .state_dict import ADAMW, by_parameter, header_of
+
+if TYPE_CHECKING:
+    from ..optim.two_stage import OneBitOptimizer
+
+
+def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Takes from an earlier run's checkpoint what a freeze needs; every rank calls it.
+
+    That is the variance, corrected for its start at 0 with that run's own betas, and what is kept per
+    tensor (``_tables``): coefficients and momentum scales of LAMB. Momentum and residuals are not taken.
+
+    Raises:
+        TypeError, ValueError: on every rank, if the checkpoint is of another model or optimizer.
+    """
+    variances: list[Tensor] = []
+    tables: dict[str, list[Tensor]] = {}
+    error: Exception | None = None
+    try:
+        _check(optimizer, state_dict)
+        states = by_parameter(optimizer, state_dict)
+        header = header_of(state_dict) or {"names": ADAMW}
+        ours = integrity.of_names(states, header.get("names", {name for state in states for name in state}))
+        integrity.verify(optimizer, ours, header)
+        integrity.check_values(optimizer, ours, header)
+        variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
+        if optimizer._shards.count == 1 and not any(bool(v.any()) for v in variances):
+            raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
+        tables = _tables(optimizer, state_dict, states)
+    except Exception as caught:  # whatever it is: the other ranks must not wait
+        error = caught if not isinstance(caught, KeyError) else ValueError(f"warm_start lacks the key {caught}")
+    facts = [
+        (f"{what} of {name} in warm_start", str(checksum(tensor)))
+        for what, tensors in {"exp_avg_sq": variances, **tables}.items()
+        for name, tensor in zip(optimizer._list.names, tensors, strict=False)
+    ]
+    mine, hint = error, "give every rank the same earlier run's checkpoint"
+    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
+    optimizer._shards.agree([], optimizer.device, error, hint)
+    with torch.no_grad():
+        for i, v in enumerate(variances):
+            optimizer._list.shaped(optimizer._exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
+    optimizer._begin_warm({name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()})
+
+
+def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"warm_start must be an earlier run's state_dict(), got {type(state_dict).__name__}; "
+            "torch.load() it if it is a file"
+        )
+    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
+
+
+def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
+    """A parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
+    name, shape = optimizer._list.names[i], tuple(optimizer._list.params[i].shape)
+    if not state:
+        return torch.zeros(shape)
+    v = local(state["exp_avg_sq"]) if isinstance(state["exp_avg_sq"], Tensor) else state["exp_avg_sq"]
+    if not isinstance(v, Tensor) or tuple(v.shape) != shape:
+        got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
+    group = state_dict["param_groups"][optimizer._list.group_of[i]]
+    header = header_of(state_dict) or {}
+    told = header.get("variance_step", state["step"])
+    entered = float(told[i] if isinstance(told, list) else told) - group.get("added_at", 0)
+    if not optimizer.options.bias_correction or entered <= 0:
+        return v.float().contiguous()
+    frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
+    beta2 = float(group["betas"][1]) if frozen is None else frozen[optimizer._list.group_of[i]]
+    return (v.float() / (1 - beta2**entered)).contiguous()
+
+
+def _tables(
+    optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Tensor]]:
+    """What the optimizer keeps per tensor, by name, one tensor each; an earlier warm-up has no momentum scales yet."""
+    unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
+    tables = {}
+    for name, table in optimizer._tables().items():
+        rows = [state.get(name) for state in states]
+        if name == "layer" and any(row is None for row in rows):
+            raise ValueError(
+                f"warm_start of {type(optimizer).__name__} must be the state_dict() of Lamb or OneBitLamb: "
+                "only those have average coefficients"
+            )
+        fitting = [row.float().contiguous() for row in rows if row is not None and row.shape == table.shape[:-1]]
+        if name not in unsettled and len(fitting) == len(rows):
+            tables[name] = fitting
+    return tables

@@ -1,0 +1,1 @@
+"""What every optimizer shares: parameters, options, agreement between ranks, the frame of a step."""

@@ -1,0 +1,237 @@
+"""What is checked when an optimizer is made: its masks, its device, and that all ranks mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm import CollectiveError, ShardGroup, agree, checksum, make_transport
+from ..optim.policies import stated
+from ..triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
+from .options import numbers
+from .params import ParameterList, materialise_group
+from .sharding import check_groups, local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .optimizer import DistributedOptimizer
+
+
+def check_device(device: torch.device) -> None:
+    """Raises RuntimeError if there are no kernels for ``device``."""
+    if device.type == "cuda" and torch.version.hip is None:
+        try:
+            import triton  # noqa: F401
+        except ImportError as missing:
+            raise RuntimeError("params on cuda need triton, which is not installed: pip install triton") from missing
+
+
+def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
+    """The ranks that hold the other shards of parameters sharded over ``mesh``."""
+    return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
+
+
+def check_shards(optimizer: DistributedOptimizer) -> None:
+    """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+    params, transport = optimizer._list, optimizer._transport
+    if params.mesh is None:
+        return
+    if not optimizer._takes_shards:
+        raise ValueError(
+            f"parameters of {type(optimizer).__name__} must be whole, but {params.names[0]} is a DTensor; "
+            "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
+        )
+    check_groups(params.mesh.get_group(), getattr(transport, "group", None), transport.world_size)
+
+
+def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
+    """Raises TypeError or ValueError for the first mask that fits no trainable parameter."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"mask must map parameters to bool tensors, got {type(masks).__name__}")
+    known = {id(p) for p in params.owners}
+    for p, mask in masks.items():
+        if not isinstance(p, Tensor) or not isinstance(mask, Tensor):
+            raise TypeError(f"mask must map parameters to bool tensors, got {type(p).__name__}: {type(mask).__name__}")
+        if id(p) not in known:
+            raise ValueError(f"mask names a tensor of shape {tuple(p.shape)} that is no trainable parameter")
+        here, shard = local(mask), local(p)
+        if mask.dtype is not torch.bool or here.shape != shard.shape:
+            what = "parameter's" if shard is p else "parameter's shard's, as this rank holds it,"
+            raise ValueError(
+                f"a mask must be a bool tensor of its {what} shape {tuple(shard.shape)}, "
+                f"got {mask.dtype} {tuple(here.shape)}"
+            )
+
+
+def check_rounding(stochastic: bool, params: ParameterList) -> None:
+    """Raises ValueError if stochastic rounding was asked for and can't be had for every 16-bit parameter."""
+    if not stochastic:
+        return
+    for p, name in zip(params.params, params.names, strict=True):
+        if p.dtype is torch.float16:
+            raise ValueError(
+                f"stochastic_rounding must be False where a parameter is float16, got True and {name} of float16; "
+                "use bfloat16, or master_weights=True"
+            )
+    if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
+        raise ValueError(
+            "stochastic_rounding must be False without bfloat16 parameters, got True and parameters of float32 only: "
+            "those are not rounded; cast the model to bfloat16, or leave the option out"
+        )
+
+
+def agree_on_everything(optimizer: DistributedOptimizer, error: Exception | None, broadcast: bool) -> None:
+    """Returns on all ranks if all mean the same and none has an ``error``; else raises on all.
+
+    Values come last. Those of different shards differ; all else they have in common.
+    """
+    transport, device = optimizer._transport, optimizer.device
+    hint = "construct the optimizer alike on every rank"
+    stated = [] if error else facts(optimizer, broadcast)
+    error = failure(lambda: agree(transport, stated, device, error, hint))
+    optimizer._shards.agree(_of_all_shards(optimizer, broadcast) if error is None else [], device, error, hint)
+    if broadcast:
+        optimizer._list.before_update()
+        for dense in optimizer._list.dense:
+            transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
+        with torch.no_grad():
+            optimizer._list.after_update()
+    agree_on_values(
+        optimizer, "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
+    )
+
+
+def agree_on_values(optimizer: DistributedOptimizer, hint: str) -> None:
+    """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
+    values, device = optimizer._list.values(), optimizer.device
+    error = failure(lambda: agree(optimizer._transport, values, device, hint=hint))
+    optimizer._shards.agree([], device, error, hint)
+
+
+def agree_on_loaded(optimizer: DistributedOptimizer) -> None:
+    """As ``agree_on_values``, at the first step after a checkpoint was loaded: models may be loaded later than that.
+
+    Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
+    those of the round's beginning, on which all have agreed while they loaded.
+    """
+    if optimizer._transport.world_size > 1 and optimizer._between_rounds:
+        agree_on_values(
+            optimizer,
+            "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
+            "load_state_dict(), and no parameter was changed",
+        )
+
+
+def failure(call: Callable[[], object]) -> Exception | None:
+    """The exception that a call raises, to be raised where all ranks can."""
+    try:
+        call()
+    except CollectiveError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _of_all_shards(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+    """What ranks with different shards have in common: all but the shards' shapes and masks."""
+    of_a_shard = {name for name, _ in optimizer._list.facts()[1:]}
+    of_a_shard |= {f"the mask of {name}" for name in optimizer._list.names}
+    return [fact for fact in facts(optimizer, broadcast) if fact[0] not in of_a_shard]
+
+
+def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+    """Everything but values that must be equal on all ranks."""
+    options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
+    groups = [
+        (f"{key} of group {i}", repr(_plain(group[key])))
+        for i, group in enumerate(map(numbers, optimizer.param_groups))
+        for key in optimizer._hyper_parameters
+    ]
+    named = list(zip(plist.owners, plist.names, strict=True))
+    return [
+        ("the optimizer", type(optimizer).__name__),
+        *((f.name, stated(getattr(options, f.name))) for f in fields(options)),
+        ("broadcast_parameters", repr(broadcast)),
+        ("the number of ranks of a node", str(optimizer._inside.world_size)),
+        *plist.facts(),
+        ("the number of groups", str(len(optimizer.param_groups))),
+        *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
+        *groups,
+        *((f"the mask of {name}", _describe_mask(masks.get(p))) for p, name in named),
+    ]
+
+
+def _describe_mask(mask: Tensor | None) -> str:
+    return "none" if mask is None else f"checksum {checksum(local(mask).contiguous())}"
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def add_group(
+    optimizer: DistributedOptimizer, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
+    optimizer._catch_up()
+    optimizer._list.refresh_masters()
+    kept = {
+        p: {k: v.clone() for k, v in optimizer.state[p].items() if k in optimizer._published}
+        for p in optimizer._list.owners
+    }
+    outcomes, updates = optimizer._outcomes, optimizer._updates
+    old_list, old_groups = optimizer._list, list(optimizer.param_groups)
+    owners = enumerate(optimizer._list.owners)
+    tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}
+    error: Exception | None = None
+    try:
+        add(materialise_group(param_group))
+        optimizer._check_group(numbers(optimizer.param_groups[-1]), f"group {len(optimizer.param_groups) - 1}")
+        optimizer._put_lr_on_the_device()
+        optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
+        check_rounding(optimizer.options.stochastic_rounding, optimizer._list)
+    except Exception as caught:
+        error = caught
+    try:
+        agree_on_everything(optimizer, error, broadcast=False)
+    except Exception:
+        optimizer.param_groups, optimizer._list = old_groups, old_list
+        raise
+    optimizer._block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
+    optimizer._build()
+    optimizer._outcomes, optimizer._updates = outcomes, updates
+    for i, p in enumerate(optimizer._list.owners):
+        for key, value in tables.get(id(p), {}).items():
+            optimizer._tables()[key][..., i] = value
+    for p, state in kept.items():
+        for key, value in state.items():
+            optimizer.state[p][key].copy_(value)
+
+
+def layout_of(optimizer: DistributedOptimizer, chunks: int) -> FlatLayout:
+    """The flat index space; as long for each shard, so that checkpoints are rectangular."""
+    sizes = optimizer._list.sizes
+    given = optimizer.options.block_size or optimizer._block_size
+    block_size = given or choose_block_size(sizes, chunks)
+    if optimizer._shards.count == 1:
+        return FlatLayout(sizes, chunks, block_size)
+    if given is None:
+        block_size = -int(optimizer._shards.max(torch.tensor([-block_size], device=optimizer.device)))
+    blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=optimizer.device)
+    return FlatLayout(sizes, chunks, block_size, int(optimizer._shards.max(blocks)))
+
+
+def live_of(optimizer: DistributedOptimizer, excluded: Sequence[int] = ()) -> LiveTable:
+    """Which elements count: those no mask keeps still, of tensors that are not excluded."""
+    masks = {}
+    for i, (owner, p) in enumerate(zip(optimizer._list.owners, optimizer._list.params, strict=True)):
+        if owner in optimizer._masks:
+            ordered = torch.empty_strided(p.shape, optimizer._list.dense[i].stride(), dtype=torch.bool)
+            masks[i] = ordered.copy_(local(optimizer._masks[owner])).as_strided((p.numel(),), (1,))
+    return live_table(optimizer.layout, masks, excluded).to(optimizer.device)

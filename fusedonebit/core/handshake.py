@@ -1,0 +1,92 @@
+"""What goes with averaged gradients through the same all-reduce, and all ranks must know of each other.
+
+Eight words, and one for each tensor: how many ranks have a gradient of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from ..comm import Flag
+from ..triton_kernels import TAIL
+from .telemetry import upload
+
+
+class Mark(IntEnum):
+    """The words, float32, summed over the ranks; small enough to be exact."""
+
+    NONFINITE = 0
+    """Ranks with a gradient that is not finite; ``flatten`` writes it."""
+    ABORT = 1
+    """Ranks that can't take the step."""
+    STEP = 2
+    TAG = 3
+    STEP_SQUARED = 4
+    TAG_SQUARED = 5
+    OVERFLOW = 6
+    """Ranks whose GradScaler has found an inf."""
+
+
+_COMPARED = slice(Mark.STEP, Mark.OVERFLOW)
+
+
+class Marks:
+    """Two numbers that must be equal on all ranks, told by their sums and sums of squares; and three counts.
+
+    Args:
+        world_size: W.
+        step: The step's number, as this rank's user counts.
+        tag: Hash of the hyper-parameters.
+        tensors: How many there are.
+        missing: Those of which this rank has no gradient.
+        skips: This rank does not take the step, which is right if none does.
+    """
+
+    def __init__(
+        self, world_size: int, step: int, tag: int, tensors: int, missing: Sequence[int], skips: bool = False
+    ) -> None:
+        self._modulus = modulus = int((2**24 / world_size) ** 0.5)
+        marks = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
+        self._compared = [*marks, *(mark * mark for mark in marks)]
+        self._world_size = world_size
+        self._missing = bool(missing)
+        self._present = [1.0] * tensors
+        for i in missing:
+            self._present[i] = 0.0
+
+    def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> None:
+        """Writes this rank's words to ``tail`` float32 [TAIL + tensors]."""
+        words = [0.0, float(abort), *self._compared]
+        words += [0.0] * (TAIL - len(words))
+        tail.copy_(upload(words + self._present, torch.float32, tail.device))
+        if found_inf is not None:
+            tail[Mark.OVERFLOW] = found_inf > 0
+        self._expected = tail[_COMPARED] * self._world_size
+
+    def add_values(self, tail: Tensor, values: Tensor) -> None:
+        """Makes ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
+        tag = (tail[Mark.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
+        tail[Mark.TAG], tail[Mark.TAG_SQUARED] = tag, tag * tag
+        self._expected = tail[_COMPARED] * self._world_size
+
+    def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """What all ranks' words say.
+
+        Returns:
+            Flags int32 [1]; and where marks differ: bool [4], step and tag, twice.
+        """
+        differ = tail[_COMPARED] != self._expected
+        flags = (
+            (tail[Mark.NONFINITE] > 0).int() * int(Flag.NONFINITE)
+            + (tail[Mark.ABORT] > 0).int() * int(Flag.ABORT)
+            + differ.any().int() * int(Flag.MISMATCH)
+        )
+        return flags.reshape(1), differ
+
+    def absent(self, tail: Tensor) -> Tensor | None:
+        """Of which tensors no rank has a gradient, bool [tensors]; None where this rank has all: there are none."""
+        return tail[TAIL:] == 0 if self._missing else None

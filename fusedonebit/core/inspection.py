@@ -1,0 +1,83 @@
+"""What ``stats()`` and ``repr`` tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..triton_kernels import backend
+
+if TYPE_CHECKING:
+    from ..optim.two_stage import OneBitOptimizer
+    from .optimizer import DistributedOptimizer
+
+RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
+"""Options that ``repr`` only shows where they are on."""
+
+
+def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    """See ``DistributedOptimizer.stats``."""
+    optimizer._catch_up()
+    transport, layout = optimizer._transport, optimizer.layout
+    return {
+        "phase": optimizer.phase,
+        "step": optimizer._outcomes.updates,
+        "skipped_steps": optimizer._outcomes.skipped,
+        "freeze_step": None,
+        "backend": backend(optimizer.device),
+        "transport": repr(transport),
+        "world_size": transport.world_size,
+        "parameters": layout.real_numel,
+        "padding": layout.numel - layout.real_numel,
+        "collectives_step": transport.traffic.collectives_step,
+        "bytes_step": transport.traffic.bytes_step,
+        "bytes_total": transport.traffic.bytes_total,
+        "averaged_already": optimizer._first_look.averaged,
+        "collectives_inside": optimizer._inside.traffic.collectives_step,
+        "bytes_inside": optimizer._inside.traffic.bytes_step,
+        "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),
+        "state_bytes": state_bytes(optimizer),
+        "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),
+    }
+
+
+def residual_over_momentum(optimizer: OneBitOptimizer) -> list[float]:
+    """This rank's residual norm over the momentum's, by tensor; 0 in the warm-up and where a step was skipped.
+
+    From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
+    """
+    tensors = len(optimizer.layout.sizes)
+    if optimizer.phase != "compression":
+        return [0.0] * tensors
+    reduce = optimizer._reduce
+    squares = torch.zeros(2, tensors, dtype=torch.float64, device=optimizer.device)
+    error, momentum = squares.index_add_(1, reduce.block_tensor, reduce.squares_by_block())
+    return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
+
+
+def fp32_bytes(parameters: int, world_size: int) -> int:
+    """What one rank sends in a ring all-reduce of float32 gradients."""
+    return 2 * 4 * parameters * (world_size - 1) // world_size
+
+
+def state_bytes(optimizer: DistributedOptimizer) -> int:
+    """Bytes of all that the next step needs, tables included; each piece of memory counts once."""
+    scratch = {t.untyped_storage().data_ptr() for t in optimizer._scratch()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in optimizer._held()}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
+
+
+def describe(optimizer: DistributedOptimizer, groups: str, more: Sequence[str]) -> str:
+    """See ``DistributedOptimizer.__repr__``; ``groups`` is torch's own text, ``more`` what a subclass adds."""
+    lines = [
+        f"phase: {optimizer.phase}, {optimizer._outcomes.updates} updates",
+        *more,
+        f"block_size: {optimizer.layout.block_size}",
+        f"backend: {backend(optimizer.device)}",
+        f"transport: {optimizer._transport!r}",
+    ]
+    lines += [f"{name}: {getattr(optimizer.options, name)!r}" for name in RUNNING if getattr(optimizer.options, name)]
+    rest = groups.split("\n", 1)[1]
+    return "\n".join([f"{type(optimizer).__name__} (", *lines, rest])

@@ -1,0 +1,630 @@
+"""What all distributed optimizers share: construction, agreement, the step's frame, counters, checkpoints.
+
+A subclass says with ``_exchange`` what ranks do with each other's gradients: ``averaging.AveragingOptimizer``
+averages them, ``onebit.OneBitOptimizer`` adds the stage in which bits travel instead, and
+``rounds.RoundOptimizer`` lets workers update by themselves and agree in rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint import copies, packing
+from ..checkpoint import state_dict as checkpoint
+from ..checkpoint.rank_local import Rows
+from ..comm import CollectiveError, Flag, Transport, make_transport
+from ..integrations import compile as compiled
+from ..triton_kernels import Coef, block_table
+from ..triton_kernels.launch import tables_of
+from . import consensus as construction
+from . import inspection
+from . import reducers as cuts
+from .first_look import FirstLook, warn_of_averages
+from .options import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
+from .outcome import Outcomes
+from .params import ParameterList, first_device, first_mesh, materialise
+from .scaling import SCALER_ATTRIBUTES
+from .sharding import group_of
+from .step_count import StepCount, as_word
+from .telemetry import capturing, upload
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
+
+    # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
+    _step_supports_amp_scaling = True
+
+    _columns: ClassVar[dict[Coef, str]] = {}
+    """Hyper-parameters of a group that go into the coefficient table as they are."""
+
+    _of_one_rank: ClassVar[tuple[str, ...]] = ()
+    """What each rank has of its own in ``state``; each then saves and loads its own file."""
+
+    _optional: ClassVar[tuple[str, ...]] = ("master",)
+    """What a checkpoint may lack."""
+
+    _header_keys: ClassVar[tuple[str, ...]] = ()
+    """What its own checkpoint's header must have, besides what all have."""
+
+    _phases: ClassVar[dict[str, bool]] = {"uncompressed": False}
+    """The stages in which it can be, and whether a checkpoint has lines then."""
+
+    _sums_up = True
+    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
+
+    _compresses: ClassVar[bool] = True
+    """Whether less is sent than DDP would send."""
+
+    _takes_shards: ClassVar[bool] = True
+    """Whether parameters may be shards of tensors."""
+
+    _built: bool = False
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        defaults: dict[str, Any],
+        options: Options,
+        *,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+        hierarchy: Any = None,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        broadcast_parameters: bool = False,
+    ) -> None:
+        self.options = options
+        self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
+        self._lr: list[Tensor] = []
+        # From here to the agreement no rank may leave on its own: the others would wait for it.
+        params, error = materialise(params)
+        self.device = first_device(params)
+        self._transport = make_transport(group_of(process_group, mesh), self.device)
+        self._shards = construction.shards_of(first_mesh(params), self.device)
+        self._inside: Transport = self._shards.transport  # between ranks of one replica, or of one node
+        try:
+            if error is not None:
+                raise error
+            options.check()
+            self._check_group(numbers(defaults))
+            super().__init__(params, defaults)
+            # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
+            self.param_groups[0][checkpoint.KEY] = ""
+            self._put_lr_on_the_device()
+            self._list = ParameterList(self.param_groups, options.master_weights)
+            construction.check_shards(self)
+            construction.check_masks(mask or {}, self._list)
+            construction.check_rounding(options.stochastic_rounding, self._list)
+            self._masks = dict(mask or {})
+            construction.check_device(self.device)
+            self._levels = cuts.levels_of(self, hierarchy)
+            self._inside = self._inside if self._levels is None else self._levels[1]
+        except Exception as caught:
+            error = caught
+        construction.agree_on_everything(self, error, broadcast_parameters)
+        self._set_up()
+
+    # ---------------------------------------------------------------- construction
+
+    def _set_up(self, block_size: int | None = None) -> None:
+        """Makes all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
+        self._published: set[str] = set()  # names of entries of ``state`` that are ours
+        self._ddp_attached = False
+        self._steps = StepCount(self._list.owners, self.device if self.options.capturable else None)
+        self._first_look = FirstLook(self._transport, self._compresses)
+        self._rows = Rows(self._transport, self._shards, self.device)
+        _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
+        self._block_size = block_size
+        self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
+        self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
+        self._just_loaded = False  # a checkpoint, and no step was taken since
+        self._build()
+        self._built = True
+        self._number = compiled.number_of(self)
+
+    def _check_levels(self) -> None:
+        """Raises ValueError if this optimizer, as it is, can't work in two levels."""
+        raise ValueError(f"hierarchy must be None: {type(self).__name__} compresses nothing")
+
+    def _build(self) -> None:
+        """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
+        plist, device = self._list, self.device
+        self.layout = construction.layout_of(self, self._chunks)
+        self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
+        self._block_tensor = block_table(self.layout, device)
+        self._live = construction.live_of(self)
+        self._make_moments()
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
+        self._own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
+        self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
+        self._missed: tuple[int, ...] = ()  # of which this rank has had none in this round, where rounds have steps
+        self._coefficients = CoefficientTable(
+            plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
+        )
+        self._taken: list[dict[str, Any]] = []
+        self._put_lr_on_the_device()
+        self._take_hyper_parameters()
+        self._nothing = torch.empty(0, device=device)
+        self._phase: Phase = "uncompressed"
+        self._outcomes = Outcomes(device, self.options.nonfinite)
+        self._outcomes.on_replays = self._steps.replayed
+        if self.options.capturable:
+            self._outcomes.count_replays(device)
+        self._overflowed = torch.zeros(1, device=device)
+        self._grad_norm = torch.zeros((), device=device)
+        self._begun = self._averaged = False
+        self._step_number: int | Tensor = 0
+        self._broken = ""
+        self._publish_state()
+
+    @property
+    def _chunks(self) -> int:
+        """Into how many ranges, one for each rank to serve, the line is cut."""
+        return self._transport.world_size
+
+    def _make_moments(self) -> None:
+        """Allocates what is kept per element, float32 [P] each."""
+        self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
+        self._exp_avg_sq = torch.zeros(self.layout.numel, device=self.device)
+
+    def _moments(self) -> dict[str, Tensor]:
+        """What is kept per element while nothing is compressed, by its name in ``state``."""
+        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+
+    @property
+    def _rounding(self) -> Tensor | None:
+        """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
+        return self._updates if self.options.stochastic_rounding else None
+
+    def _visible_moments(self) -> dict[str, Tensor]:
+        """Those of ``_moments`` that mean something now; users find them in ``state``."""
+        return self._moments()
+
+    def _publish_state(self) -> None:
+        """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
+        visible, before, self._published = self._visible_moments(), self._published, {"step", "master"}
+        self._published |= visible.keys()
+        for i, p in enumerate(self._list.owners):
+            parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
+            if i in self._list.masters:
+                parts["master"] = self._list.dense[i]
+            views = {name: self._list.published(part, i) for name, part in parts.items()}
+            others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
+            self.state[p] = {**others, "step": self._own_steps[i], **views}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, before any variance is frozen. Every rank must call it.
+
+        Raises:
+            RuntimeError: in the compression stage.
+            ValueError: for bad hyper-parameters, or if ranks add different groups.
+        """
+        if not self._built:
+            super().add_param_group(param_group)
+            self._check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
+            return
+        if self._phase == "compression":
+            raise RuntimeError(
+                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
+                "construct a new optimizer"
+            )
+        self._refuse_if_broken()
+        construction.add_group(self, param_group, super().add_param_group)
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
+        check_group(group, name)
+        for key in ("frozen_dtype", "freeze_step"):
+            if key in group:
+                raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
+        for key in LAMB_KEYS:
+            if key in group and key not in self._hyper_parameters:
+                raise ValueError(
+                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
+                )
+
+    def _put_lr_on_the_device(self) -> None:
+        """Where capturable: keeps learning rates in tensors that stay, as captured graphs read them again."""
+        if not self.options.capturable:
+            return
+        for i, group in enumerate(self.param_groups):
+            if i == len(self._lr):
+                self._lr.append(torch.zeros((), device=self.device))
+            if group["lr"] is not self._lr[i]:
+                check_lr(group["lr"], f" in group {i}")
+                self._lr[i].fill_(group["lr"])
+                group["lr"] = self._lr[i]
+
+    def _take_hyper_parameters(self) -> None:
+        """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
+        for i, group in enumerate(self.param_groups):
+            read_once(group)
+            # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
+            taken = numbers({key: group[key] for key in self._hyper_parameters})
+            if isinstance(group["lr"], Tensor) and not self.options.capturable:
+                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
+            if i == len(self._taken):
+                self._taken.append(taken)
+            elif not _same(taken, self._taken[i]):
+                self._check_group({**group, **taken}, f"group {i}")
+                self._taken[i] = taken
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages over the ranks and updates the parameters. Every rank must call it equally often.
+
+        A parameter whose gradient is None on all ranks stays as it is, with all its state, as in torch; where it is
+        None on some ranks only, it counts as zeros there.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Raises:
+            NonFiniteGradientError: with ``nonfinite="raise"``, on every rank.
+            AbortedStepError, OutOfStepError: on every rank. After any of these parameters and step
+                counts are as before; compressing optimizers keep the gradients as residual.
+            CollectiveError: if a rank died or hangs; restart from a checkpoint.
+            RuntimeError, TypeError, ValueError: if this rank's parameters or gradients can't be used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._list.owners:  # nothing trains yet: nobody meets, and no step is counted
+            self._list.usable([], self._nothing)
+            self._opt_called = True
+            return loss
+        grads = self._list.gradients(self._nothing)
+        if torch.compiler.is_compiling():
+            # What can be seen of tensors while they are traced the compiler guards from then on.
+            torch.ops.fusedonebit.step(self._list.params, grads, self._number, self._list.fits(grads))
+        else:
+            self._take_step(grads)
+        return loss
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or makes them zero. Those that no step has used count as a step that was skipped.
+
+        Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
+        """
+        self._steps.clear(self._list.owners)
+        super().zero_grad(set_to_none)
+        self._steps.cleared(self._list.owners)
+
+    # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _take_step(
+        self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False
+    ) -> None:
+        """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        try:
+            self._step_or_raise(given, params, checked)
+        except Exception:
+            self._steps.forget()  # the same gradients may well be given again
+            # A GradScaler removes what it has set only after a step that ends well.
+            for name in SCALER_ATTRIBUTES:
+                vars(self).pop(name, None)
+            raise
+
+    def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
+        self._opt_called = True  # for schedulers
+        self._refuse_if_broken()
+        captured = self._captured()
+        if not captured:
+            self._outcomes.absorb_replays()
+        self._begin_step(captured)
+        self._step_number = self._take_number(None if params is None else given, captured)
+        error: Exception | None = None
+        try:
+            self._put_lr_on_the_device()
+            self._take_hyper_parameters()
+            grads = given if checked else self._list.usable(given, self._nothing)
+        except Exception as caught:
+            # The others must not wait for this rank: it takes part, and says that it can't go on.
+            grads, error = [self._nothing] * len(self._list), caught
+        saw_averages = self._look_at(grads, captured)
+        # Who can't take the step claims to have all gradients: then nobody leaves a tensor out on its account.
+        self._missing = () if error is not None else self._list.missing(grads)
+        with self._list.standing_in(self._list.params if params is None else params):
+            flags = self._synchronise_and_update(grads, error is not None, captured)
+        self._advance(flags)
+        error = self._error_due(error)
+        if captured:
+            self._outcomes.record_captured(flags)
+        elif error is None:
+            self._outcomes.record(flags, self._describe)
+        else:
+            self._outcomes.record_own_failure(flags)
+        if error is not None:
+            self._steps.fail()
+            raise error
+        if saw_averages and self._transport.rank == self._shards.transport.rank == 0:
+            warn_of_averages()
+
+    def _look_at(self, grads: Sequence[Tensor], captured: bool) -> bool:
+        """Whether gradients are seen, now, to be averages that somebody else has made; their bytes count from then."""
+        if captured or self._ddp_attached:
+            return False
+        looking = self._first_look.pending
+        if looking:
+            with self._breaking(), self._transport.traffic.apart():
+                self._first_look.look(grads)
+        if self._first_look.averaged:
+            self._transport.traffic.add(self._first_look.sent(grads))
+        return looking and self._first_look.averaged
+
+    def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
+        """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
+        if captured:
+            return self._steps.capture()
+        self._check_repeated(self._steps.take(self._list.owners, compiled))
+        return as_word(self._steps.total)
+
+    def _check_repeated(self, repeated: bool) -> None:
+        """Raises RuntimeError if a step that this rank repeats can't tell the others of it."""
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        """What this step raises, if this rank had an error: all ranks know of it now."""
+        return error
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
+        if not capturing(self.device):
+            return False
+        if not self.options.capturable or self.options.nonfinite == "raise":
+            raise RuntimeError(
+                'a step can only be captured in a CUDA graph with capturable=True and nonfinite="skip": what changes '
+                "from step to step must lie on the device; construct the optimizer so"
+            )
+        if self._phase != "compression":
+            raise RuntimeError(
+                f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
+                'until optimizer.phase == "compression"'
+            )
+        if self._just_loaded:
+            raise RuntimeError(
+                "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
+                "parameters in it: take an uncaptured step first"
+            )
+        return True
+
+    def _begin_step(self, captured: bool = False) -> None:
+        """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
+        if self._begun:
+            return
+        if not captured:
+            with self._breaking():
+                if self._just_loaded:
+                    construction.agree_on_loaded(self)
+                self._just_loaded = False
+        self._transport.traffic.start_step()
+        self._inside.traffic.start_step()
+        if not captured:
+            with self._breaking():
+                self._enter_phase()
+        self._begun = True
+
+    @property
+    def _between_rounds(self) -> bool:
+        """Whether all ranks have the same parameters now."""
+        return True
+
+    def _enter_phase(self) -> None:
+        """Changes the stage if it is time; the same on all ranks."""
+
+    def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
+        self._absent = None
+        try:
+            coef = self._coefficient_table()
+            self._outcomes.attempts += not captured
+            with self._breaking(begun=not captured):
+                return self._exchange(grads, coef, abort)
+        finally:
+            self._begun = self._averaged = False
+
+    @contextmanager
+    def _breaking(self, begun: bool = False) -> Iterator[None]:
+        """Half an exchange has left its traces: after it failed no further step may build on it."""
+        try:
+            yield
+        except CollectiveError as failure:
+            self._outcomes.attempts -= begun  # it was none
+            self._broken = f"after {self._outcomes.updates} updates, {failure}"
+            raise CollectiveError(self._broken) from failure
+
+    def _coefficient_table(self) -> Tensor:
+        return self._coefficients(self._taken, self._own_steps)
+
+    def _note_missing(self, first: bool) -> None:
+        """Takes note of which tensors this rank has no gradient in a step of a round, maybe the ``first``."""
+        self._missed = tuple(i for i in self._missing if first or i in self._missed)
+
+    def _leaving_out(self, coef: Tensor, missing: Sequence[int]) -> Tensor:
+        """The table of a rank that moves alone, and leaves tensors without a gradient as they are."""
+        if not missing:
+            return coef
+        chosen = set(missing)
+        still = upload([i in chosen for i in range(len(self._list))], torch.bool, self.device)
+        return self._coefficients.still(coef, still)
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
+        raise NotImplementedError
+
+    def _advance(self, flags: Tensor) -> None:
+        """Counts the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
+        taken = flags[0] == 0
+        self._updates += taken
+        self._own_steps += taken if self._absent is None else taken & ~self._absent
+
+    def _catch_up(self) -> None:
+        """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""
+        self._outcomes.catch_up(self._describe)
+
+    @property
+    def _tag_of_shards(self) -> int:
+        """What ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
+        return (self._coefficients.tag ^ self._steps.total) & 0x7FFFFFFF
+
+    def _describe(self, flag: Flag) -> str:
+        """Details of why a step was skipped."""
+        raise NotImplementedError
+
+    def _say_where(self, what: str) -> str:
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
+        return f"{what}. On rank {self._transport.rank}, in its step {self._steps.total}: {here}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.content_of(self)
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        copies.rebuild(self, content)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied by copy.copy: two optimizers would move the same parameters, each "
+            "with a state of its own; use copy.deepcopy, of (model, optimizer) to keep them together"
+        )
+
+    @property
+    def _keeps_lines(self) -> bool:
+        """Whether a checkpoint has residuals and bits along the whole line (``lines``), and ``_buffers``."""
+        return False
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a checkpoint with this header has not, since something else in it says it."""
+        return ()
+
+    def _tables(self) -> dict[str, Tensor]:
+        """What a subclass keeps per tensor, in all stages: [..., tensors] each."""
+        return {}
+
+    def _header(self) -> dict[str, Any]:
+        """What a checkpoint's header says of a subclass's stages: plain values."""
+        return {}
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        """Raises ValueError if a checkpoint's stages can't be taken up."""
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        """Takes up a checkpoint's stage, with all buffers it needs, still empty."""
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        """Called when the buffers are filled."""
+
+    # ---------------------------------------------------------------- what users look at
+
+    @property
+    def phase(self) -> Phase:
+        """The stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
+
+        Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
+        """
+        return self._phase
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
+        return self._phase != "compression"
+
+    def stats(self) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Returns:
+            phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
+            padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
+            others, with what DDP sends if it averages, attached or not); averaged_already (whether all ranks had the
+            same gradients in the first step, without ``ddp.attach``); collectives_inside and bytes_inside (of the
+            last step, between ranks that hold other shards, or are of one node); state_bytes (allocated); freeze_step
+            (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
+        """
+        return inspection.stats(self)
+
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        """What ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
+        return {"name": list(self._list.names)}
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """The momentum of one parameter, equal on all ranks, float32 of its shape."""
+        i = self._index(param)
+        return self._list.shaped(self._exp_avg, i, self.layout.offset(i)).clone()
+
+    def _scratch(self) -> list[Tensor]:
+        """Tensors that only serve within a step."""
+        return []
+
+    def _held(self) -> list[Tensor]:
+        """All other tensors, the scratch maybe among them."""
+        masters = [self._list.dense[i] for i in self._list.masters]
+        return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
+
+    def _index(self, param: Tensor) -> int:
+        for i, p in enumerate(self._list.owners):
+            if p is param:
+                return i
+        raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")
+
+    def __repr__(self) -> str:
+        return inspection.describe(self, super().__repr__(), self._described())
+
+    def _described(self) -> list[str]:
+        """Lines of a subclass for ``repr``."""
+        return []
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
+
+        Raises:
+            CollectiveError: after a step that ended so: half an exchange is no state to go on from.
+        """
+        self._refuse_if_broken()
+        packing.before_saving(self)
+        saved = self._saved() if self._expected is None else checkpoint.template(self, *self._expected)
+        if not self._optimizer_state_dict_post_hooks:
+            return saved
+        return checkpoint.seal_again(self, packing.after_saving(self, saved))
+
+    def _saved(self) -> dict[str, Any]:
+        """The complete ``state_dict``, before any hook has seen it."""
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint is of another model, or, where each rank has a
+                file of its own, of another world size or rank; nothing was changed.
+            Exception: what a hook raises, on its rank; the others raise ``DisagreementError``.
+        """
+        checkpoint.load(self, state_dict)
+
+
+def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    # Tensors are the same or not: comparing values would wait for the device.
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

@@ -1,0 +1,398 @@
+"""Checks hyper-parameters, and turns those of the groups into the table that kernels read."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import BLOCK_SIZES, LARGEST_GRADIENT, SCALE_NORMS, Coef, ScaleScope
+from .telemetry import capturing, upload
+
+_LR = 0  # column of the uploaded rows
+
+VARIANCE_FLOOR = 0.01
+"""Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
+
+LEAST_REWARM_STEPS = 10
+
+OVERLAPPED_BUCKETS = 4
+"""Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of a whole optimizer, equal on all ranks. See ``Lamb`` for their meaning."""
+
+    bias_correction: bool
+    eps_inside_sqrt: bool
+    nonfinite: str
+    block_size: int | None
+    max_grad_norm: float | None = None
+    master_weights: bool = False
+    capturable: bool = False
+    stochastic_rounding: bool = False
+    hierarchy_dtype: torch.dtype = torch.float32
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
+        check_flag("master_weights", self.master_weights)
+        check_flag("capturable", self.capturable)
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
+        check_flag("bias_correction", self.bias_correction)
+        check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
+        check_flag("stochastic_rounding", self.stochastic_rounding)
+        if self.stochastic_rounding and self.master_weights:
+            raise ValueError(
+                "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
+            )
+        if self.block_size is not None and not (_is_int(self.block_size) and self.block_size in BLOCK_SIZES):
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitOptions(Options):
+    """Those of an optimizer with a compression stage. See ``OneBitAdam`` for their meaning."""
+
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    scale_norm: str
+    scale_scope: ScaleScope
+    precondition: bool
+    ternary: bool
+    variance_floor: float | None
+    warm_started: bool
+    rewarm_every: int
+    rewarm_steps: int
+    guard: str
+    dead_coordinates: str
+    overlap: bool = False
+    buckets: int | None = None
+    frozen_dtype: torch.dtype = torch.float32
+
+    @property
+    def bucket_count(self) -> int:
+        """Into how many buckets the line is cut."""
+        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
+
+    @property
+    def least_share(self) -> float:
+        """Of its tensor's mean that frozen v has at least."""
+        preconditioned = VARIANCE_FLOOR if self.precondition else 0.0
+        return preconditioned if self.variance_floor is None else self.variance_floor
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        check_count("freeze_step", self.freeze_step, alternative="auto")
+        check_count("lr_warmup_steps", self.lr_warmup_steps)
+        check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
+        check_choice("scale_scope", self.scale_scope, ("global", "bucket", "layer", "block"))
+        self._check_buckets()
+        check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
+        check_flag("precondition", self.precondition)
+        check_flag("ternary", self.ternary)
+        if self.frozen_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
+        if self.variance_floor is not None and not _in_unit(self.variance_floor):
+            raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
+        if self.warm_started and self.freeze_step == "auto":
+            raise ValueError(
+                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try 0'
+            )
+        check_count("rewarm_every", self.rewarm_every)
+        check_count("rewarm_steps", self.rewarm_steps)
+        if self.rewarm_steps < LEAST_REWARM_STEPS:
+            raise ValueError(
+                f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
+                "of so many updates the variance is made anew"
+            )
+        check_choice("guard", self.guard, ("rewarm", "warn", "off"))
+        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
+            way_out = "precondition=False" if self.precondition else "variance_floor=0"
+            raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
+
+    def _check_buckets(self) -> None:
+        check_flag("overlap", self.overlap)
+        if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
+            raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
+        if self.bucket_count > 1 and self.scale_scope == "global":
+            raise ValueError(
+                f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
+                "scale for all is known only when all gradients are"
+            )
+        if not self.overlap:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm must be None with overlap=True, got {self.max_grad_norm!r}: the norm is known only "
+                "when all gradients are; the guard refuses outliers"
+            )
+        if self.capturable:
+            raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group in which what tensors of one element say are numbers; but for ``lr``, which may stay one."""
+    return {key: value if key in ("lr", "params") else _number(value) for key, value in group.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return type(value)(map(_number, value)) if type(value) in (tuple, list) else value
+
+
+def read_once(group: dict[str, Any]) -> None:
+    """Replaces hyper-parameters that lie on another device by numbers, as no step must wait to read them."""
+    for key, value in group.items():
+        of_group = value if key == "betas" and isinstance(value, (tuple, list)) else (value,)
+        if key not in ("lr", "params") and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in of_group):
+            group[key] = _number(value)
+
+
+def check_group(group: dict[str, Any], name: str = "") -> None:
+    """Checks the hyper-parameters of one parameter group, ``numbers`` of which were taken.
+
+    Raises:
+        ValueError: naming the argument, its value and what is expected.
+    """
+    where = f" in {name}" if name else ""
+    check_lr(group["lr"], where)
+    if "momentum" in group and not _in_unit(group["momentum"]):
+        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}{where}")
+    betas = _betas(group)
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
+    for key in ("eps", "weight_decay"):
+        if key in group and (not _fits_float32(group[key]) or group[key] < 0):
+            raise ValueError(f"{key} must be a finite number >= 0, got {_shown(group[key])}{where}")
+    if not isinstance(group["maximize"], bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    return group["betas"] if "betas" in group else (group["momentum"], 0.0)
+
+
+LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
+"""Hyper-parameters of a group that LAMB and 1-bit LAMB add."""
+
+
+def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
+    """Checks what LAMB adds to a parameter group; raises as ``check_group`` does."""
+    where = f" in {name}" if name else ""
+    for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
+        if low not in group or high not in group:
+            continue
+        for key, least in ((low, ">="), (high, ">")):
+            if not _is_number(group[key]) or group[key] < 0 or (group[key] == 0 and least == ">"):
+                raise ValueError(f"{key} must be a finite number {least} 0, got {group[key]!r}{where}")
+        if group[low] > group[high]:
+            raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
+    for key in ("beta3", "r_threshold"):
+        if key in group and not _in_unit(group[key]):
+            raise ValueError(f"{key} must be a number in [0, 1), got {group[key]!r}{where}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_unit(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a number in [0, 1)."""
+    if not _in_unit(value):
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_count(name: str, value: object, alternative: str | None = None) -> None:
+    """Raises ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
+    if alternative is not None and isinstance(value, str) and value == alternative:
+        return
+    if not _is_int(value) or value < 0:  # type: ignore[operator]
+        other = f' or "{alternative}"' if alternative else ""
+        raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
+
+
+def check_lr(lr: object, where: str) -> None:
+    """Raises ValueError unless ``lr`` is a number >= 0, or a tensor of one, as far as the host can see."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
+        # One on another device is not read: that would wait for the device.
+        lr = lr.item() if lr.device.type == "cpu" else 0.0
+    if not _fits_float32(lr) or lr < 0:  # type: ignore[operator]
+        raise ValueError(f"lr must be a finite number >= 0, got {_shown(lr)}{where}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    # Not math.isfinite, which raises OverflowError for an int beyond float64.
+    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
+
+
+def _fits_float32(value: object) -> bool:
+    """Whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
+    return _is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
+
+
+def _in_unit(value: object) -> bool:
+    return _is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
+
+
+def _shown(value: object) -> str:
+    too_large = _is_number(value) and not _fits_float32(value)
+    return f"{value!r}{', which is infinite in float32' * too_large}"
+
+
+_STILL = dict.fromkeys(
+    (Coef.ONE_MINUS_BETA2, Coef.STEP_SIZE, Coef.LR, Coef.UNBIAS1, Coef.WEIGHT_DECAY, Coef.GLOBAL_RATIO), 0.0
+)
+"""With these, and 1 in all other columns, a gradient of 0 changes neither moments nor parameters, to the bit.
+
+eps is 1, so that no moment is divided by 0.
+"""
+
+
+class CoefficientTable:
+    """The per-tensor table of ``Coef`` columns, computed on the device without a host sync.
+
+    Args:
+        group_of: Index of each tensor's parameter group.
+        device: Where the table lies.
+        bias_correction: Adam's; without it both corrections are 1.
+        columns: Further columns, and the hyper-parameters of a group that go into them.
+        capturable: Never reads a tensor lr on the host.
+
+    Attributes:
+        variance_betas: Of each group, the decay with which its variance was made, where that is done; None: betas[1].
+            The correction of a frozen variance must not follow betas[1] any further.
+    """
+
+    def __init__(
+        self,
+        group_of: Sequence[int],
+        device: torch.device,
+        bias_correction: bool,
+        columns: Mapping[Coef, str],
+        capturable: bool = False,
+    ) -> None:
+        self.device = device
+        self._reads_lr = not capturable
+        self.bias_correction = bias_correction
+        self.columns = dict(columns)
+        self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
+        self.variance_betas: list[float] | None = None
+        self._uploaded: list[tuple[float, ...]] = []
+        self._rows = torch.empty(0)
+        self._still = torch.tensor([_STILL.get(column, 1.0) for column in Coef], device=device)
+        self.tag = 0
+
+    def __call__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        steps: Tensor,
+        variance_steps: Tensor | None = None,
+        unit: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the table for the update that follows ``steps`` updates.
+
+        Args:
+            groups: ``param_groups``; lr may be a tensor, and is then read on the device.
+            steps: float64 [tensors], updates of each done.
+            variance_steps: float64 [tensors], updates that entered its variance, or None: steps + 1.
+            unit: float32 [tensors], or None: 1.
+
+        Returns:
+            float32 [tensors, len(Coef)].
+        """
+        rows = self._upload(groups)[self._group_of]
+        lr, beta1, beta2, gain, eps, decay, sign, variance_beta2, *further = rows.unbind(1)
+        one = torch.ones_like(lr)
+        bias1 = bias2 = one
+        if self.bias_correction:
+            t = steps + 1
+            bias1 = 1 - beta1**t
+            bias2 = 1 - variance_beta2 ** (t if variance_steps is None else variance_steps.clamp(min=1))
+        columns = {
+            Coef.BETA1: beta1,
+            Coef.ONE_MINUS_BETA1: gain * sign,
+            Coef.BETA2: beta2,
+            Coef.ONE_MINUS_BETA2: 1 - beta2,
+            Coef.STEP_SIZE: lr / bias1,
+            Coef.DECAY: 1 - lr * decay,
+            Coef.RSQRT_BIAS2: bias2.rsqrt(),
+            Coef.EPS: eps,
+            Coef.LR: lr,
+            Coef.UNBIAS1: 1 / bias1,
+            Coef.WEIGHT_DECAY: decay,
+            Coef.GRAD_LIMIT: torch.full_like(one, LARGEST_GRADIENT),
+        } | dict(zip(self.columns, further, strict=True))
+        table = torch.stack([columns.get(column, one) for column in Coef], dim=1)
+        table = table.to(torch.float32)
+        if unit is not None:
+            table[:, Coef.UNIT] = unit
+        return table
+
+    def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:
+        """The table with coefficients that leave tensors without a gradient, ``absent`` bool [tensors], as they are."""
+        return coef if absent is None else torch.where(absent[:, None], self._still, coef)
+
+    def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+        values = [
+            (
+                self._host_value(group["lr"]),
+                *map(float, _betas(group)),
+                # SGD's momentum takes all of the gradient.
+                1.0 if "momentum" in group else 1.0 - float(group["betas"][0]),
+                float(group.get("eps", 0.0)),
+                float(group["weight_decay"]),
+                -1.0 if group["maximize"] else 1.0,
+                float(_betas(group)[1]) if self.variance_betas is None else self.variance_betas[i],
+                *(float(group[name]) for name in self.columns.values()),
+            )
+            for i, group in enumerate(groups)
+        ]
+        if values != self._uploaded:
+            if capturing(self.device):
+                raise RuntimeError(
+                    "hyper-parameters that have changed can't be uploaded while a CUDA graph is captured: take one "
+                    "uncaptured step with them first, or change only a tensor lr, in place"
+                )
+            self._rows = upload(values, torch.float64, self.device)
+            self._uploaded = values
+            self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
+        for index, group in enumerate(groups):
+            if isinstance(group["lr"], Tensor):
+                self._rows[index, _LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
+        return self._rows
+
+    def freeze_variance(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes note that the variance is done: its correction stays what it is with these groups."""
+        self.variance_betas = [float(_betas(group)[1]) for group in groups]
+
+    def _host_value(self, lr: float | Tensor) -> float:
+        # A device tensor is not read here: that would wait for the device.
+        on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or not self._reads_lr)
+        return 0.0 if on_device else float(lr)

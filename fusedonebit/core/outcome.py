@@ -1,0 +1,195 @@
+"""How steps ended: counts, warns and raises, alike on every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm import Flag
+from ..errors import AbortedStepError, NonFiniteGradientError, OutOfStepError, warn
+from .telemetry import HostMirror
+
+Describe = Callable[[Flag], str]
+
+
+class Outcomes:
+    """Follows the flags of each step from the device and acts on them.
+
+    On a CPU the flags of a step are known when it returns. On CUDA they arrive one step later, so
+    that no step waits; a skipped step has changed nothing in the meantime, whoever raises when.
+
+    Args:
+        device: Where flags lie.
+        nonfinite: ``"skip"`` (count and warn) or ``"raise"`` (at once: waits for the device).
+
+    Attributes:
+        attempts: Steps begun.
+        skipped: Steps known to have been skipped.
+        vetoed: Those of them that the divergence guard refused.
+        veto_at: The first attempt that it refused since somebody set this to None.
+        on_replays: Told how many steps replayed graphs have taken.
+        scaler_is_told: Whether the GradScaler learns what other ranks' gradients are like.
+    """
+
+    def __init__(self, device: torch.device, nonfinite: str) -> None:
+        self.attempts = 0
+        self.skipped = 0
+        self.vetoed = 0
+        self.veto_at: int | None = None
+        self._arrived = 0
+        self._skips: deque[int] = deque(maxlen=4)  # the last attempts that were
+        self._warned_at = 0
+        self._warned_of_drift = False
+        self._replays: Tensor | None = None
+        self._replayed = False
+        self.scaler_is_told = False
+        self.on_replays: Callable[[int], None] | None = None
+        self._nonfinite = nonfinite
+        self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the parameters, as far as known."""
+        return self.attempts - self.skipped
+
+    def resume(self, updates: int, skipped: int) -> None:
+        """Takes the counts of a checkpoint."""
+        self._mirror.flush()
+        self.attempts, self.skipped = updates + skipped, skipped
+        self._arrived = self.attempts
+
+    def record(self, flags: Tensor, describe: Describe) -> None:
+        """Takes a step's flags, int32 [1].
+
+        Args:
+            flags: Of the step that has just ended.
+            describe: Called with MISMATCH or VETO for the details. Not kept: it belongs to an optimizer, which
+                would then be part of a reference cycle.
+
+        Raises:
+            NonFiniteGradientError, AbortedStepError, OutOfStepError: on every rank.
+        """
+        for arrived in self._mirror.push(flags):
+            self._act(int(arrived), describe)
+        if self._nonfinite == "raise":
+            self.catch_up(describe)
+
+    def record_captured(self, flags: Tensor) -> None:
+        """As ``record``, in a CUDA graph: counts on the device, whenever the graph is replayed."""
+        assert self._replays is not None  # allocated before the capture, or each replay would zero it
+        self._replayed = True
+        seen = flags[0].long()
+        vetoed = (seen & int(Flag.VETO)) != 0
+        bad = (seen & int(Flag.MISMATCH | Flag.ABORT)) != 0
+        self._replays += torch.stack([torch.ones_like(seen), (seen != 0).long(), vetoed.long(), bad.long()])
+
+    def count_replays(self, device: torch.device) -> None:
+        """Makes the counters of ``record_captured``: steps, skipped, vetoed, out of step."""
+        self._replays = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def absorb_replays(self) -> None:
+        """Takes over what replayed graphs have counted; waits for the device.
+
+        Raises:
+            OutOfStepError: if ranks were out of step in any.
+        """
+        if self._replays is None or not self._replayed:
+            return
+        steps, skipped, vetoed, bad = self._replays.tolist()
+        self._replays.zero_()
+        self.attempts += steps
+        self._arrived += steps
+        if self.on_replays is not None:
+            self.on_replays(steps)
+        self.skipped += skipped
+        self.vetoed += vetoed
+        if vetoed and self.veto_at is None:
+            self.veto_at = self._arrived
+        if bad:
+            raise OutOfStepError(
+                f"{bad} of {steps} steps that a CUDA graph has replayed were out of step with another rank's and were "
+                "skipped; every rank must replay equally often"
+            )
+
+    def record_own_failure(self, flags: Tensor) -> None:
+        """As ``record``, on the rank whose own error is about to be raised."""
+        for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
+            self._count(int(arrived))
+
+    def was_skipped(self, attempt: int) -> bool | None:
+        """Whether one of the last attempts was skipped; None until all ranks know, however early one has looked.
+
+        Asked between two steps.
+        """
+        return self.seems_skipped(attempt) if self.attempts >= attempt + self._mirror.depth else None
+
+    def seems_skipped(self, attempt: int) -> bool:
+        """Whether one of the last attempts was skipped, as far as this rank knows."""
+        return attempt in self._skips
+
+    def veto_is_due(self) -> bool:
+        """Whether the last veto is known to all ranks by now, however early one has looked."""
+        return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
+
+    def catch_up(self, describe: Describe) -> None:
+        """Waits for what is under way and acts on it; raises as ``record`` does."""
+        self.absorb_replays()
+        for arrived in self._mirror.flush():
+            self._act(int(arrived), describe)
+
+    def _count(self, flags: int) -> None:
+        self._arrived += 1
+        self.skipped += flags != 0
+        if flags:
+            self._skips.append(self._arrived)
+        if flags & Flag.VETO:
+            self.vetoed += 1
+            self.veto_at = self._arrived if self.veto_at is None else self.veto_at
+
+    def _act(self, flags: int, describe: Describe) -> None:
+        self._count(flags)
+        if not flags:
+            return
+        if flags & Flag.ABORT:
+            raise AbortedStepError(
+                f"another rank could not take the step after {self.updates} updates (its own error says why); "
+                "no parameter was changed on any rank"
+            )
+        if flags & Flag.MISMATCH:
+            raise OutOfStepError(
+                f"ranks are out of step after {self.updates} updates: {describe(Flag.MISMATCH)}. "
+                "No parameter was changed; every rank must call step() equally often, with equal hyper-parameters, "
+                "resuming from the same checkpoint"
+            )
+        if flags & Flag.OVERFLOW:
+            self._act_on_overflow(flags)
+            return
+        if flags & Flag.VETO:
+            if self.vetoed & (self.vetoed - 1) == 0:
+                warn(f"every rank skipped the step after {self.updates} updates: {describe(Flag.VETO)}")
+            return
+        self._act_on_nonfinite()
+
+    def _act_on_overflow(self, flags: int) -> None:
+        """A GradScaler's skips are its business, unless scalers part ways."""
+        if flags & Flag.LOCAL and not self.scaler_is_told and not self._warned_of_drift:
+            self._warned_of_drift = True
+            warn(
+                "a GradScaler found infinite gradients on some ranks only; every rank skipped the step, but only those "
+                "will lower their loss scale. Use fusedonebit.amp.GradScaler, which lowers it on all"
+            )
+
+    def _act_on_nonfinite(self) -> None:
+        text = (
+            f"a gradient on some rank was not finite after {self.updates} updates; "
+            f"every rank skipped the step ({self.skipped} so far)"
+        )
+        if self._nonfinite == "raise":
+            raise NonFiniteGradientError(text)
+        # Loss scaling makes skips common: warn of the 1st, 2nd, 4th, 8th ..., as above.
+        if self.skipped >= 2 * self._warned_at:
+            self._warned_at = self.skipped
+            warn(text)

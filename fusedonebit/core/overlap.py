@@ -1,0 +1,212 @@
+"""Compressing and sending in the backward pass: each bucket of gradients as soon as it is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..comm import BucketedAllReduce, CollectiveError, TorchTransport, Transport
+from .step_count import as_word
+
+if TYPE_CHECKING:
+    from ..optim.two_stage import OneBitOptimizer
+
+
+class Overlap:
+    """Watches gradients arrive, and starts buckets, the last first, while the backward pass goes on.
+
+    On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
+    process group of its own, so that whatever else is sent in the meantime comes not between them. The
+    first bucket, which is complete when the backward pass is over, is left to the step.
+
+    Args:
+        optimizer: Its hooks hold it weakly.
+        reduce: What averages its buckets.
+    """
+
+    def __init__(self, optimizer: OneBitOptimizer, reduce: BucketedAllReduce) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._reduce = reduce
+        self._buckets_of = reduce.bucket_of()
+        self._paused = False
+        self.error: Exception | None = None
+        cuda = optimizer.device.type == "cuda"
+        self._stream = torch.cuda.Stream(optimizer.device) if cuda else None
+        threaded = not cuda and isinstance(reduce.transport, TorchTransport)
+        self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
+        self._pending: list[Future[None]] = []
+        self._in_use: list[Any] = []
+        handles: list[RemovableHandle] = [
+            owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
+            for i, owner in enumerate(optimizer._list.owners)
+        ]
+        handles.append(optimizer.register_load_state_dict_pre_hook(_check_idle))
+        self._finalizer = weakref.finalize(self, _take_away, handles, self._thread)
+        self._forget()
+
+    def close(self) -> None:
+        """Takes the hooks away, and ends the thread once it is done."""
+        self._finalizer()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes in here only accumulate gradients."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _forget(self) -> None:
+        self._seen: set[int] = set()
+        self._waiting = [0] * self._reduce.count
+        for buckets in self._buckets_of:
+            for bucket in buckets:
+                self._waiting[bucket] += 1
+        self._next = self._reduce.count - 1
+        self._coef: Tensor | None = None
+        self._left_behind: dict[int, tuple[Tensor, int]] = {}
+        self.error = None
+
+    def arrived(self, i: int) -> None:
+        """Takes note that the gradient of parameter ``i`` is there."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._paused or optimizer._broken:
+            return
+        optimizer._begin_step()
+        if optimizer.phase != "compression":
+            return
+        if i in self._seen:
+            self.error = self.error or RuntimeError(
+                f"the gradient of {optimizer._list.names[i]} has changed in a second backward pass before step(): with "
+                "overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
+            )
+            return
+        if not self._seen:
+            _after_backward(weakref.WeakMethod(self._note_versions))
+        self._seen.add(i)
+        for bucket in self._buckets_of[i]:
+            self._waiting[bucket] -= 1
+        while self._next > 0 and self._waiting[self._next] == 0:
+            self._start(optimizer, self._next)
+            self._next -= 1
+
+    def _start(self, optimizer: OneBitOptimizer, bucket: int) -> None:
+        grads = [optimizer._nothing] * len(self._buckets_of)
+        try:
+            if self._coef is None:
+                optimizer._take_hyper_parameters()
+                self._coef = optimizer._coefficient_table()
+            members = [i for i, buckets in enumerate(self._buckets_of) if bucket in buckets]
+            for i in members:
+                grads[i] = optimizer._list.gradient(i, optimizer._nothing)
+            grads = optimizer._list.usable(grads, optimizer._nothing)
+        except Exception as error:  # the others must not wait for this rank
+            self.error = self.error or error
+            grads = [optimizer._nothing] * len(self._buckets_of)
+        coef = self._coef if self._coef is not None else optimizer._coefficient_table()
+        # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
+        number = as_word(optimizer._steps.coming)
+        options = optimizer._momentum_options(coef, self.error is not None, number)
+        reduce = self._reduce
+        reduce.under_way.add(bucket)
+        # The other stream may still read them when nobody else has them any more: gradients are copies where their
+        # memory order is another than the parameter's.
+        self._in_use.append((grads, options))
+        self._run(lambda: reduce.start(bucket, grads, **options))
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._thread is not None:
+            self._pending.append(self._thread.submit(_without_grad, job))
+        elif self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                _without_grad(job)
+        else:
+            _without_grad(job)
+
+    def _note_versions(self) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            owners = optimizer._list.owners
+            self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
+
+    def check_gradients(self) -> None:
+        """Notes an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for i, (grad, version) in self._left_behind.items():
+            if optimizer._list.owners[i].grad is not grad or grad._version != version:
+                self.error = self.error or RuntimeError(
+                    f"the gradient of {optimizer._list.names[i]} was changed or dropped between the backward pass and "
+                    "step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
+                    "overlap=False only; the guard refuses outliers"
+                )
+                return
+
+    def catch_up(self) -> None:
+        """Waits for the buckets on their way (on CUDA: what is launched next does).
+
+        Raises:
+            CollectiveError: if one of them failed.
+        """
+        pending, self._pending = self._pending, []
+        self._forget()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._in_use.clear()
+        errors = [error for future in pending if (error := future.exception()) is not None]  # waits for all of them
+        if errors:
+            self._reduce.under_way.clear()
+            first = errors[0]
+            # Whatever it was, buckets of this step are lost: no further one may build on them.
+            raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
+
+
+def _check_idle(optimizer: torch.optim.Optimizer, _: object) -> None:
+    if not optimizer._broken:  # type: ignore[attr-defined]
+        optimizer._reduce.check_idle()  # type: ignore[attr-defined]
+
+
+def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:
+    for handle in handles:
+        handle.remove()
+    if thread is not None:
+        thread.shutdown(wait=False)  # the last reference may be dropped by the thread itself
+
+
+def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _without_grad(job: Callable[[], None]) -> None:
+    with torch.no_grad():  # of each thread
+        job()
+
+
+def _hook(overlap: weakref.ref[Overlap], i: int) -> Callable[[Tensor], None]:
+    def arrived(_: Tensor) -> None:
+        if (watching := overlap()) is not None:
+            watching.arrived(i)
+
+    return arrived
+
+
+def transport_of_its_own(transport: Transport) -> Transport:
+    """The same ranks, over a process group of their own where there are any; all of them call it."""
+    return transport.apart() if isinstance(transport, TorchTransport) else transport

@@ -1,0 +1,411 @@
+"""The user's parameters and gradients: what they must be, and how the ops reach them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm import checksum
+from ..comm.agreement import Fact
+from .sharding import is_dtensor, like, local, shard_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one contiguous piece of memory, in any order, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if size == 0:
+            return True
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class ParameterList:
+    """The trainable parameters of all groups, in order, as the ops want them.
+
+    Parameters stay where they are; of a DTensor only this rank's shard is looked at.
+    One whose elements do not fill a contiguous piece of memory
+    (a strided view) has a dense copy, which is written back after each update; so has, with master
+    weights, one of 16 bits: a copy in float32, which then is the truth.
+
+    Args:
+        groups: ``param_groups`` of the optimizer.
+        master_weights: Whether parameters of 16 bits have such copies.
+
+    Raises:
+        TypeError, ValueError: for parameters that can't be optimised; the message says which.
+
+    Attributes:
+        owners: The parameters that require gradients, as given.
+        params: What this rank holds of each: its shard of a DTensor, else the parameter itself.
+        mesh: The mesh over which all are sharded, or None.
+        group_of: Index of the group of each.
+        index_of: Index of each among all parameters of all groups (as in a ``state_dict``).
+        names: For messages: ``"parameter 3"`` and its name where the user gave one.
+        dense: What the ops write: the parameters themselves, or their dense copies.
+        sizes: Elements of each.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool = False) -> None:
+        self.owners: list[Tensor] = []
+        self.frozen: list[Tensor] = []
+        self.group_of: list[int] = []
+        self.index_of: list[int] = []
+        self.names: list[str] = []
+        index = -1
+        seen: set[int] = set()
+        for number, group in enumerate(groups):
+            for position, p in enumerate(group["params"]):
+                index += 1
+                if id(p) in seen:  # torch has warned of it; it is one parameter
+                    continue
+                seen.add(id(p))
+                given = group["param_names"][position] if "param_names" in group else None
+                name = f"parameter {index}" + (f" ({given})" if given else "")
+                _check_parameter(p, name)
+                if p.requires_grad:
+                    self.owners.append(p)
+                    self.group_of.append(number)
+                    self.index_of.append(index)
+                    self.names.append(name)
+                else:
+                    self.frozen.append(p)
+        self.mesh = shard_mesh(self.owners, self.names)
+        self.params = [local(p) for p in self.owners]
+        self._check_together()
+        self.sizes = tuple(p.numel() for p in self.params)
+        self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
+        self.masters = [i for i, p in enumerate(self.params) if master_weights and p.dtype != torch.float32]
+        for i in self.masters:
+            self.dense[i] = self.dense[i].detach().float()
+        self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p and i not in set(self.masters)]
+        self._targets: Sequence[Tensor] = self.params
+        self._seen = self._versions()
+        self._strides = [d.stride() for d in self.dense]
+        self._pointers = [p.data_ptr() for p in self.params]
+        self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def _check_together(self) -> None:
+        devices = {p.device: name for p, name in zip(self.params, self.names, strict=True)}
+        if len(devices) > 1:
+            listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(
+                f"params must lie on one device, got {listed}; use one optimizer per device, each with its group"
+            )
+        ends = sorted(
+            (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+            for p, name in zip(self.params, self.names, strict=True)
+            if p.numel() and is_dense(p)
+        )
+        for (_, end, first), (start, _, second) in itertools.pairwise(ends):
+            if start < end:
+                raise ValueError(
+                    f"params must not share memory, but {first} and {second} do; "
+                    "tie weights by assigning the same Parameter to both modules"
+                )
+
+    def gradients(self, nothing: Tensor) -> list[Tensor]:
+        """The gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
+        if self.mesh is None:
+            return [nothing if p.grad is None else p.grad for p in self.params]
+        return [nothing if p.grad is None else local(p.grad) for p in self.owners]
+
+    def gradient(self, i: int, nothing: Tensor) -> Tensor:
+        """That of parameter ``i`` alone; see ``gradients``."""
+        grad = self.owners[i].grad
+        return nothing if grad is None else local(grad)
+
+    def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
+        """Of which parameters there is no gradient among what ``gradients`` has returned."""
+        empty = (i for i, g in enumerate(given) if not g.numel())
+        # Of an empty parameter, or shard, that of no elements is one.
+        return tuple(i for i in empty if self.sizes[i] or self.owners[i].grad is None)
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
+        if not self._unchanged():
+            return False
+        if not all(p.requires_grad for p in self.owners):
+            return False
+        for p, g in zip(self.params, given, strict=True):
+            if g.numel() and (g.dtype not in SUPPORTED_DTYPES or g.shape != p.shape or g.stride() != p.stride()):
+                return False
+        return not self._staged and not any(p.requires_grad for p in self.frozen)
+
+    def _unchanged(self) -> bool:
+        # A compiler looks once: tensors that change later it finds by itself.
+        try:
+            self._check_unchanged()
+        except RuntimeError:
+            return False
+        return True
+
+    _unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result's
+
+    def usable(self, given: Sequence[Tensor], nothing: Tensor) -> list[Tensor]:
+        """Checks gradients and brings them into the memory order of ``dense``.
+
+        Args:
+            given: What ``gradients`` has returned.
+            nothing: What stands for none there.
+
+        Raises:
+            RuntimeError: if a parameter was moved, cast or (un)frozen since construction.
+            TypeError, ValueError: if a gradient can't be used.
+        """
+        self._check_unchanged()
+        grads = []
+        for i, (p, g) in enumerate(zip(self.params, given, strict=True)):
+            if g.numel() == 0:
+                grads.append(nothing)
+                continue
+            if g.layout is not torch.strided or g.shape != p.shape or g.device != p.device:
+                _refuse_gradient(g, p, self.names[i])
+            if g.dtype not in SUPPORTED_DTYPES:
+                _refuse_gradient(g, p, self.names[i])
+            if not g.data_ptr() and g.numel():
+                raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
+            if g.stride() != self._strides[i]:
+                g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
+            grads.append(g)
+        return grads
+
+    def _check_unchanged(self) -> None:
+        for i, owner in enumerate(self.owners):
+            p = self._current(i, owner)
+            if p.data_ptr() != self._pointers[i] or p.stride() != self._kinds[i][3]:
+                kind = (p.dtype, p.device, p.shape, p.stride())
+                if kind != self._kinds[i]:
+                    was, now = (f"{k[0]} {tuple(k[2])} on {k[1]}" for k in (self._kinds[i], kind))
+                    raise RuntimeError(
+                        f"{self.names[i]} was {was} when the optimizer was made, but now is {now}; "
+                        "move or cast the model first, then construct the optimizer"
+                    )
+                if not p.data_ptr() and p.numel():
+                    raise RuntimeError(
+                        f"{self.names[i]} has no memory: its storage was freed or resized; "
+                        "step while the parameters are gathered, or use FSDP2, whose shards stay"
+                    )
+                # The same tensor in other memory: the dense alias is the parameter, nothing to do.
+                self._pointers[i] = p.data_ptr()
+            if not owner.requires_grad:
+                raise RuntimeError(
+                    f"{self.names[i]} no longer requires gradients; freeze parameters before the optimizer "
+                    "is made, or keep coordinates still with mask="
+                )
+        for p in self.frozen:
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} requires gradients now but did not when the optimizer "
+                    "was made; construct the optimizer anew"
+                )
+
+    def _current(self, i: int, owner: Tensor) -> Tensor:
+        """What this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
+        if self.mesh is None:
+            return owner
+        before, now = self.params[i], local(owner)
+        if now.data_ptr() != before.data_ptr() or now.shape != before.shape:
+            self.params[i] = now
+            if self.dense[i] is before:
+                self.dense[i] = now
+        return now
+
+    @contextmanager
+    def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Updates ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
+        if all(map(operator.is_, tensors, self.params)):
+            yield
+            return
+        dense, staged = self.dense, self._staged
+        own = [d is p for d, p in zip(dense, self.params, strict=True)]
+        in_place = [t.stride() == strides for t, strides in zip(tensors, self._strides, strict=True)]
+        self.dense = [
+            (t if ok else d.detach().clone()) if o else d
+            for t, d, o, ok in zip(tensors, dense, own, in_place, strict=True)
+        ]
+        self._staged = [*staged, *(i for i, (o, ok) in enumerate(zip(own, in_place, strict=True)) if o and not ok)]
+        self._targets = tensors
+        try:
+            yield
+        finally:
+            self.dense, self._staged, self._targets = dense, staged, self.params
+
+    def before_update(self) -> None:
+        """Brings the dense copies up to date."""
+        for i in self._staged:
+            self.dense[i].copy_(self._targets[i])
+        self.refresh_masters()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Changes when somebody writes into a 16-bit parameter, or gives it other memory."""
+        return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
+
+    def load_master(self, i: int, saved: Tensor | None) -> None:
+        """Fills the master of parameter ``i``; with the parameter's values where none was saved.
+
+        The parameter may be loaded before or after: by the next update it is looked at once more.
+        """
+        self.dense[i].copy_(self.params[i].detach() if saved is None else saved)
+        self._seen = []
+
+    def refresh_masters(self) -> None:
+        """Takes over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        if self._seen == self._versions():
+            return
+        for i in self.masters:
+            self.dense[i].copy_(self._refreshed(i))
+        self._seen = self._versions()
+
+    def after_update(self) -> None:
+        """Writes the dense copies back."""
+        for i in self._staged:
+            self._targets[i].copy_(self.dense[i])
+        if self.masters:
+            torch._foreach_copy_([self._targets[i] for i in self.masters], [self.dense[i] for i in self.masters])
+            self._seen = self._versions()
+
+    def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:
+        """The elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""
+        part = flat[offset : offset + self.sizes[i]]
+        return part.as_strided(self.dense[i].shape, self._strides[i])
+
+    def published(self, part: Tensor, i: int) -> Tensor:
+        """``part``, of parameter ``i``'s shape here, distributed as the parameter is."""
+        return like(self.owners[i], part)
+
+    def strides(self) -> list[list[int]]:
+        """Strides of each parameter's memory order, for checkpoints."""
+        return [list(stride) for stride in (self._strides if self.mesh is None else [p.stride() for p in self.owners])]
+
+    def facts(self) -> list[Fact]:
+        """What must be equal on all ranks: count, dtypes, shapes and memory order."""
+        described = [
+            (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} in memory order {stride}")
+            for p, name, stride in zip(self.params, self.names, self._strides, strict=True)
+        ]
+        return [("the number of trainable parameters", str(len(self))), *described]
+
+    def values(self) -> list[Fact]:
+        """Checksums of what the next update begins from, which must be equal on all ranks; changes nothing."""
+        return [
+            (f"the checksum of {name}'s values", str(checksum(self._standing(i)))) for i, name in enumerate(self.names)
+        ]
+
+    def _standing(self, i: int) -> Tensor:
+        """What ``before_update`` would make of ``dense[i]``."""
+        if i in self.masters:
+            return self._refreshed(i)
+        dense = self.dense[i].detach()
+        return dense.clone().copy_(self._targets[i]) if i in self._staged else dense
+
+    def _refreshed(self, i: int) -> Tensor:
+        """A master that has taken over what somebody has written into its parameter."""
+        p, master = self._targets[i].detach(), self.dense[i]
+        return torch.where(master.to(p.dtype) == p, master, p.float())
+
+
+def _check_parameter(p: Tensor, name: str) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(p).__name__}")
+    if local(p).layout is not torch.strided:
+        raise TypeError(f"{name} must be dense, got layout {p.layout}; sparse parameters are not supported")
+    if not p.requires_grad:
+        return
+    if p.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}")
+    if p.device.type == "meta":
+        raise ValueError(f"{name} must have memory, got a meta tensor; materialise the model first")
+    if _overlaps_itself(local(p)):
+        raise ValueError(f"{name} must not overlap itself, got strides {p.stride()}; pass p.contiguous()")
+
+
+def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
+    if g.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name} must be dense, got layout {g.layout}; use sparse=False in the embedding"
+        )
+    if g.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"the gradient of {name} must be float32, bfloat16 or float16, got {g.dtype}")
+    raise ValueError(
+        f"the gradient of {name} must be {tuple(p.shape)} on {p.device}, got {tuple(g.shape)} on {g.device}"
+    )
+
+
+def materialise(params: Any) -> tuple[list[Any], Exception | None]:
+    """The optimizer's ``params`` argument with all iterators run out, groups copied; or what is wrong with it."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; pass a list")
+    try:
+        return [materialise_group(entry) if isinstance(entry, dict) else entry for entry in params], None
+    except Exception as error:
+        return [], error
+
+
+def materialise_group(group: Any) -> dict[str, Any]:
+    """A copy of one group, its ``params`` a list; TypeError or ValueError if it has none."""
+    if not isinstance(group, dict):
+        raise TypeError(f'a parameter group must be a dict, got {type(group).__name__}; pass {{"params": [...]}}')
+    if "params" not in group:
+        raise ValueError(f'a parameter group must have a list of tensors under "params", got the keys {list(group)}')
+    given = group["params"]
+    if isinstance(given, set):
+        raise TypeError(
+            "params of a group must be ordered, or ranks would mean different tensors by the same number, got a set; "
+            "pass a list"
+        )
+    if not isinstance(given, Iterable):
+        raise TypeError(f"params of a group must be a tensor or an iterable of tensors, got {type(given).__name__}")
+    return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+
+
+def _tensors(params: Sequence[Any]) -> Iterator[Tensor]:
+    """All tensors of the ``params`` argument, checked or not."""
+    for entry in params:
+        for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
+            tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def first_device(params: Sequence[Any]) -> torch.device:
+    """The device of the first tensor with memory, CPU where there is none."""
+    return next((p.device for p in _tensors(params) if p.device.type != "meta"), torch.device("cpu"))
+
+
+def first_mesh(params: Sequence[Any]) -> DeviceMesh | None:
+    """The mesh of one dimension over which the first sharded parameter is; known before any is checked.
+
+    Ranks that find something wrong must tell those with other shards, so all must know of them by then.
+    """
+    meshes: Iterator[Any] = (p.device_mesh for p in _tensors(params) if p.requires_grad and is_dtensor(p))  # type: ignore[attr-defined]
+    return next((mesh for mesh in meshes if mesh.ndim == 1), None)

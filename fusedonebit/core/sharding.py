@@ -1,0 +1,176 @@
+"""Parameters that are DTensors: each rank holds a shard (FSDP2), and works on that alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import TorchTransport, Transport, make_transport
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and mesh=mesh["replicate"] for the optimizer'
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; whoever has made one has imported them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or the tensor itself where it is whole."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def with_own_storage(part: Tensor) -> Tensor:
+    """The same memory, seen from its first element on: a DTensor of any other view ``torch.save`` can't save."""
+    return torch.from_dlpack(part)
+
+
+def plain(state: Any) -> Any:
+    """A ``state_dict`` with this rank's plain tensors instead of DTensors, for one file per rank.
+
+    For libraries that can't load DTensors from files; ``load_state_dict`` takes it as well.
+    """
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [plain(value) for value in state]
+    return local(state) if isinstance(state, Tensor) else state
+
+
+def like(owner: Tensor, part: Tensor) -> Tensor:
+    """``part``, what this rank holds, as a tensor distributed as ``owner`` is; itself where that is whole."""
+    if not is_dtensor(owner):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    as_it_is: Any = owner
+    return DTensor.from_local(
+        with_own_storage(part),
+        as_it_is.device_mesh,
+        as_it_is.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
+    )
+
+
+def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | None:
+    """The mesh over which parameters are sharded; None where they are whole.
+
+    Raises:
+        ValueError: if some are and some are not, or not over one dimension.
+    """
+    sharded = [is_dtensor(p) for p in params]
+    if not any(sharded):
+        return None
+    whole = [name for name, is_sharded in zip(names, sharded, strict=True) if not is_sharded]
+    if whole:
+        raise ValueError(
+            f"params must be sharded all or none, but {whole[0]} is not and {names[sharded.index(True)]} is; "
+            "let fully_shard() wrap the module that it belongs to"
+        )
+    mesh = params[0].device_mesh  # type: ignore[attr-defined]
+    for p, name in zip(params, names, strict=True):
+        placements: Any = p.placements  # type: ignore[attr-defined]
+        if len(placements) != 1 or not placements[0].is_shard():
+            raise ValueError(f"{name} must be sharded over a mesh of one dimension, got {placements}; use {_WAY_OUT}")
+        if p.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"params must be sharded over one mesh, but {name} is over {p.device_mesh} "  # type: ignore[attr-defined]
+                f"and {names[0]} over {mesh}"
+            )
+    return mesh
+
+
+def group_of(process_group: Any, mesh: DeviceMesh | None) -> Any:
+    """The group to average over, from the two arguments of which one may say so.
+
+    Raises:
+        TypeError, ValueError: if both do, or ``mesh`` has not one dimension.
+    """
+    if mesh is None:
+        return process_group
+    if process_group is not None:
+        raise ValueError("mesh must be None where process_group is given: both say over which ranks to average")
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise TypeError(f"mesh must be a DeviceMesh of one dimension, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one dimension, that of the replicas, got {mesh.ndim}: {mesh}; "
+            'pass a part of it, such as mesh["replicate"]'
+        )
+    return mesh.get_group()
+
+
+def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Transport, Transport]:
+    """The ranks between nodes and those inside one, from a ``DeviceMesh`` of two dimensions or two groups.
+
+    Raises:
+        TypeError, ValueError: if it is neither, or the two do not make up ``world``, node by node.
+    """
+    if hasattr(hierarchy, "get_group") and hasattr(hierarchy, "ndim"):
+        if hierarchy.ndim != 2:
+            raise ValueError(
+                f"hierarchy must have two dimensions, between nodes and inside one, got {hierarchy.ndim}: {hierarchy}"
+            )
+        groups = (hierarchy.get_group(0), hierarchy.get_group(1))
+    elif isinstance(hierarchy, (tuple, list)) and len(hierarchy) == 2:
+        groups = tuple(side.get_group() if hasattr(side, "get_group") else side for side in hierarchy)
+    else:
+        raise TypeError(
+            f"hierarchy must be a DeviceMesh of two dimensions, or the groups between nodes and inside one, got "
+            f"{type(hierarchy).__name__}"
+        )
+    between, inside = (make_transport(group, device) for group in groups)
+    place = between.rank * inside.world_size + inside.rank
+    if between.world_size * inside.world_size != world.world_size or place != world.rank:
+        raise ValueError(
+            f"hierarchy must make up all {world.world_size} ranks, node by node, got {between.world_size} nodes of "
+            f"{inside.world_size}, in which rank {world.rank} would be rank {place}"
+        )
+    _check_levels(between, inside, world)
+    between.traffic = world.traffic  # what the network between nodes has to carry
+    return between, inside
+
+
+def _check_levels(between: Transport, inside: Transport, world: Transport) -> None:
+    """Raises ValueError if some rank has its place in the two groups, but not among the ranks that belong there."""
+    ranks, nodes = list(range(world.world_size)), inside.world_size
+    if isinstance(world, TorchTransport):
+        ranks = dist.get_process_group_ranks(world.group)
+    first = world.rank - inside.rank
+    for name, level, expected in (
+        ("between nodes", between, ranks[inside.rank :: nodes]),
+        ("inside one", inside, ranks[first : first + nodes]),
+    ):
+        found = dist.get_process_group_ranks(level.group) if isinstance(level, TorchTransport) else expected
+        if found != expected:
+            raise ValueError(
+                f"hierarchy must make up all {world.world_size} ranks, node by node, but rank {ranks[world.rank]}'s "
+                f"group {name} has ranks {found}, where {expected} were expected"
+            )
+
+
+def check_groups(sharded_over: dist.ProcessGroup, averaged_over: dist.ProcessGroup | None, world_size: int) -> None:
+    """Raises ValueError if ranks that hold different shards are to average them."""
+    if world_size == 1:
+        return
+    shards = dist.get_process_group_ranks(sharded_over)
+    replicas = dist.get_process_group_ranks(averaged_over)
+    if len(set(shards) & set(replicas)) > 1:
+        raise ValueError(
+            f"ranks {shards} hold different shards of the parameters, but ranks {replicas} were to average theirs; "
+            f"use {_WAY_OUT}"
+        )

@@ -1,0 +1,1 @@
+"""Work with what others have made: DDP, loss scalers, torch.compile, DeepSpeed."""

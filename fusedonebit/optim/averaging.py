@@ -1,0 +1,148 @@
+"""Optimizers that average gradients over the ranks by themselves.
+
+``AveragingOptimizer`` is all of one but its update: a subclass says with ``_update`` what one update
+from averaged gradients is. ``lamb.Lamb`` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import Flag
+from ..comm.message import OUT_OF_STEP
+from ..core.handshake import Mark, Marks
+from ..core.optimizer import DistributedOptimizer
+from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
+from ..errors import OutOfStepError
+from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
+from ..triton_kernels.launch import tables_of
+
+
+class AveragingOptimizer(DistributedOptimizer):
+    """Skeleton of an optimizer on averaged gradients; see the module's docstring and ``Lamb``."""
+
+    def _build(self) -> None:
+        self._grad: Tensor | None = None
+        self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
+        super()._build()
+        self._line = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
+        self._line_tables = tables_of(self._line, self.device)  # kept, because launches share what somebody keeps
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """See ``DistributedOptimizer``: one all-reduce, or none where DDP has averaged."""
+        layout, loss_scale = self.layout, LossScale.of(self)
+        if self._grad is None:
+            self._grad = self._make_grad()
+        values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
+        marks = self._make_marks()
+        marks.write(tail, abort, loss_scale.found_inf)
+        # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
+        flatten(
+            grads,
+            layout.sizes,
+            layout.block_size,
+            1.0 if self._averaged else 1 / self._transport.world_size,
+            loss_scale.factor(),
+            self._grad[: layout.numel + TAIL],
+        )
+        if self._averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
+            marks.add_values(tail, values)
+        self._transport.all_reduce(tail if self._averaged else self._grad)
+        flags, self._marks_differ = marks.read(tail)
+        if loss_scale.found_inf is not None:
+            flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
+        told = flags, self._tag_of_shards, marks.absent(tail), len(layout.sizes)
+        flags, self._absent = self._shards.unite(*told)
+        if loss_scale.found_inf is not None:
+            self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
+        if self.options.max_grad_norm is not None:
+            self._grad_norm = gradient_norm([values], self._line, self._shards)
+            values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
+        self._list.before_update()
+        self._update(self._grad, self._coefficients.still(coef, self._absent), flags)
+        self._list.after_update()
+        return flags
+
+    def _make_marks(self, skips: bool = False) -> Marks:
+        tag = self._coefficients.tag ^ self.layout.fingerprint
+        return Marks(
+            self._transport.world_size, self._steps.total + skips, tag, len(self.layout.sizes), self._missing, skips
+        )
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``DistributedOptimizer``. Averages that DDP has made all ranks throw away, or none.
+
+        Raises:
+            OutOfStepError: if others take the step; no gradient was dropped.
+        """
+        if self._averaged:
+            self._skip_together()
+        super().zero_grad(set_to_none)
+
+    def _skip_together(self) -> None:
+        # Others may be in their step, in which they send their marks: these are for them.
+        tail = torch.zeros(TAIL + len(self.layout.sizes), device=self.device)
+        marks = self._make_marks(skips=True)
+        marks.write(tail, False, None)
+        with self._breaking():
+            self._transport.all_reduce(tail)
+        flags, _ = marks.read(tail)
+        self._averaged = False
+        if int(flags):
+            raise OutOfStepError(
+                f"ranks are out of step after {self._outcomes.updates} updates: this rank throws away by zero_grad() "
+                "what DDP has averaged, but others use it in their step(). No parameter was changed; every rank must "
+                "call step() equally often"
+            )
+
+    def _check_repeated(self, repeated: bool) -> None:
+        if repeated and self._ddp_attached and not self._averaged and self.averages_gradients:
+            raise RuntimeError(
+                "step() was called again on gradients that DDP has averaged for the last one: other ranks may be in "
+                "their next backward pass by now, and can't be asked. Nothing was sent or changed; call step() once "
+                "after each backward pass"
+            )
+
+    def _make_grad(self) -> Tensor:
+        """Room for the gradients and the marks behind them, float32 [P + TAIL + tensors]."""
+        return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
+
+    def _describe(self, flag: Flag) -> str:
+        steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
+        what = "hyper-parameters (learning rate and the like) or the parameter layout"
+        if self._ddp_attached:
+            what += (
+                ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
+                "(fusedonebit.amp.GradScaler)"
+            )
+        return self._say_where(f"number of steps ({OUT_OF_STEP})" if steps else what)
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        """One update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""
+        raise NotImplementedError
+
+
+class AdamUpdate(AveragingOptimizer):
+    """One whose update is AdamW's."""
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        layout = self.layout
+        adam_update(
+            self._list.dense,
+            layout.sizes,
+            layout.block_size,
+            grad,
+            self._exp_avg,
+            self._exp_avg_sq,
+            coef,
+            self._block_tensor,
+            self._live.bits,
+            self._live.row,
+            skip,
+            self._exp_avg_sq_sums,
+            self._rounding,
+        )

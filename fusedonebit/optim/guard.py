@@ -1,0 +1,85 @@
+"""The divergence guard: the norm of a compressed update, known exactly before it is applied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm import ShardGroup
+
+LIMIT = 10.0
+"""Times the norm of the last uncompressed update, where what is compressed is the update itself."""
+
+PLAIN_LIMIT = 300.0
+"""The same where the momentum is: with one size for all of it, healthy updates are tens of times larger."""
+
+
+class DivergenceGuard:
+    """Refuses updates much larger than the last uncompressed one; for no bytes on the wire.
+
+    A synchronised update is s_b/denom_i in block b, up to its sign, so that
+
+        |u|^2 = sum_b s_b^2 w_b,    w_b = sum over the live i in b of 1/denom_i^2
+
+    and all w_b are constants of the freeze (where zeros travel as zeros, with ``ternary``, it is a
+    bound). Bias correction of the momentum, which goes on, is a factor per tensor. Everything is the
+    same on all ranks, and so is the verdict.
+
+    Attributes:
+        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more.
+        limit: float64 [], the largest |u| that is let through.
+        norm: float64 [], |u| of the last compressed update.
+    """
+
+    def __init__(self, device: torch.device, preconditioned: bool) -> None:
+        self._times = LIMIT if preconditioned else PLAIN_LIMIT
+        self.reference, self.limit, self.norm = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+        self._root = torch.empty(0, device=device)
+
+    def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
+        """Takes what the freeze knows.
+
+        Args:
+            last: float64 [], |u| of the last uncompressed update, 0 where there was none: after a warm
+                start, whose first updates may well be large, only what is beyond doubt is refused.
+            noise: float64 [], |u| of momentum that is pure noise.
+            weight: float64 [B], w.
+        """
+        self.reference = torch.maximum(last, noise)
+        self.limit = torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference
+        self._root = weight.sqrt().float()  # w itself may be beyond float32
+
+    def resume(self, reference: float, limit: float) -> None:
+        """Takes up a checkpoint's numbers; ``arm`` has given the weights."""
+        self.reference.fill_(reference)
+        self.limit.fill_(limit)
+
+    def refuses(self, scale: Tensor, unbias: Tensor, shards: ShardGroup) -> Tensor:
+        """Whether an update is too large, or not finite: bool [1].
+
+        Args:
+            scale: float32 [B], s.
+            unbias: float32 [B], 1 / (1 - beta1^t) of each block's tensor.
+            shards: Where the rest of the update is.
+        """
+        self.norm = shards.sum((scale * unbias).double().mul_(self._root).square_().sum()).sqrt()
+        return ~(self.norm <= self.limit).reshape(1)
+
+    def describe(self, rewarms: bool, steps: int) -> str:
+        """Why an update was refused and what follows; waits for the device."""
+        times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
+        follows = (
+            f"What it holds beyond a step of Adam's is dropped, and {steps} uncompressed updates follow"
+            if rewarms
+            else 'Its momentum is kept, and nothing else follows (guard="warn"), so that training may stand still from '
+            "now on"
+        )
+        return (
+            f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times that of the last "
+            f"uncompressed one; at most {most:g} is let through. {follows}. "
+            "If this happens again, use precondition=True, a larger variance_floor or a later freeze"
+        )
+
+    def state(self) -> list[Tensor]:
+        """All tensors."""
+        return [self.reference, self.limit, self.norm, self._root]

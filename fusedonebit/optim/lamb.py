@@ -1,0 +1,220 @@
+"""LAMB (You et al., 2020), as 1-bit LAMB's equation (2) states it: a distributed optimizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import Transport
+from ..core.options import Options, check_lamb_group
+from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
+from .averaging import AveragingOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class LambUpdate(AveragingOptimizer):
+    """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
+
+    _columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
+    _deepspeed = False
+
+    def _build(self) -> None:
+        super()._build()
+        layout, device = self.layout, self.device
+        self._layers = torch.zeros(len(Layer), len(layout.sizes), device=device)
+        self._layers[Layer.RATIO] = 1.0
+        # Padding behind the last tensor counts as its own: its sums are zero.
+        self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
+        self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
+        self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        check_lamb_group(group, name)
+
+    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+        params, layout, live = self._list.dense, self.layout, self._live
+        where = (coef, self._block_tensor, live.bits, live.row, skip)
+        moments = (self._exp_avg, self._exp_avg_sq, self.options.eps_inside_sqrt)
+        sums = self._exp_avg_sq_sums
+        lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
+        sums, start = self._by_layer(self._norms)
+        with self._layers_kept():
+            lamb_coefficient(sums, start, skip, self._deepspeed, coef, self._layers)
+        lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
+
+    @contextmanager
+    def _layers_kept(self) -> Iterator[None]:
+        """What is kept per layer stays as it was for layers without a gradient."""
+        if self._absent is None:
+            yield
+            return
+        before = self._layers.clone()
+        yield
+        self._layers.copy_(torch.where(self._absent, before, self._layers))
+
+    def _by_layer(self, norms: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums [2, B] by block as kernels take them: with each tensor's first block; of shards, one row per tensor."""
+        if self._shards.count == 1:
+            return norms, self._layer_start
+        return self._shards.sum(self._segments(norms, "sum")), self._one_each
+
+    def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
+        """Of values [..., B], each tensor's sum or maximum here: [..., tensors]; 0 where nothing of it is here."""
+        flat = by_block.reshape(-1, by_block.shape[-1])
+        rows = [torch.segment_reduce(row, reduction, offsets=self._layer_start, initial=0.0) for row in flat]
+        return torch.stack(rows).view(*by_block.shape[:-1], -1)
+
+    def _tables(self) -> dict[str, Tensor]:
+        return super()._tables() | {"layer": self._layers}
+
+    def _scratch(self) -> list[Tensor]:
+        return [*super()._scratch(), self._norms]
+
+    def _variance(self) -> Tensor:
+        """The variance that follows the gradients, float32 [P]."""
+        return self._exp_avg_sq
+
+    def _sum_of_squares(self, flat: Tensor) -> Tensor:
+        """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
+        partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        live = self._live
+        square_sums(self.layout.sizes, self.layout.block_size, flat, live.bits, live.row, partials)
+        return self._segments(partials, "sum")
+
+    def stats(self, layers: bool = False) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Args:
+            layers: Also look at every layer; reads the variance once.
+
+        Returns:
+            What ``AveragingOptimizer.stats`` or ``OneBitOptimizer.stats`` returns; with ``layers``
+            also "layers", lists with one entry per tensor: name, coefficient (c of the last step),
+            average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the
+            2-norm of the variance that follows the gradients, after the freeze the fresh one; of
+            sharded parameters that of this rank's shard). They are what 1-bit LAMB's figures 1 to 3 show.
+            Of ``OneBitLamb`` also residual_over_momentum, as ``OneBitOptimizer.stats`` tells it.
+        """
+        told = super().stats()
+        return told | {"layers": self._layer_stats()} if layers else told
+
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        average, ratio, coefficient = (row.tolist() for row in self._layers)
+        return super()._layer_stats() | {
+            "coefficient": coefficient,
+            "average": average,
+            "ratio": ratio,
+            "variance_norm": self._sum_of_squares(self._variance()).sqrt().tolist(),
+        }
+
+
+class Lamb(LambUpdate):
+    r"""LAMB on gradients that the optimizer itself averages over the ranks, in float32.
+
+    .. math::
+        m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
+        u = \frac{m}{\sqrt v + \epsilon} + \lambda x, \\
+        c = \mathrm{clip}\left(\frac{\|x\|}{\|u\|}, c_{min}, c_{max}\right), \quad x \leftarrow x - \gamma c u
+
+    with one coefficient c per tensor, 1 where a norm is zero (1-bit LAMB, Li et al., 2021, eq. 2).
+    Three kernels, whatever the number of tensors, one fp32 all-reduce. Give it local gradients; with DDP
+    call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on all ranks.
+
+    Args:
+        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
+            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize,
+            c_min, c_max, beta3. (1, 1) as c_min and c_max makes a group Adam's: no adaptation (with
+            ``OneBitLamb`` also beta3 = 0 and (1, 1) as r_min and r_max).
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        weight_decay: Part of u, so of its norm.
+        c_min, c_max: Bounds of the coefficient.
+        beta3: Of the coefficients' moving average c_avg, which only ``OneBitLamb`` uses, if it
+            continues from this optimizer's checkpoint.
+        bias_correction: Adam's; equation (2) has none.
+        eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
+        maximize: Ascend instead of descend.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves, and
+            nothing enters a norm.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
+        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
+            parameters are their rounded values. What you write into parameters, they take over, unless it
+            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
+        capturable: Learning rates become tensors on the device, which schedulers fill in place, and are no
+            longer compared between ranks.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
+            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
+        process_group: Ranks to average over; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
+            ``fully_shard`` over another (docs/beyond-one-node.md).
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+
+    Example::
+
+        optimizer = Lamb(model.parameters(), lr=1e-2)
+        loss.backward()
+        optimizer.step()
+    """
+
+    _compresses: ClassVar = False
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        c_min: float = 0.01,
+        c_max: float = 10.0,
+        beta3: float = 0.9,
+        bias_correction: bool = False,
+        eps_inside_sqrt: bool = False,
+        maximize: bool = False,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        capturable: bool = False,
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        stochastic_rounding: bool = False,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = Options(
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            capturable=capturable,
+            block_size=block_size,
+            stochastic_rounding=stochastic_rounding,
+        )
+        super().__init__(
+            params,
+            defaults | {"c_min": c_min, "c_max": c_max, "beta3": beta3},
+            options,
+            process_group=process_group,
+            mesh=mesh,
+            mask=mask,
+            broadcast_parameters=broadcast_parameters,
+        )

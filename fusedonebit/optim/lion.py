@@ -1,0 +1,209 @@
+"""Distributed Lion (Liu et al., 2024): Lion's updates are signs, so that one bit each is all there is to send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.header import CUT, LINES
+from ..comm import Flag, SignVote, Transport, describe_mismatch
+from ..comm.sign_vote import Aggregation
+from ..core.optimizer import DistributedOptimizer
+from ..core.options import Options, check_choice
+from ..core.scaling import LossScale, agree_on_scaling
+from ..triton_kernels import Coef, apply_momentum, lion_compress
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionOptions(Options):
+    """Settings of Lion. See ``OneBitLion`` for their meaning."""
+
+    aggregation: Aggregation
+    bucket_count: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        check_choice("aggregation", self.aggregation, ("majority", "mean"))
+
+
+class OneBitLion(DistributedOptimizer):
+    r"""Lion whose workers vote on each coordinate's direction: one bit per parameter, from the first step on.
+
+    .. math::
+        s_i = \mathrm{sgn}(\beta_1 m_i + (1 - \beta_1) g_i), \quad
+        m_i \leftarrow \beta_2 m_i + (1 - \beta_2) g_i, \quad
+        x \leftarrow x - \gamma (A(s_1, \cdots, s_W) + \lambda x)
+
+    where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
+    gradients. There is no warm-up, no variance and no residual; with one worker it is Lion. A bit has no zero:
+    coordinates without a gradient toss a coin and tremble by lr, unless a ``mask`` keeps them still. Do not average
+    gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After every step
+    parameters are bit-identical on all ranks. Each rank saves and loads its own checkpoint.
+
+    Args:
+        params: Parameters or groups of them; float32, bfloat16 or float16; equal on all ranks. Groups may set lr,
+            betas, weight_decay, maximize.
+        lr: How far each coordinate goes; a third to a tenth of AdamW's.
+        betas: Weight of the momentum in the update, and its decay.
+        weight_decay: Decoupled, as in AdamW; three to ten times AdamW's, as lr is smaller.
+        aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
+            the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
+        maximize: Ascend instead of descend.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
+        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        stochastic_rounding: Of bfloat16 parameters; see ``OneBitAdam``.
+        process_group: Ranks to vote with; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+    """
+
+    options: LionOptions
+    _takes_shards: ClassVar = False
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        aggregation: Aggregation = "majority",
+        maximize: bool = False,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: str = "skip",
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        stochastic_rounding: bool = False,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        options = LionOptions(
+            bias_correction=False,
+            eps_inside_sqrt=False,
+            nonfinite=nonfinite,
+            block_size=block_size,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            aggregation=aggregation,
+        )
+        where: dict[str, Any] = {"process_group": process_group, "mesh": mesh}
+        super().__init__(params, defaults, options, **where, mask=mask, broadcast_parameters=broadcast_parameters)
+
+    def _build(self) -> None:
+        super()._build()
+        where: dict[str, Any] = {"device": self.device, "live": self._live, "compensated": self._exp_avg}
+        kind, norm, scope = self.options.aggregation, "contractive", "block"
+        self._reduce = SignVote(
+            self.layout, self._transport, aggregation=kind, scale_norm=norm, scale_scope=scope, **where
+        )
+        self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._aborted = torch.ones_like(self._flags)
+        self._phase = "one-bit"
+
+    def _make_moments(self) -> None:
+        self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
+
+    def _moments(self) -> dict[str, Tensor]:
+        return {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, before the first step. Every rank must call it."""
+        if self._built and self._outcomes.attempts:
+            raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
+        super().add_param_group(param_group)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """False: workers vote with their own."""
+        return False
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        layout, reduce, live = self.layout, self._reduce, self._live
+        scale, most = LossScale.of(self), self.options.max_grad_norm
+        agreed = agree_on_scaling(grads, scale, most, self._transport, self._shards, layout)
+        if agreed.hold is not None:
+            self._overflowed = (agreed.hold > 0).float()
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        # Negative where the objective is maximised, as the other share of the gradient is.
+        coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
+        coef = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
+        where = layout.sizes, layout.block_size
+        tables = coef, self._block_tensor, live.bits, live.row
+        hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
+        self._flags.zero_()
+        reduce.keep(() if abort else self._missing)
+        lion_compress(grads, *where, self._exp_avg, *tables, self._updates, hold, reduce.to_servers.bits, self._flags)
+        how: dict[str, Any] = {"tag": self._coefficients.tag, "abort": abort, "number": self._step_number}
+        reduce.vote(self._updates, hold=agreed.hold, flags=self._flags, **how)
+        self._absent = reduce.absent
+        self._list.before_update()
+        update = reduce.bits, reduce.scale, None, False
+        tables = self._coefficients.still(coef, self._absent), *tables[1:]
+        apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)
+        self._list.after_update()
+        if self._absent is not None:
+            reduce.restore(self._absent)
+        return reduce.flags
+
+    def _describe(self, flag: Flag) -> str:
+        return self._say_where(describe_mismatch(self._reduce.arrived_words, "a message arrived damaged"))
+
+    # ---------------------------------------------------------------- checkpoints: momenta travel as worker_error
+
+    _phases: ClassVar = {"one-bit": True}
+    _header_keys: ClassVar = (*LINES, *CUT)
+
+    @property
+    def _keeps_lines(self) -> bool:
+        return True
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _header(self) -> dict[str, Any]:
+        return {"digests": self._reduce.digests, "buckets": 1, "inside": 1}
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        if header.get("algorithm") != type(self).__name__:
+            raise ValueError(
+                f"the checkpoint must be of OneBitLion, got {header.get('algorithm', 'one of torch.optim')}"
+            )
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        same = header["world_size"] == self._transport.world_size
+        self._reduce.resume(header["digests"] if same else [0])
+
+    def stats(self) -> dict[str, Any]:
+        """What ``DistributedOptimizer.stats`` does, and sign_agreement: 1 where all vote alike, 1/W for coin flips."""
+        told = self._reduce.signals()[1] if self._outcomes.attempts else 0.0
+        return super().stats() | {"sign_agreement": told, "wire_bytes": self._reduce.wire_bytes}
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reduce.state()]
+
+    def _described(self) -> list[str]:
+        return [f"aggregation: {self.options.aggregation}"]

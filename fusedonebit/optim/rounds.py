@@ -1,0 +1,387 @@
+"""Optimizers whose workers update by themselves, and agree on one global update in rounds.
+
+A round is ``local_steps`` steps (Marsit, Algorithm 2, with several local updates): in all but the last
+each worker moves its own parameters, and nothing is sent. In the last all workers' updates of the
+round become one (``comm.rounds``), which is applied to the parameters that all had when the round
+began; so after it they are bit-identical on all ranks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..comm import Flag, HierarchicalRounds, LocalTransport, Transport
+from ..comm.rounds import RoundAllReduce
+from ..core.optimizer import DistributedOptimizer
+from ..core.options import Options
+from ..core.scaling import Agreed, LossScale, agree_on_scaling
+from ..core.step_count import as_word
+from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions(Options):
+    """Settings of an optimizer that works in rounds. See ``MarsitSGD`` for their meaning."""
+
+    local_steps: int
+
+    def check(self) -> None:
+        """Raises ValueError for the first setting that makes no sense."""
+        super().check()
+        steps = self.local_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {steps!r}: 1 synchronises every step")
+        if self.stochastic_rounding and self.local_steps > 1:
+            raise ValueError(
+                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "
+                "are rounded to nearest; use master_weights=True"
+            )
+        if self.capturable:
+            raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
+
+
+class RoundOptimizer(DistributedOptimizer):
+    """Skeleton of an optimizer that works in rounds; see the module's docstring and ``MarsitSGD``."""
+
+    options: RoundOptions
+    _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
+    _optional: ClassVar = ("master", "anchor")
+    _takes_shards: ClassVar = False
+    _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation", "master")
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        where = f" in {name}" if name else ""
+        ratio = group["global_ratio"]
+        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) < torch.inf:
+            raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
+        if self._built and not self._exp_avg.numel() and group.get("momentum"):
+            raise ValueError(
+                f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
+                "construct the optimizer anew"
+            )
+        if group.get("eps") == 0:
+            raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
+
+    def _make_moments(self) -> None:
+        """Of Adam both; of SGD only a momentum, if any group has one; and what a round needs."""
+        adam = "betas" in self.param_groups[0]
+        has_momentum = adam or any(group["momentum"] for group in self.param_groups)
+        self._exp_avg = torch.zeros(self.layout.numel if has_momentum else 0, device=self.device)
+        self._exp_avg_sq = torch.zeros(self.layout.numel if adam else 0, device=self.device)
+        anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
+        self._anchor = torch.zeros(anchored, device=self.device)
+        self._reduce: RoundAllReduce | HierarchicalRounds
+        if self._levels is None:
+            self._reduce = self._make_reduce(self.layout, self._transport, self._live)
+        else:
+            between, inside = self._levels
+            kind, dtype = self._make_reduce, self.options.hierarchy_dtype
+            self._reduce = HierarchicalRounds(self.layout, between, inside, kind, self._live, dtype)
+
+    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
+        """What makes one global update of all workers' updates."""
+        raise NotImplementedError
+
+    def _check_levels(self) -> None:
+        if self.options.local_steps > 1:
+            raise ValueError(
+                f"hierarchy must be None with local_steps={self.options.local_steps}: ranks of a node move together"
+            )
+
+    def _build(self) -> None:
+        self._local = self._tag = 0
+        self._held_error: Exception | None = None
+        self._unsettled: list[tuple[int, bool]] = []  # rounds that may have been skipped: attempt, full precision
+        super()._build()
+        layout, device = self.layout, self.device
+        self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, device=device)
+        self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
+        # One tensor of the same blocks: the parameters as all ranks had them when the round began.
+        self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self._levels is not None:
+            raise RuntimeError(
+                "add_param_group must be called without hierarchy: each rank has moments of its part of the line only, "
+                "which would lie elsewhere; construct a new optimizer"
+            )
+        if self._local:
+            raise RuntimeError(
+                f"add_param_group must be called between two rounds, not after {self._local} of "
+                f"{self.options.local_steps} local steps; take the others first"
+            )
+        self._reduce.settle()
+        self._catch_up()
+        before, counted = self._reduce, self._counted()
+        super().add_param_group(param_group)
+        self._reduce.resume(before.rounds, int(before.digest), before.pending, counted)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """False: workers update with their own."""
+        return False
+
+    # ---------------------------------------------------------------- the step
+
+    @property
+    def _between_rounds(self) -> bool:
+        return self._local == 0
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        self._list.before_update()
+        if self._local < self.options.local_steps - 1:
+            self._move_alone(grads, coef)
+            flags = self._no_flags.clone()
+        else:
+            flags = self._synchronise(grads, coef, abort or self._held_error is not None)
+        self._list.after_update()
+        return flags
+
+    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
+        """A step between two rounds: x = x - u, and u into what will be agreed on."""
+        if self._local == 0:
+            self._remember()
+        self._note_missing(first=self._local == 0)
+        agreed = self._scaling(grads, alone=True)
+        coef = self._leaving_out(agreed.limited(coef), self._missing)
+        self._add(grads, coef, self._reduce.everything, agreed, moves=True)
+        self._reduce.formed()
+        self._tag = self._mixed_tag()
+        self._local += 1
+        self._phase = "local"
+
+    def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        reduce, several = self._reduce, self.options.local_steps > 1
+        agreed = self._scaling(grads, alone=False)
+        self._note_missing(first=self._local == 0)
+        reduce.keep(() if abort else self._missed, [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()])
+        own = agreed.limited(coef)
+        own = self._leaving_out(own, self._missing) if several else own
+        reduce.synchronise(
+            lambda chunks: self._add(grads, own, chunks, agreed),
+            self._global_step(coef),
+            tag=self._mixed_tag(),
+            abort=abort,
+            hold=agreed.hold,
+            number=as_word(self._steps.total),
+        )
+        self._absent = reduce.absent
+        self._apply()
+        reduce.forget()
+        if self._absent is not None:
+            reduce.restore(self._absent)
+            self._own_steps -= self._absent * self._local
+        self._local = self._tag = 0
+        self._phase = "uncompressed" if reduce.full_precision else "one-bit"
+        self._unsettled.append((self._outcomes.attempts, reduce.full_precision))
+        return reduce.flags
+
+    def _enter_phase(self) -> None:
+        """Takes back the rounds that were skipped, as soon as all ranks know of them."""
+        while self._unsettled:
+            attempt, full_precision = self._unsettled[0]
+            skipped = self._outcomes.was_skipped(attempt)
+            if skipped is None:
+                return
+            if skipped:
+                self._reduce.take_back(full_precision)
+            del self._unsettled[0]
+
+    def _counted(self) -> int:
+        """Rounds that were not skipped, as far as this rank knows."""
+        skipped = [attempt for attempt, _ in self._unsettled if self._outcomes.seems_skipped(attempt)]
+        return self._reduce.counted - len(skipped)
+
+    def _mixed_tag(self) -> int:
+        """A hash of the hyper-parameters of all steps of this round so far, the present one included."""
+        return (1_000_003 * self._tag + self._coefficients.tag) & 0x7FFFFFFF
+
+    def _global_step(self, coef: Tensor) -> Tensor:
+        """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
+        each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
+        return each[self._block_tensor]
+
+    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
+        """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
+        transport = LocalTransport() if alone else self._transport
+        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
+        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, self.layout, levels=levels)
+        if agreed.hold is not None:
+            self._overflowed = (agreed.hold > 0).float()
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        return agreed
+
+    def _add(self, grads: Sequence[Tensor], coef: Tensor, chunks: slice, agreed: Agreed, moves: bool = False) -> None:
+        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
+        hold = self._no_flags if agreed.hold is None else agreed.hold
+        exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self._exp_avg, self._exp_avg_sq))
+        decays = any(group["weight_decay"] for group in self._taken)
+        self._reduce.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+
+    def _remember(self) -> None:
+        """Keeps the parameters that all ranks have."""
+        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
+
+    def _apply(self) -> None:
+        """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""
+        layout, reduce, live = self.layout, self._reduce, self._live
+        anchored = self.options.local_steps > 1
+        scale, values = self._going(reduce.scale), reduce.values
+        anchor, rounding = self._anchor[: layout.numel], None if anchored else self._rounding
+        target, sizes = ([anchor], (layout.numel,)) if anchored else (self._list.dense, layout.sizes)
+        if values is not None:
+            where = (live.bits, live.row, reduce.flags, rounding)
+            values = self._going(values.view(layout.n_blocks, -1)).view(-1)
+            add_values(target, sizes, layout.block_size, values, False, *where)
+        else:
+            apply_momentum(
+                target,
+                sizes,
+                layout.block_size,
+                reduce.messages.bits,
+                scale,
+                None,
+                False,
+                self._as_it_is,
+                block_table(self._line, self.device) if anchored else self._block_tensor,
+                live.bits,
+                live.row,
+                reduce.flags,
+                rounding,
+            )
+        if anchored:  # also where the round was skipped
+            where = (live.bits, live.row, self._no_flags, None)
+            add_values(self._list.dense, layout.sizes, layout.block_size, anchor, True, *where)
+
+    def _going(self, by_block: Tensor) -> Tensor:
+        """A global update [B, ...], 0 in tensors that no worker has a gradient of."""
+        if self._absent is None:
+            return by_block
+        still = self._absent[self._block_tensor]
+        return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        """Between two rounds nobody hears of an error: this rank raises it, with all others, when they next meet."""
+        held = self._held_error or error
+        self._held_error = held if self._phase == "local" else None
+        return None if self._phase == "local" else held
+
+    def _describe(self, flag: Flag) -> str:
+        return self._say_where(self._reduce.describe())
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _moments(self) -> dict[str, Tensor]:
+        """This worker's moments and compensation; and where a round has begun, what all had then."""
+        kept = {"compensation": self._reduce.compensated}
+        if self._exp_avg.numel():
+            kept["exp_avg" if self._exp_avg_sq.numel() else "momentum_buffer"] = self._exp_avg
+        if self._exp_avg_sq.numel():
+            kept["exp_avg_sq"] = self._exp_avg_sq
+        if self._anchor.numel():
+            kept["anchor"] = self._anchor[: self.layout.numel]
+        return kept
+
+    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
+    _header_keys: ClassVar = ("block_size", "line", "inside", "rounds", "digest", "local", "flags", "tag")
+
+    def _saved(self) -> dict[str, Any]:
+        self._reduce.settle()
+        return super()._saved()
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if header["local"] else ("anchor",)  # between two rounds the parameters say it
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "inside": 1 if self._levels is None else self._inside.world_size,
+            "rounds": self._reduce.rounds,
+            "counted": self._counted(),
+            "digest": int(self._reduce.digest),
+            "local": self._local,
+            "flags": self._reduce.pending,
+            "tag": self._tag,
+            "missed": self._missed,
+        }
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        if header.get("algorithm") != name:
+            raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
+        inside = 1 if self._levels is None else self._inside.world_size
+        here = (self._transport.world_size, self.layout.block_size, self.layout.numel)
+        saved = (header["world_size"], header["block_size"], header["line"])
+        if header["inside"] != inside or (inside > 1 and saved != here):
+            raise ValueError(
+                f"the checkpoint was written with {header['world_size']} ranks, {header['inside']} in a node, and "
+                f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
+                f"block_size={here[1]}; construct the optimizer as it was"
+            )
+        if header["local"] and header["world_size"] != self._transport.world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
+                f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
+                "rank: save at the end of a round, or resume with as many ranks as wrote it"
+            )
+        if header["local"] >= self.options.local_steps:
+            raise ValueError(
+                f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "
+                f"{self.options.local_steps}; save at the end of a round, or keep local_steps"
+            )
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        self._reduce.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
+        self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
+        self._missed = tuple(header.get("missed", ()))
+
+    # ---------------------------------------------------------------- what users look at
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """This rank's compensation c of one parameter, float32 of its shape; zeros after a round of full precision."""
+        i = self._index(param)
+        self._reduce.settle()
+        return self._list.shaped(self._reduce.compensated, i, self.layout.offset(i)).clone()
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """This rank's own momentum of one parameter, float32 of its shape."""
+        if self._exp_avg.numel():
+            return super().momentum(param)
+        self._index(param)
+        return torch.zeros_like(param, dtype=torch.float32)
+
+    def stats(self, compensation: bool = False) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Args:
+            compensation: Also look at the compensation; reads and writes it once.
+
+        Returns:
+            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), local_steps (done in this
+            round) and wire_bytes (what only serves within a round); with ``compensation`` also
+            compensation_norm (this rank's). If that grows and grows, ``global_ratio`` is too small.
+        """
+        told = super().stats() | {
+            "rounds": self._reduce.rounds,
+            "local_steps": self._local,
+            "wire_bytes": self._reduce.wire_bytes,
+        }
+        if compensation:
+            self._reduce.settle()
+            told["compensation_norm"] = float(self._reduce.compensated.norm())
+        return told
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reduce.state()]

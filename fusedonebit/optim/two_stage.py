@@ -1,0 +1,524 @@
+"""What all 1-bit optimizers share: the two stages and the freeze between them.
+
+An optimizer with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
+two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_apply`` (one
+update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import state_dict as checkpoint
+from ..checkpoint.header import CUT, LINES
+from ..checkpoint.warm_start import warm_start as take_warm_start
+from ..comm import Flag, HierarchicalAllReduce, Transport, describe_mismatch
+from ..core import inspection
+from ..core import reducers as cuts
+from ..core.consensus import live_of
+from ..core.options import OneBitOptions
+from ..core.overlap import Overlap
+from ..core.scaling import LossScale, agree_on_scaling
+from ..errors import warn
+from ..triton_kernels import Coef, freeze, thaw, unpack, update_sums
+from .averaging import AveragingOptimizer
+from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
+from .guard import DivergenceGuard
+
+
+class OneBitOptimizer(AveragingOptimizer):
+    """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``.
+
+    Args:
+        arguments: See ``DistributedOptimizer``; ``keywords`` too.
+        warm_start: Where the variance comes from; see ``OneBitAdam``.
+    """
+
+    options: OneBitOptions
+    _overlap: Overlap | None = None
+    _apart: Transport | None = None
+    _late_error: Exception | None = None
+
+    def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if warm_start is not None:
+            take_warm_start(self, warm_start)
+
+    def _build(self) -> None:
+        super()._build()
+        options, device = self.options, self.device
+        self._phase = "warmup"
+        self._reduce = cuts.make_reduce(self)
+        self._behind = torch.zeros_like(self._own_steps)  # updates that did not enter v; -inf where it is corrected
+        self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
+        self._unit: Tensor | None = None
+        self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
+        self._frozen_at: int | None = None
+        self._guard = DivergenceGuard(device, options.precondition)
+        self._rewarms = 0
+        self.dead_tensors: list[int] = []
+        self.dead_coordinates = 0
+        self._auto: AutoFreeze | None = None
+        if options.freeze_step == "auto":
+            beta2 = max(float(group["betas"][1]) for group in self.param_groups)
+            self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
+            self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
+
+    def _check_levels(self) -> None:
+        if self.options.bucket_count > 1 or self.options.overlap:
+            raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
+
+    @property
+    def _chunks(self) -> int:
+        return self._transport.world_size * self.options.bucket_count
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
+        return nullcontext() if self._overlap is None else self._overlap.paused()
+
+    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super()._check_group(group, name)
+        rewarms = self.options.rewarm_every > 0 or self.options.guard == "rewarm"
+        if rewarms and float(group["betas"][0]) == 0.0:
+            raise ValueError(
+                f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
+                f'{name or "the defaults"}; or pass guard="warn" and rewarm_every=0'
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
+        if self._built and self._is_corrected:  # new parameters' variance would have to be as well
+            raise RuntimeError(
+                "add_param_group must be called before the first freeze, and not after a warm start: the new "
+                "parameters would have no variance; construct a new optimizer"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def _is_corrected(self) -> bool:
+        """Whether the variance is corrected for its start at 0, as after a warm start or a thaw."""
+        return bool((self._behind == -math.inf).any())
+
+    def _exclude(self, tensors: Sequence[int]) -> None:
+        """Leaves tensors out of everything from now on."""
+        self.dead_tensors = list(tensors)
+        self._live = live_of(self, excluded=tensors)
+        self._reduce.set_live(self._live)
+
+    def _visible_moments(self) -> dict[str, Tensor]:
+        moments = super()._visible_moments()
+        if self._phase == "compression":
+            del moments["exp_avg"]
+        return moments
+
+    # ---------------------------------------------------------------- the step
+
+    def _coefficient_table(self) -> Tensor:
+        warming = self._variance_steps is None
+        entered = self._own_steps + 1 - self._behind if warming else self._variance_steps
+        coef = self._coefficients(self._taken, self._own_steps, entered, self._unit)
+        if warming and self._rewarms:
+            memory = float(self.options.rewarm_steps)
+            coef[:, Coef.BETA2].clamp_(max=1 - 1 / memory)
+            coef[:, Coef.ONE_MINUS_BETA2].clamp_(min=1 / memory)
+        return coef
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        if self._phase == "warmup":
+            return super()._exchange(grads, coef, abort)
+        reduce = self._reduce
+        if self._overlap is not None:
+            self._late_error = cuts.catch_up_with_buckets(self._overlap, LossScale.of(self))
+            abort = abort or self._late_error is not None
+        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
+        where = self._transport, self._shards, self.layout
+        agreed = agree_on_scaling(grads, scale, most, *where, levels=levels)
+        if agreed.hold is not None:
+            self._overflowed = (agreed.hold > 0).float()
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        options = self._momentum_options(agreed.scaled(coef), abort, self._step_number)
+        reduce(grads, **options, hold=agreed.hold, missing=() if abort else self._missing)
+        told = reduce.flags, self._tag_of_shards, reduce.absent, len(self.layout.sizes)
+        flags, self._absent = self._shards.unite(*told)
+        coef = self._coefficients.still(coef, self._absent)
+        if self._shards.count > 1:
+            reduce.refuse(flags)
+        if self.options.guard != "off":
+            refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
+            reduce.refuse(refused.int() * int(Flag.VETO))
+        if self._absent is not None:
+            reduce.restore(self._absent)
+        self._list.before_update()
+        self._apply(coef, reduce.flags)
+        self._list.after_update()
+        return reduce.flags
+
+    def _momentum_options(self, coef: Tensor, abort: bool, number: int | Tensor) -> dict[str, Any]:
+        return {
+            "coef": coef,
+            "exp_avg_sq": self._exp_avg_sq if self.options.precondition else None,
+            "eps_inside_sqrt": self.options.eps_inside_sqrt,
+            "tag": self._coefficients.tag,
+            "abort": abort,
+            "number": number,
+        }
+
+    def _error_due(self, error: Exception | None) -> Exception | None:
+        late, self._late_error = self._late_error, None
+        return super()._error_due(error or late)
+
+    def _advance(self, flags: Tensor) -> None:
+        super()._advance(flags)
+        if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
+            self._auto.observe(self._shards.sum(self._exp_avg_sq_sums.sum()), self._updates)
+
+    def _describe(self, flag: Flag) -> str:
+        if flag & Flag.VETO:
+            return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
+        if self._phase == "warmup":
+            return super()._describe(flag)
+        elsewhere = "ranks with another shard differ, or " if self._shards.count > 1 else ""
+        return self._say_where(describe_mismatch(self._reduce.arrived_words, elsewhere + "a message arrived damaged"))
+
+    def _apply(self, coef: Tensor, skip: Tensor) -> None:
+        """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- freeze and thaw
+
+    def _enter_phase(self) -> None:
+        """Freezes the variance, or thaws it, if it is time; the same on all ranks."""
+        if self._phase == "compression":
+            if self.options.guard == "rewarm" and self._outcomes.veto_is_due():
+                self._thaw(after_veto=True)
+            elif self._rewarm_is_due():
+                self._thaw(after_veto=False)
+        elif self._freeze_due is None:
+            if self._auto is not None and self._auto.due():
+                self._freeze()
+        elif self._outcomes.updates >= self._freeze_due:
+            # Skips may still be under way from the device: wait for them once, then it is exact.
+            self._catch_up()
+            if self._outcomes.updates >= self._freeze_due:
+                self._freeze()
+
+    def _rewarm_is_due(self) -> bool:
+        if self.options.rewarm_every == 0:
+            return False
+        due = (self._frozen_at or 0) + self.options.rewarm_every
+        if self._outcomes.updates >= due:
+            self._catch_up()  # as for the freeze
+        return self._outcomes.updates >= due
+
+    @torch.no_grad()
+    def _freeze(self) -> None:
+        """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
+        if self._outcomes.updates == 0 and not self._is_corrected:
+            raise RuntimeError(
+                "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
+                "an earlier run before the first step, or set freeze_step >= 1"
+            )
+        layout, options, block_tensor = self.layout, self.options, self._reduce.block_tensor
+        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
+        keep = options.dead_coordinates == "keep"
+        self._before_compression()
+        self._grad = None
+        self._variance_steps = self._own_steps - self._behind
+        self._coefficients.freeze_variance(self._taken)
+        coef = self._coefficient_table()
+        reference = self._last_update_norm(coef)
+        least = dead.mean * options.least_share
+        if options.precondition:
+            floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt, self._shards)
+            least = torch.maximum(least, floor)
+        freeze(
+            layout.sizes,
+            layout.block_size,
+            self._exp_avg,
+            self._exp_avg_sq,
+            options.eps_inside_sqrt,
+            options.precondition,
+            coef,
+            block_tensor,
+            None if keep else dead.mean,
+            least,
+            options.frozen_dtype is torch.bfloat16,
+        )
+        self._exp_avg_sq = self._exp_avg_sq.to(options.frozen_dtype)
+        if isinstance(self._reduce, HierarchicalAllReduce):
+            self._reduce.clear_elsewhere()
+        self._phase = "compression"
+        self._frozen_at = self._outcomes.updates
+        self.dead_coordinates = dead.count
+        if dead.tensors:
+            warn(warn_text(dead, self._list.names, keep))
+        if not keep and dead.tensors:
+            self._exclude(dead.tensors)
+        self._arm_guard(reference)
+        self._publish_state()
+
+    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        """Takes note that v has been filled, corrected; ``tables`` are an earlier run's ``_tables``."""
+        live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
+        self._exp_avg_sq.mul_(live)
+        self._behind.fill_(-math.inf)
+
+    @torch.no_grad()
+    def _thaw(self, after_veto: bool) -> None:
+        """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
+
+        After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
+        """
+        self._catch_up()
+        self._outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        layout, options, reduce = self.layout, self.options, self._reduce
+        coef = self._coefficient_table()
+        self._grad = self._make_grad()
+        backlog = self._grad[: layout.numel]
+        reduce.take_residuals(backlog)
+        # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
+        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][reduce.block_tensor, None])
+        self._exp_avg.copy_(reduce.result()).add_(backlog)
+        self._exp_avg_sq = self._exp_avg_sq.float()
+        thaw(
+            layout.sizes,
+            layout.block_size,
+            self._exp_avg,
+            self._exp_avg_sq,
+            options.eps_inside_sqrt,
+            options.precondition,
+            coef,
+            reduce.block_tensor,
+            self._live.bits,
+            self._live.row,
+            after_veto,
+        )
+        reduce.scale.zero_()
+        self._behind.fill_(-math.inf)  # v is corrected
+        self._variance_steps = self._coefficients.variance_betas = None
+        self._phase = "warmup"
+        self._freeze_due = self._outcomes.updates + options.rewarm_steps
+        self._exp_avg_sq_sums = None
+        self._rewarms += 1
+        self._exclude([])
+        self._after_compression()
+        self._publish_state()
+
+    def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
+        """Of each block, the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
+        layout, live, options = self.layout, self._live, self.options
+        sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=self.device)
+        where = (self._reduce.block_tensor, live.bits, live.row)
+        update_sums(layout.sizes, layout.block_size, x, self._exp_avg_sq, options.eps_inside_sqrt, coef, *where, sums)
+        return sums
+
+    def _last_update_norm(self, coef: Tensor) -> Tensor:
+        """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._reduce.block_tensor]
+        return self._shards.sum((self._update_sums(self._exp_avg, coef) * factor).sum()).sqrt()
+
+    def _arm_guard(self, reference: Tensor) -> None:
+        """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
+        if self.options.guard == "off":
+            return
+        owner, live = self._reduce.block_tensor, self._live.numel.double()
+        coef = self._coefficient_table().double()
+        factor, beta1 = self._layer_factor().double().square()[owner], coef[:, Coef.BETA1][owner]
+        weight = live if self.options.precondition else self._update_sums(None, coef.float())
+        weight = weight / coef[:, Coef.UNIT][owner].square() * factor
+        # Momentum of pure noise has this norm; a training run at rest may have less.
+        noise = self._shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
+        self._guard.arm(reference, noise, weight)
+
+    def _layer_factor(self) -> Tensor:
+        """What an update is multiplied with besides the learning rate: float32 [tensors]."""
+        return torch.ones(len(self.layout.sizes), device=self.device)
+
+    def _before_compression(self) -> None:
+        """Takes from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
+
+    def _after_compression(self) -> None:
+        """Gives back to the warm-up what a subclass took from it."""
+
+    # ---------------------------------------------------------------- checkpoints
+
+    _phases: ClassVar = {"warmup": False, "compression": True}
+    _header_keys: ClassVar = (*LINES, *CUT, "settled", "variance_step", "dead_tensors", "dead_coordinates")
+
+    @property
+    def _keeps_lines(self) -> bool:
+        return self._phase == "compression"
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """What the compression stage keeps per element besides the residuals: [P] each."""
+        return {"exp_avg_sq": self._exp_avg_sq}
+
+    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The momenta it keeps as bits uint8 [W, P / 8W] ([W, 2, P / 8W] where ternary) and scales float32 [B]."""
+        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
+
+    def _settled(self) -> dict[str, Any]:
+        """Options that say in which unit, or with what, the compression stage goes on."""
+        options = self.options
+        in_unit = {"eps_inside_sqrt": options.eps_inside_sqrt} if options.precondition else {}
+        kept = {"ternary": options.ternary, "frozen_dtype": str(options.frozen_dtype)}
+        return {"precondition": options.precondition} | kept | in_unit
+
+    def _header(self) -> dict[str, Any]:
+        entered = self._own_steps - self._behind if self._variance_steps is None else self._variance_steps
+        return {
+            "settled": self._settled(),
+            "digests": self._reduce.digests,
+            **cuts.cut_of(self),
+            "variance_step": checkpoint.one_or_each(entered),
+            "variance_betas": self._coefficients.variance_betas,
+            "freeze_step": self._frozen_at,
+            "freeze_due": self._freeze_due,
+            "rewarms": self._rewarms,
+            "vetoed": self._outcomes.vetoed,
+            "veto_at": self._outcomes.veto_at,
+            "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
+            "dead_tensors": list(self.dead_tensors),
+            "dead_coordinates": self.dead_coordinates,
+            "auto": None if self._auto is None else self._auto.state_dict(),
+        }
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
+            for name, now in self._settled().items():
+                # What is missing did not exist when it was written.
+                was = header["settled"].get(name, str(torch.float32) if name == "frozen_dtype" else False)
+                if was != now:
+                    raise ValueError(
+                        f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
+                        "changed before the freeze"
+                    )
+            cuts.check_digests(self, header)
+        if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
+            raise ValueError(
+                f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
+                f"got {header.get('freeze_due')!r}; load another checkpoint"
+            )
+        if self._auto is not None and header.get("auto") is not None:
+            self._auto.check(header["auto"])
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        if self._auto is not None and header.get("auto") is not None:
+            self._auto.load_state_dict(header["auto"])
+        entered = self._own_steps
+        if "variance_step" in header:
+            entered = checkpoint.each(header["variance_step"], self._own_steps)
+            # One number for all tensors may be more than some have had.
+            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self._own_steps))
+            self._behind = self._own_steps - entered
+        self._rewarms = header.get("rewarms", 0)
+        self._outcomes.vetoed = header.get("vetoed", 0)
+        self._outcomes.veto_at = header.get("veto_at")
+        self._frozen_at = header.get("freeze_step")
+        if self._rewarms:
+            self._freeze_due = header["freeze_due"]
+        if header["phase"] != "compression":
+            return
+        self._phase = "compression"
+        self._exp_avg_sq = self._exp_avg_sq.to(self.options.frozen_dtype)
+        self._variance_steps = entered
+        self._coefficients.variance_betas = header.get("variance_betas")
+        if self._coefficients.variance_betas is None:  # written before it was kept
+            self._coefficients.freeze_variance(self._taken)
+        self.dead_coordinates = header["dead_coordinates"]
+        self._exclude(header["dead_tensors"])
+        digests, count = header["digests"], self.options.bucket_count
+        same = all(header[key] == value for key, value in cuts.cut_of(self).items())
+        self._reduce.resume(digests if same else digests[:1] * count)
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        if self._phase == "compression":
+            self._reduce.serve_again()
+            self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
+            if header.get("guard") and self.options.guard != "off":
+                self._guard.resume(*header["guard"])
+
+    # ---------------------------------------------------------------- what users look at
+
+    def stats(self, layers: bool = False) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Args:
+            layers: Also look at every layer, at no more cost than a few sums per block of it.
+
+        Returns:
+            phase; step (updates done); skipped_steps; freeze_step (updates before the last freeze, None
+            before the first); rewarms; vetoed_steps (of those skipped); update_norm (of the last
+            compressed update, divided by the learning rate) and update_norm_limit (the guard's);
+            backend; transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
+            bytes_total (sent by this rank to others, with what DDP sends if it averages); averaged_already (see
+            ``DistributedOptimizer``); state_bytes (what the next step needs) and
+            wire_bytes (what only serves within a step: messages and partial sums), both allocated;
+            worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
+            compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
+            which things are compressed; residual_over_momentum and sign_agreement (of the last
+            compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names);
+            dead_coordinates (with v == 0 at the freeze, in other tensors). With ``layers`` also "layers", lists
+            with one entry per tensor: name, and residual_over_momentum (of this rank's residual, of sharded
+            parameters and of nodes' parts what is here).
+        """
+        reduce = self._reduce
+        compensated, worker_error, server_error = reduce.norms()
+        over_momentum, agreement = reduce.signals() if self._phase == "compression" else (0.0, 0.0)
+        told = super().stats() | {
+            "freeze_step": self._frozen_at,
+            "rewarms": self._rewarms,
+            "vetoed_steps": self._outcomes.vetoed,
+            "update_norm": float(self._guard.norm),
+            "update_norm_limit": float(self._guard.limit),
+            "residual_over_momentum": over_momentum,
+            "sign_agreement": agreement,
+            "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in self._scratch()),
+            "compensated_norm": compensated,
+            "worker_error_norm": worker_error,
+            "server_error_norm": server_error,
+            "dead_tensors": [self._list.names[i] for i in self.dead_tensors],
+            "dead_coordinates": self.dead_coordinates,
+        }
+        return told | {"layers": self._layer_stats()} if layers else told
+
+    def _layer_stats(self) -> dict[str, list[Any]]:
+        return super()._layer_stats() | {"residual_over_momentum": inspection.residual_over_momentum(self)}
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reduce.state(), *self._guard.state()]
+
+    def worker_error(self, param: Tensor) -> Tensor:
+        """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
+        i = self._index(param)
+        if self._phase == "warmup":
+            return torch.zeros_like(self._list.params[i], dtype=torch.float32)
+        self._reduce.settle()
+        return self._in_momentum_units(self._exp_avg, i)
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """The momentum of one parameter, equal on all ranks, float32 of its shape."""
+        if self._phase == "warmup":
+            return super().momentum(param)
+        return self._in_momentum_units(self._reduce.result(), self._index(param))
+
+    def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
+        part = self._list.shaped(flat, i, self.layout.offset(i))
+        if self.options.precondition:
+            v, k = self._list.shaped(self._exp_avg_sq, i, self.layout.offset(i)), self._coefficient_table()[i]
+            return part * denominator(v, k, self.options.eps_inside_sqrt)
+        return part.clone() if self._unit is None else part / self._unit[i]
+
+    def _described(self) -> list[str]:
+        options = self.options
+        scale = f"scale: {options.scale_norm}, {options.scale_scope}"
+        scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
+        half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
+        return [f"freeze_step: {options.freeze_step!r}", scale, *half]

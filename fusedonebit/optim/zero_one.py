@@ -1,0 +1,169 @@
+"""0/1 Adam (Lu et al., 2022) as a plain ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import Transport
+from ..integrations.deepspeed import zero_one_adam_arguments
+from ..triton_kernels import ScaleScope
+from .policies import DoublingVariance, SyncPolicy, VariancePolicy
+from .zero_one_rounds import ZeroOneOptimizer
+from .zero_one_state import ZeroOneOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ZeroOneAdam(ZeroOneOptimizer):
+    r"""Adam whose workers talk in some steps only, and then mostly in one bit per parameter.
+
+    A round begins with parameters x, momentum m and variance v that are equal on all ranks. Either it renews the
+    variance: one step of AdamW on gradients averaged in float32. Or each of its K steps is a worker's own,
+
+    .. math::
+        m_i = \beta_1 m_i + (1 - \beta_1) g_i, \quad
+        x_i \leftarrow x_i - \gamma \left(\frac{\hat m_i}{\sqrt{\hat v} + \epsilon} + \lambda x_i\right), \quad
+        u_i = u_i + \frac{m_i}{\sqrt{\hat v} + \epsilon}
+
+    and at its end one synchronisation averages what workers have added up, with error feedback on both sides
+    (0/1 Adam, Algorithm 1): :math:`\bar u` = 1-bit-allreduce(u), and on all ranks, bit for bit,
+
+    .. math::
+        x \leftarrow (1 - \gamma \lambda)^K x - \gamma \bar u, \quad
+        m = \frac{\bar u}{K} (\sqrt{\hat v} + \epsilon)
+
+    Weight decay is no part of u, so that it is none of the rebuilt momentum. Do not average gradients yourself:
+    give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After every round, when
+    ``stats()["local_steps"]`` is 0, parameters are bit-identical on all ranks; within one they differ: evaluate
+    and save models between rounds. Each rank saves and loads its own checkpoint.
+
+    Args:
+        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or float16; equal on
+            all ranks. Groups may set lr, betas, eps, weight_decay, maximize.
+        lr: Learning rate, a number or a tensor of one element.
+        betas: Decay of the momentum and of the variance.
+        eps: Added to the root of the variance.
+        weight_decay: Decoupled, as in AdamW.
+        variance_policy: When the variance is renewed: ``policies.DoublingVariance()``, or any object with its method
+            ``renews(done)``, a function of ``policies.Progress`` alone.
+        sync_policy: How long rounds are: ``policies.DoublingRounds(after=..., scaler=..., most=16)``, where
+            ``after`` counts the rounds of the learning-rate warm-up; or any object with its method ``steps(done)``.
+        scale_norm: ``"l1"``, ``"l2"`` or ``"contractive"``; see ``OneBitAdam``.
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block of at most 4096
+            elements (``"block"``).
+        precondition: Compress the updates m/denom (above) instead of momenta.
+        variance_floor: In rounds of bits denominators are sqrt(v + share * mean of the tensor's v), so that
+            coordinates which renewals have hardly seen take no giant steps; 0: Adam's own. A renewal divides by
+            Adam's own; what bits have left of the momentum is rescaled to it. A tensor that never had a gradient in a
+            renewal only decays until it has one.
+        bias_correction: Adam's; that of v counts its renewals.
+        maximize: Ascend instead of descend.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the round, or ``"raise"`` at its end;
+            parameters are then as it began. Nothing else is lost: what workers have added up is kept as residual.
+            Where a ``GradScaler`` finds it between two synchronisations, that worker's step alone is none.
+        max_grad_norm: Clip gradients to this global norm; None: don't. Exact where the variance is renewed, by the
+            mean of the ranks' norms where they synchronise, and each worker by its own norm in between.
+        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``. Advised:
+            workers' own steps are rounded else.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        block_size: Elements per block of the layout; None chooses.
+        process_group: Ranks to agree with; None is the default group, or only this process. Or a
+            ``fusedonebit.comm.Transport``.
+        mesh: The same as a ``DeviceMesh`` of one dimension.
+
+    Raises:
+        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
+
+    Example::
+
+        policy = policies.DoublingRounds(after=1000, scaler=500, most=16)
+        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3, sync_policy=policy)
+        loss.backward()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        variance_policy: VariancePolicy | None = None,
+        sync_policy: SyncPolicy,
+        scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
+        scale_scope: ScaleScope = "block",
+        precondition: bool = True,
+        variance_floor: float = 1e-3,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        mask: Mapping[Tensor, Tensor] | None = None,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        broadcast_parameters: bool = False,
+        block_size: int | None = None,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = ZeroOneOptions(
+            variance_policy=DoublingVariance() if variance_policy is None else variance_policy,
+            sync_policy=sync_policy,
+            scale_norm=scale_norm,
+            scale_scope=scale_scope,
+            precondition=precondition,
+            variance_floor=variance_floor,
+            bias_correction=bias_correction,
+            eps_inside_sqrt=False,
+            nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            block_size=block_size,
+        )
+        super().__init__(
+            params,
+            defaults,
+            options,
+            process_group=process_group,
+            mesh=mesh,
+            mask=mask,
+            broadcast_parameters=broadcast_parameters,
+        )
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        config: Mapping[str, Any],
+        process_group: dist.ProcessGroup | Transport | None = None,
+        **options: Any,
+    ) -> ZeroOneAdam:
+        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
+
+        Those are: intervals that count steps, l2 scales over everything, no bias correction; gradients are
+        compressed until the variance is frozen, and weight decay is part of what is summed and of the rebuilt
+        momentum (``zero_one_deepspeed``). Its first ``step()``, which only sets up its buffers, is counted here
+        as there, but drops no gradient here. Where learning rates change the residuals follow them, as in
+        ``OneBitAdam``; DeepSpeed's do not.
+
+        Args:
+            params: As for the constructor; per-group settings override the config's.
+            config: The optimizer block, ``{"type": "ZeroOneAdam", "params": {...}}``, or its params.
+            process_group: As for the constructor.
+            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
+
+        Raises:
+            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+        """
+        from ..integrations.deepspeed_zero_one import DeepSpeedZeroOneAdam
+
+        arguments = zero_one_adam_arguments(config) | options
+        return DeepSpeedZeroOneAdam(params, **arguments, process_group=process_group)

@@ -1,0 +1,378 @@
+"""What 0/1 Adam has between two steps: its settings, its buffers, its momentum in either form, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.header import CUT, LINES
+from ..checkpoint.state_dict import each, one_or_each
+from ..comm import CompressedAllReduce
+from ..comm.message import Word
+from ..core.options import Options, check_choice, check_flag, check_unit
+from ..triton_kernels import TAIL, Coef, ScaleScope, rebuild_momentum
+from .averaging import AdamUpdate
+from .freezing import denominator
+from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after, stated
+
+STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOneOptions(Options):
+    """Settings of 0/1 Adam. See ``ZeroOneAdam`` for their meaning."""
+
+    variance_policy: VariancePolicy
+    sync_policy: SyncPolicy
+    scale_norm: str
+    scale_scope: ScaleScope
+    precondition: bool
+    variance_floor: float
+
+    bucket_count: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError for the first setting that makes no sense."""
+        super().check()
+        check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
+        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_flag("precondition", self.precondition)
+        check_unit("variance_floor", self.variance_floor)
+        check_policies(self.variance_policy, self.sync_policy)
+        if self.capturable:
+            raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
+
+
+class ZeroOneState(AdamUpdate):
+    """All of ``zero_one.ZeroOneOptimizer`` but the step."""
+
+    options: ZeroOneOptions
+    _takes_shards: ClassVar = False
+    _of_one_rank: ClassVar = ("exp_avg", "master")
+    _optional: ClassVar = ("master", "exp_avg", "anchor", "moved")
+
+    def _build(self) -> None:
+        super()._build()
+        layout, options, device = self.layout, self.options, self.device
+        # Serves as the parameters that all had when the round began, too: no round needs both.
+        self._grad = self._make_grad()
+        self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
+        self._exp_avg_sq_sums = self._sums
+        self._reduce = CompressedAllReduce(
+            layout,
+            self._transport,
+            device=device,
+            scale_norm=options.scale_norm,
+            scale_scope=options.scale_scope,
+            live=self._live,
+        )
+        tensors = max(1, len(layout.sizes))
+        self._round, self._plan = Round(renews=True, steps=1), list[Round]()
+        self._local = self._tag = 0
+        self._done = Progress(0, 0, 0, 0)
+        self._confirmed, self._unsettled = self._done, list[tuple[int, Round]]()
+        self._as_floats = True
+        self._entered = torch.zeros_like(self._own_steps)  # updates of v
+        self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
+        self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
+        self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._moved = torch.zeros(2, tensors, device=device)
+        self._pending = torch.zeros(1, dtype=torch.int32, device=device)
+        self._none = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
+        self._held_error: Exception | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, while all rounds have renewed the variance. Every rank must call it."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self._done.renewals < self._done.rounds or self._local:
+            raise RuntimeError(
+                "add_param_group must be called before the first round that does not renew the variance: the new "
+                "parameters would have none; construct a new optimizer"
+            )
+        self._catch_up()
+        done, momenta = self._progress(), {p: self.momentum(p) for p in self._list.owners}
+        super().add_param_group(param_group)
+        self._confirmed = self._done = done
+        self._entered = self._own_steps.clone()
+        for p, m in momenta.items():
+            i = self._index(p)
+            self._list.shaped(self._exp_avg, i, self.layout.offset(i)).copy_(m)
+        self._sum_variance()
+
+    def _take_back_skipped(self) -> None:
+        """Skipped rounds do not count: as soon as all ranks know of one, policies are asked again without it."""
+        again = False
+        while self._unsettled and (skipped := self._outcomes.was_skipped(self._unsettled[0][0])) is not None:
+            _, this = self._unsettled.pop(0)
+            self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
+            again = again or skipped
+        if again:
+            self._done, self._plan = self._progress(looking=False), []
+
+    def _progress(self, looking: bool = True) -> Progress:
+        """What was done, without the rounds that were skipped, as far as this rank knows.
+
+        Not ``looking``: as far as all ranks know. Only that may decide which round comes next.
+        """
+        done = self._confirmed
+        for attempt, this in self._unsettled:
+            skipped = looking and self._outcomes.seems_skipped(attempt)
+            done = done.without(this) if skipped else done.after(this, this.steps)
+        return done._replace(steps=done.steps + self._local)
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether all ranks have the same parameters now: between two rounds, not within one."""
+        return self._local == 0
+
+    @property
+    def _between_rounds(self) -> bool:
+        return self.synchronised
+
+    @property
+    def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
+        return self.options.variance_policy, self.options.sync_policy
+
+    @property
+    def _eps_inside_sqrt(self) -> bool:
+        return self.options.variance_floor > 0
+
+    def _floored(self, coef: Tensor) -> Tensor:
+        """Denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
+        if self._eps_inside_sqrt:
+            mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
+            coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
+        for column in (Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE):
+            coef[:, column] *= self._seen
+        return coef
+
+    def _sum_variance(self) -> None:
+        """As renewals do while they go."""
+        sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
+        self._exp_avg_sq_sums = sums
+        self._mean_sq = self._means()
+
+    def _means(self) -> Tensor:
+        """Of each tensor the mean of v over its live elements, float64 [tensors]."""
+        sums = self._exp_avg_sq_sums
+        assert sums is not None
+        owner = self._block_tensor.long()
+        total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
+        count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
+        return total / count.clamp(min=1)
+
+    @property
+    def _seen(self) -> Tensor:
+        """Tensors that have had a variance, bool [tensors]: others wait for one, or would explode."""
+        return self._mean_sq > 0
+
+    def _make_floats(self, renews: bool) -> None:
+        """Momentum from the last synchronisation (line 9), in terms of what the coming step divides it by.
+
+        Bits have no zero: where v is next to nothing, as in rows of an embedding that nobody has looked up, they leave
+        noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
+        denominator; before a renewal, which divides by Adam's own, eps in the extreme, times that.
+        """
+        if self._as_floats:
+            return
+        layout, reduce, options = self.layout, self._reduce, self.options
+        own = self._coefficients(self._taken, self._own_steps, self._entered)
+        floored = self._floored(own.clone())
+        rebuild_momentum(
+            layout.sizes,
+            layout.block_size,
+            reduce.bits,
+            reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor],
+            self._exp_avg_sq if options.precondition else None,
+            self._eps_inside_sqrt and not renews,
+            own if renews else floored,
+            self._block_tensor,
+            self._live.bits,
+            self._live.row,
+            self._exp_avg,
+        )
+        if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
+            for i, size in enumerate(layout.sizes):
+                part = slice(layout.offset(i), layout.offset(i) + size)
+                v = self._exp_avg_sq[part]
+                self._exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
+        self._drop_bits()
+        self._as_floats = True
+
+    def _drop_bits(self) -> None:
+        """The momentum is floats now; of the bits only ``stats`` wants to know how large they were."""
+        reduce = self._reduce
+        self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
+        reduce.scale.zero_()
+
+    @property
+    def _anchor(self) -> Tensor:
+        assert self._grad is not None
+        return self._grad[: self.layout.numel + TAIL]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def _keeps_lines(self) -> bool:
+        """Residuals and bits are there from the first step on."""
+        return True
+
+    def _buffers(self) -> dict[str, Tensor]:
+        anchor = self._anchor[: self.layout.numel]
+        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "anchor": anchor}
+
+    def _visible_moments(self) -> dict[str, Tensor]:
+        return {"exp_avg_sq": self._exp_avg_sq}  # the momentum is mostly bits
+
+    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
+    _header_keys: ClassVar = (
+        *(*LINES, *CUT, "settled", "done", "round", "local"),
+        *("tag", "floats", "entered", "summed", "pending"),
+    )
+
+    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
+        # Bits say the momentum, and the parameters say where a round begins.
+        return (*(() if header["floats"] else ("exp_avg",)), *(() if header["local"] else ("anchor",)))
+
+    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
+
+    def _tables(self) -> dict[str, Tensor]:
+        return {"moved": self._moved}
+
+    def _header(self) -> dict[str, Any]:
+        reduce, done = self._reduce, self._progress()
+        return {
+            "settled": {"precondition": self.options.precondition},
+            "digests": reduce.digests,
+            "buckets": 1,
+            "inside": 1,
+            "done": list(done[:4]),
+            "uncounted": done.skipped,
+            "round": list(self._round),
+            "local": self._local,
+            "tag": self._tag,
+            "floats": self._as_floats,
+            "entered": one_or_each(self._entered),
+            "variance_betas": self._coefficients.variance_betas,
+            "summed": one_or_each(self._summed),
+            "pending": int(self._pending),
+            "missed": self._missed,
+        }
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        if "rounds" in header:
+            raise ValueError(
+                f"the checkpoint's algorithm is {header['algorithm']}, which {type(self).__name__} can't go on from: "
+                "there each worker has a variance of its own"
+            )
+        if not header.get("lines") or header["algorithm"] != type(self).__name__:
+            return
+        was, now = header["settled"]["precondition"], self.options.precondition
+        if was != now:
+            raise ValueError(
+                f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
+                "between two steps"
+            )
+        if header["local"] and header["world_size"] != self._transport.world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
+                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
+                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
+            )
+
+    def _resume(self, header: Mapping[str, Any]) -> None:
+        if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
+            self._entered = self._own_steps.clone()
+            self._coefficients.freeze_variance(self._taken)
+            if header["updates"]:  # else there is no variance yet
+                self._confirmed = self._done = progress_after(*self._policies, header["updates"])
+            return
+        self._done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
+        self._round = Round(*header["round"])
+        self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
+        self._confirmed = self._done._replace(steps=self._done.steps - self._local)
+        self._entered = torch.minimum(each(header["entered"], self._entered), self._own_steps)
+        self._coefficients.variance_betas = header.get("variance_betas")
+        self._summed = each(header["summed"], self._summed)
+        self._pending.fill_(header["pending"])
+        self._missed = tuple(header.get("missed", ()))
+        self._phase = header["phase"]
+        same = header["world_size"] == self._transport.world_size
+        self._reduce.resume(header["digests"] if same else [0])
+
+    def _resumed(self, header: Mapping[str, Any]) -> None:
+        self._sum_variance()
+        if header.get("lines"):
+            self._reduce.serve_again()
+
+    # ---------------------------------------------------------------- what users look at
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """The momentum of one parameter, float32 of its shape; equal on all ranks but within a round.
+
+        Before a round's last step it is that of the step before: what is left of the newer is in ``worker_error``.
+        """
+        i, layout, options = self._index(param), self.layout, self.options
+        if self._as_floats:
+            return super().momentum(param)
+        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
+        if not options.precondition:
+            return part
+        k = self._floored(self._coefficients(self._taken, self._own_steps, self._entered))[i]
+        return part * denominator(self._list.shaped(self._exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt)
+
+    def worker_error(self, param: Tensor) -> Tensor:
+        """This rank's residual of one parameter, and its updates of this round; in units of the update, float32.
+
+        Where not ``precondition`` in units of the momentum.
+        """
+        i = self._index(param)
+        self._reduce.settle()
+        return self._list.shaped(self._reduce.worker.compensated, i, self.layout.offset(i)).clone()
+
+    def stats(self) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Returns:
+            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), renewals (of the variance,
+            among them), local_steps (done in this round), round_steps (its length); wire_bytes,
+            worker_error_norm, server_error_norm, compensated_norm, residual_over_momentum and sign_agreement as
+            ``OneBitAdam`` tells them, of the last synchronisation in bits.
+        """
+        reduce, done = self._reduce, self._progress()
+        compensated, _, server_error = reduce.norms()
+        over_momentum, agreement = reduce.signals() if done.rounds > done.renewals else (0.0, 0.0)
+        if self._as_floats and float(self._result_norm) > 0:
+            errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+            over_momentum = float(errors.square().mean().sqrt() / self._result_norm)
+        return super().stats() | {
+            "rounds": done.rounds,
+            "renewals": done.renewals,
+            "local_steps": self._local,
+            "round_steps": self._round.steps,
+            "wire_bytes": reduce.wire_bytes,
+            "compensated_norm": compensated,
+            "worker_error_norm": float(reduce.to_servers.signal[0]),  # within a round c has grown since
+            "server_error_norm": server_error,
+            "residual_over_momentum": over_momentum,
+            "sign_agreement": agreement,
+        }
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reduce.state()]
+
+    def _described(self) -> list[str]:
+        options = self.options
+        return [
+            f"variance: {stated(options.variance_policy)}",
+            f"rounds: {stated(options.sync_policy)}",
+            f"scale: {options.scale_norm}, {options.scale_scope}" + ", preconditioned" * options.precondition,
+        ]
