@@ -61,7 +61,7 @@ class HostIndices(TorchFunctionMode):
 def in_a_capture() -> Iterator[None]:
     """Makes optimizers believe that a CUDA graph is being captured."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("distributed", "hyperparameters"):
+        for module in ("core.optimizer", "core.options"):
             patch.setattr(f"fusedonebit.{module}.capturing", lambda device: True)
         yield
 

@@ -76,7 +76,6 @@ import sys, fusedonebit
 slow = {"torch.distributed.checkpoint", "torch._dynamo", "triton", "matplotlib", "rich"} & set(sys.modules)
 assert not slow, slow
 assert {"dcp", "ddp", "amp", "policies", "Recorder"} <= set(dir(fusedonebit))
-assert not hasattr(fusedonebit, "apps"), "an application was imported"
 fusedonebit.dcp.save, fusedonebit.dcp.load
 fusedonebit.ddp.attach, fusedonebit.amp.GradScaler, fusedonebit.policies.DoublingRounds, fusedonebit.Recorder
 fusedonebit.comm.CompressedAllReduce, fusedonebit.triton_kernels.using

@@ -75,8 +75,8 @@ STRINGS = {
 }
 
 MODULES = {
-    *("math", "torch", "torch.distributed", "fusedonebit", "fusedonebit.amp", "fusedonebit.policies"),
-    "fusedonebit.comm.mpi",
+    *("math", "torch", "torch.distributed", "fusedonebit", "fusedonebit.comm.mpi"),
+    *("fusedonebit.integrations.amp", "fusedonebit.optim.policies"),
 }
 
 

@@ -194,7 +194,7 @@ def _zero_one_adam(config: Config, call: Call, numerics: Numerics) -> None:
     call.arguments |= {"variance_policy": variance, "sync_policy": sync}
     call.comments["variance_policy"] = call.comments["sync_policy"] = "in rounds; DeepSpeed counts steps"
     names = [text.partition("(")[0] for text in (variance, sync)]
-    call.imports.append(f"from fusedonebit.policies import {', '.join(sorted(names))}")
+    call.imports.append(f"from fusedonebit.optim.policies import {', '.join(sorted(names))}")
     for key in ZERO_ONE_KEYS:
         policy = names[0 if key.startswith("var") else 1]
         config.carried(PARAMS + key, f"{policy}, which counts rounds, not steps: choose anew (docs/zero-one-adam.md)")

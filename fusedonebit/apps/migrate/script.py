@@ -53,7 +53,10 @@ def _one_line(name: str) -> str:
 
 def _imports(call: Call, mixed: Precision, schedule: Schedule | None) -> list[str]:
     standard = sorted(set(schedule.imports if schedule else []))
-    ours = [*call.imports, *(["from fusedonebit.amp import GradScaler"] if mixed.scaler is not None else [])]
+    ours = [
+        *call.imports,
+        *(["from fusedonebit.integrations.amp import GradScaler"] if mixed.scaler is not None else []),
+    ]
     return [
         *standard,
         *([""] if standard else []),
