@@ -15,12 +15,9 @@ def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
     reduce = optimizer._reduce
     reduce.settle()
-    compressed = optimizer.phase == "compression"
-    tensors = {"v": optimizer._exp_avg_sq, "step": optimizer._own_steps, "scale": reduce.scale, "bits": reduce.bits}
+    tensors = {spec.name: spec.tensor(optimizer) for spec in optimizer.specs() if not spec.of_rank}
+    tensors |= {"v": optimizer._exp_avg_sq, "step": optimizer._own_steps, "scale": reduce.scale, "bits": reduce.bits}
     tensors |= {"c": optimizer._exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
-    tensors |= optimizer._tables() | (optimizer._buffers() if compressed else {})
-    for name, (bits, scale) in optimizer._momenta().items():
-        tensors |= {f"{name} bits": bits, f"{name} scale": scale}
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))
     state["digests"] = np.array(reduce.digests)

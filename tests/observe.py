@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fusedonebit import OneBitOptimizer
-from fusedonebit.checkpoint.integrity import sealed
-from fusedonebit.checkpoint.state_dict import KEY, header_of
+from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
+from fusedonebit.core.state.integrity import sealed
 
 LINES = ["worker_error", "server_error", "rank"]
 LINES += [f"exp_avg{last}_{kind}" for last in ("", "_last") for kind in ("bits", "nonzero", "scale")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, amp
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 from fusedonebit.core.sharding import local
 
 SHAPES = [(33, 40), (7,), (1,), (), (0,), (1500,)]

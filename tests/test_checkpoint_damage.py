@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, dcp
-from fusedonebit.checkpoint.state_dict import KEY, forget_checksums
+from fusedonebit.checkpoint import KEY, forget_checksums
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.policies import DoublingRounds
@@ -295,7 +295,7 @@ IMPOSSIBLE = [
     ("onebit-adam", 2, set_value("step", -5.0), "step of parameter 0 in the checkpoint must be a finite number >= 0"),
     ("onebit-lamb", 5, set_value("layer", NAN), "layer of parameter 0 in the checkpoint must be finite"),
     ("marsit", 5, set_value("compensation", NAN), "compensation of parameter 0 in the checkpoint must be finite"),
-    ("lion", 5, set_value("worker_error", NAN), "worker_error of parameter 0 in the checkpoint must be finite"),
+    ("lion", 5, set_value("exp_avg", NAN), "exp_avg of parameter 0 in the checkpoint must be finite"),
     ("zero-one", 5, set_value("exp_avg_sq", -1.0), "exp_avg_sq of parameter 0 in the checkpoint must not be negative"),
     (
         "onebit-adam",

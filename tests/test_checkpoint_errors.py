@@ -13,7 +13,7 @@ from ranks import run_ranks
 from test_checkpoint import make, saved_state, step_once, through_a_file
 from torch import Tensor
 
-from fusedonebit.checkpoint.state_dict import KEY, forget_checksums, header_of
+from fusedonebit.checkpoint import KEY, forget_checksums, header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 
 

@@ -16,7 +16,7 @@ from sharded import make_mesh, sharded_parameters
 from torch import Tensor, nn
 
 from fusedonebit import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
-from fusedonebit.checkpoint.state_dict import KEY, header_of
+from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 
 CASES: dict[str, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ from optimizers import MAKE
 from torch import Tensor, nn
 
 from fusedonebit import DisagreementError, ZeroOneAdam
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 from fusedonebit.comm import SimulatedGroup
 
 EACH = pytest.mark.parametrize("name", MAKE)
@@ -121,7 +121,7 @@ def test_tensors_that_hooks_change_are_saved_and_loaded_as_changed(name, steps):
 
     def halve(_: Any, saved: dict) -> None:
         for state in saved["state"].values():
-            for key in ("exp_avg_sq", "momentum_buffer", "worker_error"):
+            for key in ("exp_avg_sq", "momentum_buffer", "worker_error", "exp_avg"):
                 if key in state:
                     state[key] = state[key] / 2
 

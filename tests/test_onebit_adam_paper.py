@@ -17,7 +17,7 @@ from ranks import run_ranks
 from teacher_forced import Deviation
 
 from fusedonebit import OneBitAdam
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 
 SHAPES_AND_MAGNITUDES = [
     ((40, 30), 1.0),

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from teacher_forced import LambDeviation
 
 from fusedonebit import FusedOneBitWarning, OneBitLamb
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 from fusedonebit.core.sharding import local
 
 # Shape, magnitude of the gradients, magnitude of the parameters, growth of the gradients per step

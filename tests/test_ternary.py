@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import triton_kernels as ops
-from fusedonebit.checkpoint.state_dict import header_of
+from fusedonebit.checkpoint import header_of
 from fusedonebit.comm import CompressedAllReduce
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 

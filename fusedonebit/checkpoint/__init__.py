@@ -1,1 +1,7 @@
-"""Save and load: ``state_dict``, ``torch.distributed.checkpoint``, other numbers of ranks."""
+"""Save and load through ``torch.distributed.checkpoint``, and look into checkpoints."""
+
+from __future__ import annotations
+
+from ..core.state.saving import FORMAT, KEY, forget_checksums, header_of
+
+__all__ = ["FORMAT", "KEY", "forget_checksums", "header_of"]

@@ -39,9 +39,10 @@ from torch.nn import Module
 from ..comm import TorchTransport, agree
 from ..core.consensus import failure
 from ..core.optimizer import DistributedOptimizer
+from ..core.state.integrity import read_header
+from ..core.state.loading import check_header
+from ..core.state.saving import KEY
 from ..errors import CheckpointError
-from .integrity import read_header
-from .state_dict import KEY, check_header
 from .storage import CheckedReader, CheckedWriter, PlainValues
 
 _OPTIMIZER = "optimizer"
@@ -52,7 +53,7 @@ T = TypeVar("T")
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
-    _check_round(optimizer, optimizer._header())
+    _check_round(optimizer, optimizer.plain_state())
     return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from ..comm import CollectiveError, ShardGroup, agree, checksum, make_transport
-from ..optim.policies import stated
 from ..triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
-from .options import numbers
+from .options import numbers, stated
 from .params import ParameterList, materialise_group
 from .sharding import check_groups, local
+from .state.keeper import Keeper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from .optimizer import DistributedOptimizer
 
 
 def check_device(device: torch.device) -> None:
@@ -36,12 +34,12 @@ def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
     return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
 
 
-def check_shards(optimizer: DistributedOptimizer) -> None:
+def check_shards(optimizer: Keeper) -> None:
     """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
     params, transport = optimizer._list, optimizer._transport
     if params.mesh is None:
         return
-    if not optimizer._takes_shards:
+    if not optimizer.takes_shards:
         raise ValueError(
             f"parameters of {type(optimizer).__name__} must be whole, but {params.names[0]} is a DTensor; "
             "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
@@ -85,7 +83,7 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
         )
 
 
-def agree_on_everything(optimizer: DistributedOptimizer, error: Exception | None, broadcast: bool) -> None:
+def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: bool) -> None:
     """Returns on all ranks if all mean the same and none has an ``error``; else raises on all.
 
     Values come last. Those of different shards differ; all else they have in common.
@@ -106,20 +104,20 @@ def agree_on_everything(optimizer: DistributedOptimizer, error: Exception | None
     )
 
 
-def agree_on_values(optimizer: DistributedOptimizer, hint: str) -> None:
+def agree_on_values(optimizer: Keeper, hint: str) -> None:
     """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
     values, device = optimizer._list.values(), optimizer.device
     error = failure(lambda: agree(optimizer._transport, values, device, hint=hint))
     optimizer._shards.agree([], device, error, hint)
 
 
-def agree_on_loaded(optimizer: DistributedOptimizer) -> None:
+def agree_on_loaded(optimizer: Keeper) -> None:
     """As ``agree_on_values``, at the first step after a checkpoint was loaded: models may be loaded later than that.
 
     Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
     those of the round's beginning, on which all have agreed while they loaded.
     """
-    if optimizer._transport.world_size > 1 and optimizer._between_rounds:
+    if optimizer._transport.world_size > 1 and optimizer.between_rounds:
         agree_on_values(
             optimizer,
             "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
@@ -138,14 +136,14 @@ def failure(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _of_all_shards(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+def _of_all_shards(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
     """What ranks with different shards have in common: all but the shards' shapes and masks."""
     of_a_shard = {name for name, _ in optimizer._list.facts()[1:]}
     of_a_shard |= {f"the mask of {name}" for name in optimizer._list.names}
     return [fact for fact in facts(optimizer, broadcast) if fact[0] not in of_a_shard]
 
 
-def facts(optimizer: DistributedOptimizer, broadcast: bool) -> list[tuple[str, str]]:
+def facts(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
     options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
     groups = [
@@ -175,9 +173,7 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def add_group(
-    optimizer: DistributedOptimizer, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]
-) -> None:
+def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
     """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
     optimizer._catch_up()
     optimizer._list.refresh_masters()
@@ -188,7 +184,8 @@ def add_group(
     outcomes, updates = optimizer._outcomes, optimizer._updates
     old_list, old_groups = optimizer._list, list(optimizer.param_groups)
     owners = enumerate(optimizer._list.owners)
-    tables = {id(p): {k: t[..., i] for k, t in optimizer._tables().items()} for i, p in owners}
+    specs = [spec for spec in optimizer.specs() if spec.per == "tensor"]
+    tables = {id(p): [spec.tensor(optimizer)[..., i] for spec in specs] for i, p in owners}
     error: Exception | None = None
     try:
         add(materialise_group(param_group))
@@ -207,14 +204,14 @@ def add_group(
     optimizer._build()
     optimizer._outcomes, optimizer._updates = outcomes, updates
     for i, p in enumerate(optimizer._list.owners):
-        for key, value in tables.get(id(p), {}).items():
-            optimizer._tables()[key][..., i] = value
+        for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
+            spec.tensor(optimizer)[..., i] = column
     for p, state in kept.items():
         for key, value in state.items():
             optimizer.state[p][key].copy_(value)
 
 
-def layout_of(optimizer: DistributedOptimizer, chunks: int) -> FlatLayout:
+def layout_of(optimizer: Keeper, chunks: int) -> FlatLayout:
     """The flat index space; as long for each shard, so that checkpoints are rectangular."""
     sizes = optimizer._list.sizes
     given = optimizer.options.block_size or optimizer._block_size
@@ -227,7 +224,7 @@ def layout_of(optimizer: DistributedOptimizer, chunks: int) -> FlatLayout:
     return FlatLayout(sizes, chunks, block_size, int(optimizer._shards.max(blocks)))
 
 
-def live_of(optimizer: DistributedOptimizer, excluded: Sequence[int] = ()) -> LiveTable:
+def live_of(optimizer: Keeper, excluded: Sequence[int] = ()) -> LiveTable:
     """Which elements count: those no mask keeps still, of tensors that are not excluded."""
     masks = {}
     for i, (owner, p) in enumerate(zip(optimizer._list.owners, optimizer._list.params, strict=True)):

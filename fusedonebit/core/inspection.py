@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from ..triton_kernels import backend
+from .state.keeper import Keeper
 
 if TYPE_CHECKING:
-    from ..optim.two_stage import OneBitOptimizer
     from .optimizer import DistributedOptimizer
 
 RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
@@ -43,20 +43,6 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
     }
 
 
-def residual_over_momentum(optimizer: OneBitOptimizer) -> list[float]:
-    """This rank's residual norm over the momentum's, by tensor; 0 in the warm-up and where a step was skipped.
-
-    From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
-    """
-    tensors = len(optimizer.layout.sizes)
-    if optimizer.phase != "compression":
-        return [0.0] * tensors
-    reduce = optimizer._reduce
-    squares = torch.zeros(2, tensors, dtype=torch.float64, device=optimizer.device)
-    error, momentum = squares.index_add_(1, reduce.block_tensor, reduce.squares_by_block())
-    return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
-
-
 def fp32_bytes(parameters: int, world_size: int) -> int:
     """What one rank sends in a ring all-reduce of float32 gradients."""
     return 2 * 4 * parameters * (world_size - 1) // world_size
@@ -64,9 +50,18 @@ def fp32_bytes(parameters: int, world_size: int) -> int:
 
 def state_bytes(optimizer: DistributedOptimizer) -> int:
     """Bytes of all that the next step needs, tables included; each piece of memory counts once."""
-    scratch = {t.untyped_storage().data_ptr() for t in optimizer._scratch()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in optimizer._held()}
+    own = vars(optimizer)
+    tensors = [value for value in own.values() if isinstance(value, Tensor)]
+    tensors += [optimizer._list.dense[i] for i in optimizer._list.masters] + list(optimizer._live)
+    tensors += [t for part in own.values() if callable(state := getattr(part, "state", None)) for t in state()]
+    scratch = {t.untyped_storage().data_ptr() for t in scratch_of(optimizer)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
+
+
+def scratch_of(optimizer: Keeper) -> list[Tensor]:
+    """What only serves within a step."""
+    return [vars(optimizer)[name] for name in optimizer.scratch if name in vars(optimizer)]
 
 
 def describe(optimizer: DistributedOptimizer, groups: str, more: Sequence[str]) -> str:

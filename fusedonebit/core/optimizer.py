@@ -15,15 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint import copies, packing
-from ..checkpoint import state_dict as checkpoint
-from ..checkpoint.rank_local import Rows
 from ..comm import CollectiveError, Flag, Transport, make_transport
 from ..integrations import compile as compiled
 from ..triton_kernels import Coef, block_table
 from ..triton_kernels.launch import tables_of
 from . import consensus as construction
-from . import inspection
+from . import copies, inspection
 from . import reducers as cuts
 from .first_look import FirstLook, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
@@ -31,6 +28,9 @@ from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES
 from .sharding import group_of
+from .state import hooks, loading, saving
+from .state.keeper import Keeper
+from .state.rank_local import Rows
 from .step_count import StepCount, as_word
 from .telemetry import capturing, upload
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Keeper):
     """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
 
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
@@ -49,28 +49,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _columns: ClassVar[dict[Coef, str]] = {}
     """Hyper-parameters of a group that go into the coefficient table as they are."""
 
-    _of_one_rank: ClassVar[tuple[str, ...]] = ()
-    """What each rank has of its own in ``state``; each then saves and loads its own file."""
-
-    _optional: ClassVar[tuple[str, ...]] = ("master",)
-    """What a checkpoint may lack."""
-
-    _header_keys: ClassVar[tuple[str, ...]] = ()
-    """What its own checkpoint's header must have, besides what all have."""
-
-    _phases: ClassVar[dict[str, bool]] = {"uncompressed": False}
-    """The stages in which it can be, and whether a checkpoint has lines then."""
-
     _sums_up = True
     """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
     _compresses: ClassVar[bool] = True
     """Whether less is sent than DDP would send."""
 
-    _takes_shards: ClassVar[bool] = True
-    """Whether parameters may be shards of tensors."""
-
     _built: bool = False
+    _exp_avg: Tensor
 
     def __init__(
         self,
@@ -100,7 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_group(numbers(defaults))
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
-            self.param_groups[0][checkpoint.KEY] = ""
+            self.param_groups[0][saving.KEY] = ""
             self._put_lr_on_the_device()
             self._list = ParameterList(self.param_groups, options.master_weights)
             construction.check_shards(self)
@@ -144,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
         self._live = construction.live_of(self)
-        self._make_moments()
+        self._make_buffers()
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
         self._own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
@@ -175,28 +161,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Into how many ranges, one for each rank to serve, the line is cut."""
         return self._transport.world_size
 
-    def _make_moments(self) -> None:
-        """Allocates what is kept per element, float32 [P] each."""
-        self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
-        self._exp_avg_sq = torch.zeros(self.layout.numel, device=self.device)
-
-    def _moments(self) -> dict[str, Tensor]:
-        """What is kept per element while nothing is compressed, by its name in ``state``."""
-        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+    def _make_buffers(self) -> None:
+        """Allocate what is kept from step to step."""
+        self.allocate()
 
     @property
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
         return self._updates if self.options.stochastic_rounding else None
 
-    def _visible_moments(self) -> dict[str, Tensor]:
-        """Those of ``_moments`` that mean something now; users find them in ``state``."""
-        return self._moments()
-
     def _publish_state(self) -> None:
         """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
-        visible, before, self._published = self._visible_moments(), self._published, {"step", "master"}
-        self._published |= visible.keys()
+        specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
+        visible = {spec.name: spec.tensor(self) for spec in specs}
+        before, self._published = self._published, {"step", "master", *visible}
         for i, p in enumerate(self._list.owners):
             parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
             if i in self._list.masters:
@@ -425,11 +403,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._enter_phase()
         self._begun = True
 
-    @property
-    def _between_rounds(self) -> bool:
-        """Whether all ranks have the same parameters now."""
-        return True
-
     def _enter_phase(self) -> None:
         """Changes the stage if it is time; the same on all ranks."""
 
@@ -507,32 +480,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "with a state of its own; use copy.deepcopy, of (model, optimizer) to keep them together"
         )
 
-    @property
-    def _keeps_lines(self) -> bool:
-        """Whether a checkpoint has residuals and bits along the whole line (``lines``), and ``_buffers``."""
-        return False
-
-    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
-        """What a checkpoint with this header has not, since something else in it says it."""
-        return ()
-
-    def _tables(self) -> dict[str, Tensor]:
-        """What a subclass keeps per tensor, in all stages: [..., tensors] each."""
-        return {}
-
-    def _header(self) -> dict[str, Any]:
-        """What a checkpoint's header says of a subclass's stages: plain values."""
-        return {}
-
-    def _check_header(self, header: Mapping[str, Any]) -> None:
-        """Raises ValueError if a checkpoint's stages can't be taken up."""
-
-    def _resume(self, header: Mapping[str, Any]) -> None:
-        """Takes up a checkpoint's stage, with all buffers it needs, still empty."""
-
-    def _resumed(self, header: Mapping[str, Any]) -> None:
-        """Called when the buffers are filled."""
-
     # ---------------------------------------------------------------- what users look at
 
     @property
@@ -570,15 +517,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         i = self._index(param)
         return self._list.shaped(self._exp_avg, i, self.layout.offset(i)).clone()
 
-    def _scratch(self) -> list[Tensor]:
-        """Tensors that only serve within a step."""
-        return []
-
-    def _held(self) -> list[Tensor]:
-        """All other tensors, the scratch maybe among them."""
-        masters = [self._list.dense[i] for i in self._list.masters]
-        return [v for v in vars(self).values() if isinstance(v, Tensor)] + list(self._live) + masters
-
     def _index(self, param: Tensor) -> int:
         for i, p in enumerate(self._list.owners):
             if p is param:
@@ -601,15 +539,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CollectiveError: after a step that ended so: half an exchange is no state to go on from.
         """
         self._refuse_if_broken()
-        packing.before_saving(self)
-        saved = self._saved() if self._expected is None else checkpoint.template(self, *self._expected)
+        hooks.before_saving(self)
+        saved = saving.save(self) if self._expected is None else saving.template(self, *self._expected)
         if not self._optimizer_state_dict_post_hooks:
             return saved
-        return checkpoint.seal_again(self, packing.after_saving(self, saved))
-
-    def _saved(self) -> dict[str, Any]:
-        """The complete ``state_dict``, before any hook has seen it."""
-        return checkpoint.save(self)
+        return saving.seal_again(self, hooks.after_saving(self, saved))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
@@ -619,7 +553,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 file of its own, of another world size or rank; nothing was changed.
             Exception: what a hook raises, on its rank; the others raise ``DisagreementError``.
         """
-        checkpoint.load(self, state_dict)
+        loading.load(self, state_dict)
 
 
 def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class Options:
     capturable: bool = False
     stochastic_rounding: bool = False
     hierarchy_dtype: torch.dtype = torch.float32
+
+    no_numerics: ClassVar[tuple[str, ...]] = (
+        *("nonfinite", "block_size", "max_grad_norm", "master_weights", "capturable", "hierarchy_dtype"),
+    )
+    """Those that don't change what a step computes, or that a checkpoint compares otherwise."""
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -79,6 +84,12 @@ class OneBitOptions(Options):
     overlap: bool = False
     buckets: int | None = None
     frozen_dtype: torch.dtype = torch.float32
+
+    no_numerics: ClassVar = (
+        *Options.no_numerics,
+        *("precondition", "ternary", "frozen_dtype", "dead_coordinates", "overlap", "buckets"),
+        *("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard"),
+    )
 
     @property
     def bucket_count(self) -> int:
@@ -396,3 +407,9 @@ class CoefficientTable:
         # A device tensor is not read here: that would wait for the device.
         on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or not self._reads_lr)
         return 0.0 if on_device else float(lr)
+
+
+def stated(value: object) -> str:
+    """What ranks compare, and checkpoints keep, of a policy: its ``repr``, unless that tells its address."""
+    own = type(value).__repr__ is not object.__repr__
+    return repr(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"

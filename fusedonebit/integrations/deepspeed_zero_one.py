@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.scaling import LossScale
+from ..core.state.header import FLAG, Field, Fields
 from ..optim.policies import DeepSpeedVariance
 from ..optim.zero_one import ZeroOneAdam
 from ..optim.zero_one_state import DECAY
@@ -54,11 +55,13 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         super()._build()
         self._was_frozen = False
 
-    def _header(self) -> dict[str, Any]:
-        return super()._header() | {"was_frozen": self._was_frozen}
+    header_fields: ClassVar[Fields] = {**ZeroOneAdam.header_fields, "was_frozen": Field(FLAG, False)}
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
-        super()._resume(header)
+    def plain_state(self) -> dict[str, Any]:
+        return super().plain_state() | {"was_frozen": self._was_frozen}
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
         self._was_frozen = header.get("was_frozen", False)
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:

@@ -7,6 +7,7 @@ from averaged gradients is. ``lamb.Lamb`` is one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..comm.message import OUT_OF_STEP
 from ..core.handshake import Mark, Marks
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
+from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
 from ..triton_kernels.launch import tables_of
@@ -23,6 +25,12 @@ from ..triton_kernels.launch import tables_of
 
 class AveragingOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer on averaged gradients; see the module's docstring and ``Lamb``."""
+
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg", "element", "_exp_avg", published=True),
+        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
+    )
+    _exp_avg_sq: Tensor
 
     def _build(self) -> None:
         self._grad: Tensor | None = None

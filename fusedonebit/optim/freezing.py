@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..comm import ShardGroup
+from ..core.state.header import AMOUNT, COUNT, FLAG, INT, list_of
 from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance
 
@@ -35,6 +36,14 @@ class AutoFreeze:
         lr_warmup_steps: Updates during which the learning rate rises.
         device: Where v lies.
     """
+
+    fields: ClassVar = {
+        "norms": list_of(AMOUNT),
+        "seen": COUNT,
+        "fired": FLAG,
+        "pending": list_of(list_of(INT)),
+    }
+    """What its ``state_dict`` has."""
 
     def __init__(self, beta2: float, lr_warmup_steps: int, device: torch.device) -> None:
         self.beta2 = beta2

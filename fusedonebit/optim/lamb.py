@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..core.options import Options, check_lamb_group
+from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import AveragingOptimizer
 
@@ -23,12 +24,14 @@ class LambUpdate(AveragingOptimizer):
     """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
 
     _columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
+    kept: ClassVar[Specs] = (*AveragingOptimizer.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
+    scratch: ClassVar[tuple[str, ...]] = ("_norms",)
+    _layers: Tensor
     _deepspeed = False
 
     def _build(self) -> None:
         super()._build()
         layout, device = self.layout, self.device
-        self._layers = torch.zeros(len(Layer), len(layout.sizes), device=device)
         self._layers[Layer.RATIO] = 1.0
         # Padding behind the last tensor counts as its own: its sums are zero.
         self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
@@ -71,12 +74,6 @@ class LambUpdate(AveragingOptimizer):
         flat = by_block.reshape(-1, by_block.shape[-1])
         rows = [torch.segment_reduce(row, reduction, offsets=self._layer_start, initial=0.0) for row in flat]
         return torch.stack(rows).view(*by_block.shape[:-1], -1)
-
-    def _tables(self) -> dict[str, Tensor]:
-        return super()._tables() | {"layer": self._layers}
-
-    def _scratch(self) -> list[Tensor]:
-        return [*super()._scratch(), self._norms]
 
     def _variance(self) -> Tensor:
         """The variance that follows the gradients, float32 [P]."""

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.header import CUT, LINES
 from ..comm import Flag, SignVote, Transport, describe_mismatch
 from ..comm.sign_vote import Aggregation
 from ..core.optimizer import DistributedOptimizer
 from ..core.options import Options, check_choice
 from ..core.scaling import LossScale, agree_on_scaling
+from ..core.state.header import LINES
+from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, apply_momentum, lion_compress
 
 if TYPE_CHECKING:
@@ -74,7 +75,13 @@ class OneBitLion(DistributedOptimizer):
     """
 
     options: LionOptions
-    _takes_shards: ClassVar = False
+    takes_shards: ClassVar = False
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True),
+        StateSpec("server_error", "chunk", "_reduce.server_residual", of_rank=True, when="_servers_keep"),
+    )
+    phases: ClassVar = {"one-bit": True}
+    header_fields: ClassVar = LINES
 
     def __init__(
         self,
@@ -120,11 +127,9 @@ class OneBitLion(DistributedOptimizer):
         self._aborted = torch.ones_like(self._flags)
         self._phase = "one-bit"
 
-    def _make_moments(self) -> None:
-        self._exp_avg = torch.zeros(self.layout.numel, device=self.device)
-
-    def _moments(self) -> dict[str, Tensor]:
-        return {}
+    @property
+    def _servers_keep(self) -> bool:
+        return self.options.aggregation == "mean"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before the first step. Every rank must call it."""
@@ -169,31 +174,26 @@ class OneBitLion(DistributedOptimizer):
     def _describe(self, flag: Flag) -> str:
         return self._say_where(describe_mismatch(self._reduce.arrived_words, "a message arrived damaged"))
 
-    # ---------------------------------------------------------------- checkpoints: momenta travel as worker_error
+    # ---------------------------------------------------------------- checkpoints
 
-    _phases: ClassVar = {"one-bit": True}
-    _header_keys: ClassVar = (*LINES, *CUT)
+    def settle(self) -> None:
+        self._reduce.settle()
 
-    @property
-    def _keeps_lines(self) -> bool:
-        return True
+    def plain_state(self) -> dict[str, Any]:
+        return {"digests": self._reduce.digests}
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {}
-
-    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {}
-
-    def _header(self) -> dict[str, Any]:
-        return {"digests": self._reduce.digests, "buckets": 1, "inside": 1}
-
-    def _check_header(self, header: Mapping[str, Any]) -> None:
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header.get("algorithm") != type(self).__name__:
             raise ValueError(
                 f"the checkpoint must be of OneBitLion, got {header.get('algorithm', 'one of torch.optim')}"
             )
+        if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):
+            raise ValueError(
+                "the checkpoint must have exp_avg of each parameter, but a version that saved momenta as worker_error "
+                "has written it; resume with that version"
+            )
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
+    def resume(self, header: Mapping[str, Any]) -> None:
         same = header["world_size"] == self._transport.world_size
         self._reduce.resume(header["digests"] if same else [0])
 
@@ -201,9 +201,6 @@ class OneBitLion(DistributedOptimizer):
         """What ``DistributedOptimizer.stats`` does, and sign_agreement: 1 where all vote alike, 1/W for coin flips."""
         told = self._reduce.signals()[1] if self._outcomes.attempts else 0.0
         return super().stats() | {"sign_agreement": told, "wire_bytes": self._reduce.wire_bytes}
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state()]
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}"]

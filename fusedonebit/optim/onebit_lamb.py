@@ -13,6 +13,8 @@ from torch import Tensor
 from ..comm import Transport
 from ..comm.absent import Kept, absence
 from ..core.options import VARIANCE_FLOOR, OneBitOptions, check_choice, check_flag
+from ..core.state.header import FLAG, Field
+from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..integrations.deepspeed import onebit_lamb_arguments
 from ..triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale, live_variance
@@ -37,6 +39,8 @@ class LambOptions(OneBitOptions):
     momentum_scaling: bool | None
     variant: str
 
+    no_numerics: ClassVar = (*OneBitOptions.no_numerics, "layerwise", "momentum_scaling")
+
     @property
     def scales_momentum(self) -> bool:
         """Whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
@@ -54,6 +58,9 @@ class LambOptions(OneBitOptions):
                 "each coordinate already has a unit of its own"
             )
         check_choice("variant", self.variant, ("paper", "deepspeed"))
+
+
+_ADAPTIVE: dict[str, Any] = {"given": True, "stage": "compressed", "when": "_adaptive"}
 
 
 class OneBitLamb(LambUpdate, OneBitOptimizer):
@@ -287,7 +294,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     def _build(self) -> None:
         super()._build()
         layout, device = self.layout, self.device
-        self._adaptive = self.options.layerwise == "adaptive"
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
         self._unit_is_known = False
@@ -435,33 +441,48 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return super()._buffers() | ({"exp_avg_sq_fresh": self._fresh} if self._adaptive else {})
+    kept: ClassVar[Specs] = (
+        *OneBitOptimizer.kept,
+        StateSpec("layer", "tensor", "_layers", rows=len(Layer)),
+        StateSpec("unit", "tensor", "_unit", given=True, when="options.scales_momentum", not_negative=True),
+        # Before the first compressed step this is the warm-up's momentum.
+        StateSpec("exp_avg_sq_fresh", "element", "_fresh", **_ADAPTIVE, not_negative="started"),
+        StateSpec("exp_avg_last_bits", "bit", "_last_bits", **_ADAPTIVE),
+        StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_ADAPTIVE | {"when": "_keeps_last_nonzero"}, plane=1),
+        StateSpec("exp_avg_last_scale", "block", "_last_scale", **_ADAPTIVE, not_negative=True),
+    )
+    scratch: ClassVar[tuple[str, ...]] = (*LambUpdate.scratch, "_largest")
+    header_fields: ClassVar = {
+        **OneBitOptimizer.header_fields,
+        "unit_is_known": Field(FLAG, False),
+        "started": Field(FLAG, False),
+    }
 
-    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        last = {"exp_avg_last": (self._last_bits, self._last_scale)} if self._adaptive else {}
-        return super()._momenta() | last
+    @property
+    def _adaptive(self) -> bool:
+        return self.options.layerwise == "adaptive"
 
-    def _tables(self) -> dict[str, Tensor]:
-        return super()._tables() | ({"unit": self._unit} if self._unit is not None else {})
+    @property
+    def _keeps_last_nonzero(self) -> bool:
+        return self._adaptive and self.options.ternary
 
     def _settled(self) -> dict[str, Any]:
         options = self.options
         return super()._settled() | {"layerwise": options.layerwise, "momentum_scaling": options.scales_momentum}
 
-    def _header(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
         started = {"started": bool(self._started)} if self._adaptive else {}
-        return super()._header() | {"unit_is_known": self._unit_is_known} | started
+        return super().plain_state() | {"unit_is_known": self._unit_is_known} | started
 
-    def _check_header(self, header: Mapping[str, Any]) -> None:
-        super()._check_header(header)
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        super().check_plain_state(header)
         own = header["phase"] == "compression" and header["algorithm"] == type(self).__name__
         if own and self._adaptive and "started" not in header:
             raise ValueError("the checkpoint's header is damaged: it lacks started; load another checkpoint")
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
-        super()._resume(header)
+    def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
         self._unit_is_known = header.get("unit_is_known", False)
         if self._phase == "compression":
             self._drop_norms()
@@ -474,9 +495,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     def _variance(self) -> Tensor:
         following = self._adaptive and self._phase == "compression" and bool(self._started)
         return self._fresh if following else self._exp_avg_sq
-
-    def _scratch(self) -> list[Tensor]:
-        return [*super()._scratch(), *([self._largest] if self._adaptive else [])]
 
     def _described(self) -> list[str]:
         return [*super()._described(), f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ..core.options import stated
+
 PLANNED = 64
 """Rounds on which ranks agree at a time."""
 
@@ -285,12 +287,6 @@ def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Pr
         this = Round(renews, 1 if renews else sync.steps(done))
         done = done.after(this, min(this.steps, steps - done.steps))
     return done._replace(renewals=max(done.renewals, 1))  # there is a variance, whoever has made it
-
-
-def stated(value: object) -> str:
-    """What ranks compare, and checkpoints keep, of a policy: its ``repr``, unless that tells its address."""
-    own = type(value).__repr__ is not object.__repr__
-    return repr(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check(name: str, value: object, least: int) -> None:

@@ -21,6 +21,8 @@ from ..comm.rounds import RoundAllReduce
 from ..core.optimizer import DistributedOptimizer
 from ..core.options import Options
 from ..core.scaling import Agreed, LossScale, agree_on_scaling
+from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields, list_of
+from ..core.state.spec import Specs, StateSpec
 from ..core.step_count import as_word
 from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
 
@@ -51,9 +53,40 @@ class RoundOptimizer(DistributedOptimizer):
 
     options: RoundOptions
     _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
-    _optional: ClassVar = ("master", "anchor")
-    _takes_shards: ClassVar = False
-    _of_one_rank: ClassVar = ("momentum_buffer", "exp_avg", "exp_avg_sq", "compensation", "master")
+    takes_shards: ClassVar = False
+    masters_of_rank: ClassVar = True
+    kept: ClassVar[Specs] = (
+        StateSpec("momentum_buffer", "element", "_exp_avg", of_rank=True, published=True, when="_is_sgd_with_momentum"),
+        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True, published=True, when="_is_adam"),
+        StateSpec(
+            "exp_avg_sq", "element", "_exp_avg_sq", of_rank=True, published=True, when="_is_adam", not_negative=True
+        ),
+        StateSpec("compensation", "element", "_reduce.compensated", of_rank=True, published=True),
+        # Between two rounds the parameters say it.
+        StateSpec(
+            *("anchor", "element", "_round_start"),
+            when="_has_local_steps",
+            only="local",
+            published=True,
+            optional=True,
+            holds_parameters=True,
+            given=True,
+        ),
+    )
+    phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
+    header_fields: ClassVar[Fields] = {
+        "block_size": Field(POSITIVE),
+        "line": Field(POSITIVE),
+        "inside": Field(POSITIVE),
+        "rounds": Field(COUNT),
+        "counted": Field(COUNT, False),
+        "digest": Field(INT32),
+        "local": Field(COUNT),
+        "flags": Field(INT),
+        "tag": Field(INT),
+        "missed": Field(list_of(COUNT), False, one_per="index"),
+    }
+    _exp_avg_sq: Tensor
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         super()._check_group(group, name)
@@ -69,12 +102,24 @@ class RoundOptimizer(DistributedOptimizer):
         if group.get("eps") == 0:
             raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
 
-    def _make_moments(self) -> None:
-        """Of Adam both; of SGD only a momentum, if any group has one; and what a round needs."""
-        adam = "betas" in self.param_groups[0]
-        has_momentum = adam or any(group["momentum"] for group in self.param_groups)
-        self._exp_avg = torch.zeros(self.layout.numel if has_momentum else 0, device=self.device)
-        self._exp_avg_sq = torch.zeros(self.layout.numel if adam else 0, device=self.device)
+    @property
+    def _is_adam(self) -> bool:
+        return "betas" in self.param_groups[0]
+
+    @property
+    def _is_sgd_with_momentum(self) -> bool:
+        return not self._is_adam and any(group["momentum"] for group in self.param_groups)
+
+    @property
+    def _has_local_steps(self) -> bool:
+        return self.options.local_steps > 1
+
+    @property
+    def _round_start(self) -> Tensor:
+        return self._anchor[: self.layout.numel]
+
+    def _make_buffers(self) -> None:
+        super()._make_buffers()
         anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
         self._anchor = torch.zeros(anchored, device=self.device)
         self._reduce: RoundAllReduce | HierarchicalRounds
@@ -136,7 +181,7 @@ class RoundOptimizer(DistributedOptimizer):
     # ---------------------------------------------------------------- the step
 
     @property
-    def _between_rounds(self) -> bool:
+    def between_rounds(self) -> bool:
         return self._local == 0
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -284,30 +329,14 @@ class RoundOptimizer(DistributedOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _moments(self) -> dict[str, Tensor]:
-        """This worker's moments and compensation; and where a round has begun, what all had then."""
-        kept = {"compensation": self._reduce.compensated}
-        if self._exp_avg.numel():
-            kept["exp_avg" if self._exp_avg_sq.numel() else "momentum_buffer"] = self._exp_avg
-        if self._exp_avg_sq.numel():
-            kept["exp_avg_sq"] = self._exp_avg_sq
-        if self._anchor.numel():
-            kept["anchor"] = self._anchor[: self.layout.numel]
-        return kept
-
-    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
-    _header_keys: ClassVar = ("block_size", "line", "inside", "rounds", "digest", "local", "flags", "tag")
-
-    def _saved(self) -> dict[str, Any]:
+    def settle(self) -> None:
         self._reduce.settle()
-        return super()._saved()
 
-    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
-        return () if header["local"] else ("anchor",)  # between two rounds the parameters say it
+    def cut(self) -> dict[str, int]:
+        return super().cut() | {"inside": 1 if self._levels is None else self._inside.world_size}
 
-    def _header(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, Any]:
         return {
-            "inside": 1 if self._levels is None else self._inside.world_size,
             "rounds": self._reduce.rounds,
             "counted": self._counted(),
             "digest": int(self._reduce.digest),
@@ -317,7 +346,7 @@ class RoundOptimizer(DistributedOptimizer):
             "missed": self._missed,
         }
 
-    def _check_header(self, header: Mapping[str, Any]) -> None:
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
         name = type(self).__name__
         if header.get("algorithm") != name:
             raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
@@ -342,7 +371,7 @@ class RoundOptimizer(DistributedOptimizer):
                 f"{self.options.local_steps}; save at the end of a round, or keep local_steps"
             )
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
+    def resume(self, header: Mapping[str, Any]) -> None:
         self._reduce.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
         self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
         self._missed = tuple(header.get("missed", ()))
@@ -382,6 +411,3 @@ class RoundOptimizer(DistributedOptimizer):
             self._reduce.settle()
             told["compensation_norm"] = float(self._reduce.compensated.norm())
         return told
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state()]

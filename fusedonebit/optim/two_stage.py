@@ -15,9 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint import state_dict as checkpoint
-from ..checkpoint.header import CUT, LINES
-from ..checkpoint.warm_start import warm_start as take_warm_start
 from ..comm import Flag, HierarchicalAllReduce, Transport, describe_mismatch
 from ..core import inspection
 from ..core import reducers as cuts
@@ -25,11 +22,28 @@ from ..core.consensus import live_of
 from ..core.options import OneBitOptions
 from ..core.overlap import Overlap
 from ..core.scaling import LossScale, agree_on_scaling
+from ..core.state.header import (
+    AMOUNT,
+    COUNT,
+    LINES,
+    STEPS,
+    STEPS_OF_EACH,
+    TABLE,
+    Field,
+    Fields,
+    check_each,
+    each,
+    list_of,
+    one_or_each,
+    or_none,
+)
+from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, thaw, unpack, update_sums
 from .averaging import AveragingOptimizer
 from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
+from .warm_start import warm_start as take_warm_start
 
 
 class OneBitOptimizer(AveragingOptimizer):
@@ -110,12 +124,6 @@ class OneBitOptimizer(AveragingOptimizer):
         self.dead_tensors = list(tensors)
         self._live = live_of(self, excluded=tensors)
         self._reduce.set_live(self._live)
-
-    def _visible_moments(self) -> dict[str, Tensor]:
-        moments = super()._visible_moments()
-        if self._phase == "compression":
-            del moments["exp_avg"]
-        return moments
 
     # ---------------------------------------------------------------- the step
 
@@ -265,7 +273,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self._publish_state()
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        """Takes note that v has been filled, corrected; ``tables`` are an earlier run's ``_tables``."""
+        """Takes note that v has been filled, corrected; ``tables`` are an earlier run's, by name."""
         live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
         self._exp_avg_sq.mul_(live)
         self._behind.fill_(-math.inf)
@@ -349,20 +357,39 @@ class OneBitOptimizer(AveragingOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
-    _phases: ClassVar = {"warmup": False, "compression": True}
-    _header_keys: ClassVar = (*LINES, *CUT, "settled", "variance_step", "dead_tensors", "dead_coordinates")
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg", "element", "_exp_avg", stage="full", published="full"),
+        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg_bits", "bit", "_reduce.bits", stage="compressed"),
+        StateSpec("exp_avg_nonzero", "bit", "_reduce.bits", plane=1, stage="compressed", when="options.ternary"),
+        StateSpec("exp_avg_scale", "block", "_reduce.scale", stage="compressed", not_negative=True),
+        # In the memory that exp_avg has in the warm-up.
+        StateSpec("worker_error", "part", "_reduce.worker_residual", stage="compressed", of_rank=True),
+        StateSpec("server_error", "chunk", "_reduce.server_residual", stage="compressed", of_rank=True),
+    )
+    phases: ClassVar = {"warmup": False, "compression": True}
+    header_fields: ClassVar[Fields] = {
+        **LINES,
+        "settled": Field(TABLE),
+        "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
+        "freeze_step": Field(or_none(COUNT), False),
+        "freeze_due": Field(or_none(COUNT), False),
+        "rewarms": Field(COUNT, False),
+        "vetoed": Field(COUNT, False),
+        "veto_at": Field(or_none(COUNT), False),
+        "guard": Field(or_none(list_of(STEPS, 2)), False),
+        "dead_tensors": Field(list_of(COUNT), one_per="index"),
+        "dead_coordinates": Field(COUNT),
+        "auto": Field(or_none(TABLE), False),
+    }
 
-    @property
-    def _keeps_lines(self) -> bool:
-        return self._phase == "compression"
+    def settle(self) -> None:
+        if self.compressed:
+            self._reduce.settle()
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """What the compression stage keeps per element besides the residuals: [P] each."""
-        return {"exp_avg_sq": self._exp_avg_sq}
-
-    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The momenta it keeps as bits uint8 [W, P / 8W] ([W, 2, P / 8W] where ternary) and scales float32 [B]."""
-        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
+    def cut(self) -> dict[str, int]:
+        return cuts.cut_of(self)
 
     def _settled(self) -> dict[str, Any]:
         """Options that say in which unit, or with what, the compression stage goes on."""
@@ -371,13 +398,12 @@ class OneBitOptimizer(AveragingOptimizer):
         kept = {"ternary": options.ternary, "frozen_dtype": str(options.frozen_dtype)}
         return {"precondition": options.precondition} | kept | in_unit
 
-    def _header(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, Any]:
         entered = self._own_steps - self._behind if self._variance_steps is None else self._variance_steps
         return {
             "settled": self._settled(),
             "digests": self._reduce.digests,
-            **cuts.cut_of(self),
-            "variance_step": checkpoint.one_or_each(entered),
+            "variance_step": one_or_each(entered),
             "variance_betas": self._coefficients.variance_betas,
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
@@ -390,7 +416,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "auto": None if self._auto is None else self._auto.state_dict(),
         }
 
-    def _check_header(self, header: Mapping[str, Any]) -> None:
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
             for name, now in self._settled().items():
                 # What is missing did not exist when it was written.
@@ -406,15 +432,17 @@ class OneBitOptimizer(AveragingOptimizer):
                 f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
                 f"got {header.get('freeze_due')!r}; load another checkpoint"
             )
-        if self._auto is not None and header.get("auto") is not None:
-            self._auto.check(header["auto"])
+        if header.get("auto") is not None:
+            check_each(header["auto"], AutoFreeze.fields, "auto.")
+            if self._auto is not None:
+                self._auto.check(header["auto"])
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
+    def resume(self, header: Mapping[str, Any]) -> None:
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
         entered = self._own_steps
         if "variance_step" in header:
-            entered = checkpoint.each(header["variance_step"], self._own_steps)
+            entered = each(header["variance_step"], self._own_steps)
             # One number for all tensors may be more than some have had.
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self._own_steps))
             self._behind = self._own_steps - entered
@@ -438,7 +466,7 @@ class OneBitOptimizer(AveragingOptimizer):
         same = all(header[key] == value for key, value in cuts.cut_of(self).items())
         self._reduce.resume(digests if same else digests[:1] * count)
 
-    def _resumed(self, header: Mapping[str, Any]) -> None:
+    def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
             self._reduce.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
@@ -480,7 +508,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": over_momentum,
             "sign_agreement": agreement,
-            "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in self._scratch()),
+            "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in inspection.scratch_of(self)),
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
@@ -490,10 +518,19 @@ class OneBitOptimizer(AveragingOptimizer):
         return told | {"layers": self._layer_stats()} if layers else told
 
     def _layer_stats(self) -> dict[str, list[Any]]:
-        return super()._layer_stats() | {"residual_over_momentum": inspection.residual_over_momentum(self)}
+        return super()._layer_stats() | {"residual_over_momentum": self._residual_over_momentum()}
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state(), *self._guard.state()]
+    def _residual_over_momentum(self) -> list[float]:
+        """This rank's residual norm over the momentum's, by tensor; 0 in the warm-up and where a step was skipped.
+
+        From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
+        """
+        tensors, reduce = len(self.layout.sizes), self._reduce
+        if not self.compressed:
+            return [0.0] * tensors
+        squares = torch.zeros(2, tensors, dtype=torch.float64, device=self.device)
+        error, momentum = squares.index_add_(1, reduce.block_tensor, reduce.squares_by_block())
+        return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
 
     def worker_error(self, param: Tensor) -> Tensor:
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""

@@ -9,17 +9,39 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.header import CUT, LINES
-from ..checkpoint.state_dict import each, one_or_each
 from ..comm import CompressedAllReduce
 from ..comm.message import Word
-from ..core.options import Options, check_choice, check_flag, check_unit
+from ..core.options import Options, check_choice, check_flag, check_unit, stated
+from ..core.state.header import (
+    AMOUNT,
+    AMOUNT_OF_EACH,
+    COUNT,
+    FLAG,
+    INT,
+    LINES,
+    POSITIVE,
+    TABLE,
+    Field,
+    Fields,
+    Rule,
+    each,
+    list_of,
+    one_or_each,
+    or_none,
+)
+from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, ScaleScope, rebuild_momentum
 from .averaging import AdamUpdate
 from .freezing import denominator
-from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after, stated
+from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
+
+
+_ROUND = Rule(
+    lambda v: isinstance(v, list) and len(v) == 2 and FLAG.holds(v[0]) and POSITIVE.holds(v[1]),
+    "a list of true or false and an int >= 1",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +56,7 @@ class ZeroOneOptions(Options):
     variance_floor: float
 
     bucket_count: ClassVar[int] = 1
+    no_numerics: ClassVar = (*Options.no_numerics, "precondition")
 
     def check(self) -> None:
         """Raises TypeError or ValueError for the first setting that makes no sense."""
@@ -51,9 +74,44 @@ class ZeroOneState(AdamUpdate):
     """All of ``zero_one.ZeroOneOptimizer`` but the step."""
 
     options: ZeroOneOptions
-    _takes_shards: ClassVar = False
-    _of_one_rank: ClassVar = ("exp_avg", "master")
-    _optional: ClassVar = ("master", "exp_avg", "anchor", "moved")
+    takes_shards: ClassVar = False
+    masters_of_rank: ClassVar = True
+    kept: ClassVar[Specs] = (
+        # The momentum is mostly bits: users don't see it here.
+        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True, only="floats", optional=True),
+        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
+        # Between two rounds the parameters say it.
+        StateSpec(
+            *("anchor", "element", "_round_start"),
+            given=True,
+            stage="compressed",
+            only="local",
+            optional=True,
+            holds_parameters=True,
+        ),
+        StateSpec("moved", "tensor", "_moved", rows=2, optional=True),
+        StateSpec("exp_avg_bits", "bit", "_reduce.bits", stage="compressed"),
+        StateSpec("exp_avg_scale", "block", "_reduce.scale", stage="compressed", not_negative=True),
+        StateSpec("worker_error", "part", "_reduce.worker_residual", stage="compressed", of_rank=True),
+        StateSpec("server_error", "chunk", "_reduce.server_residual", stage="compressed", of_rank=True),
+    )
+    phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
+    header_fields: ClassVar[Fields] = {
+        **LINES,
+        "settled": Field(TABLE),
+        "done": Field(list_of(COUNT, 4)),
+        "uncounted": Field(COUNT, False),
+        "round": Field(_ROUND),
+        "local": Field(COUNT),
+        "tag": Field(INT),
+        "floats": Field(FLAG),
+        "entered": Field(AMOUNT_OF_EACH, one_per="updates"),
+        "summed": Field(AMOUNT_OF_EACH, one_per="tensor"),
+        "pending": Field(INT),
+        "missed": Field(list_of(COUNT), False, one_per="index"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
+    }
+    _moved: Tensor
 
     def _build(self) -> None:
         super()._build()
@@ -80,7 +138,6 @@ class ZeroOneState(AdamUpdate):
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self._moved = torch.zeros(2, tensors, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
@@ -133,7 +190,7 @@ class ZeroOneState(AdamUpdate):
         return self._local == 0
 
     @property
-    def _between_rounds(self) -> bool:
+    def between_rounds(self) -> bool:
         return self.synchronised
 
     @property
@@ -220,40 +277,17 @@ class ZeroOneState(AdamUpdate):
     # ---------------------------------------------------------------- checkpoints
 
     @property
-    def _keeps_lines(self) -> bool:
-        """Residuals and bits are there from the first step on."""
-        return True
+    def _round_start(self) -> Tensor:
+        return self._anchor[: self.layout.numel]
 
-    def _buffers(self) -> dict[str, Tensor]:
-        anchor = self._anchor[: self.layout.numel]
-        return {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "anchor": anchor}
+    def settle(self) -> None:
+        self._reduce.settle()
 
-    def _visible_moments(self) -> dict[str, Tensor]:
-        return {"exp_avg_sq": self._exp_avg_sq}  # the momentum is mostly bits
-
-    _phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
-    _header_keys: ClassVar = (
-        *(*LINES, *CUT, "settled", "done", "round", "local"),
-        *("tag", "floats", "entered", "summed", "pending"),
-    )
-
-    def _not_kept(self, header: Mapping[str, Any]) -> tuple[str, ...]:
-        # Bits say the momentum, and the parameters say where a round begins.
-        return (*(() if header["floats"] else ("exp_avg",)), *(() if header["local"] else ("anchor",)))
-
-    def _momenta(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"exp_avg": (self._reduce.bits, self._reduce.scale)}
-
-    def _tables(self) -> dict[str, Tensor]:
-        return {"moved": self._moved}
-
-    def _header(self) -> dict[str, Any]:
+    def plain_state(self) -> dict[str, Any]:
         reduce, done = self._reduce, self._progress()
         return {
             "settled": {"precondition": self.options.precondition},
             "digests": reduce.digests,
-            "buckets": 1,
-            "inside": 1,
             "done": list(done[:4]),
             "uncounted": done.skipped,
             "round": list(self._round),
@@ -267,7 +301,7 @@ class ZeroOneState(AdamUpdate):
             "missed": self._missed,
         }
 
-    def _check_header(self, header: Mapping[str, Any]) -> None:
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if "rounds" in header:
             raise ValueError(
                 f"the checkpoint's algorithm is {header['algorithm']}, which {type(self).__name__} can't go on from: "
@@ -288,7 +322,7 @@ class ZeroOneState(AdamUpdate):
                 "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
             )
 
-    def _resume(self, header: Mapping[str, Any]) -> None:
+    def resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
             self._entered = self._own_steps.clone()
             self._coefficients.freeze_variance(self._taken)
@@ -308,7 +342,7 @@ class ZeroOneState(AdamUpdate):
         same = header["world_size"] == self._transport.world_size
         self._reduce.resume(header["digests"] if same else [0])
 
-    def _resumed(self, header: Mapping[str, Any]) -> None:
+    def resumed(self, header: Mapping[str, Any]) -> None:
         self._sum_variance()
         if header.get("lines"):
             self._reduce.serve_again()
@@ -365,9 +399,6 @@ class ZeroOneState(AdamUpdate):
             "residual_over_momentum": over_momentum,
             "sign_agreement": agreement,
         }
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self._reduce.state()]
 
     def _described(self) -> list[str]:
         options = self.options

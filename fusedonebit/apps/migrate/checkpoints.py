@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.state_dict import FORMAT, KEY
+from ...checkpoint import FORMAT, KEY
 from ...comm import agree, checksum
 from ...core.consensus import failure
 from ...core.optimizer import DistributedOptimizer
@@ -354,7 +354,7 @@ def _of_lamb(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> dict[
     """c_avg, and once frozen the scale of the momentum."""
     average = number(state["lamb_coeff_freeze"], "lamb_coeff_freeze")
     kept = {"layer": torch.tensor([average, 1.0, average])}
-    if "unit" in optimizer._tables() and "scaling_coeff" in state:
+    if any(spec.name == "unit" for spec in optimizer.specs()) and "scaling_coeff" in state:
         kept["unit"] = torch.tensor(number(state["scaling_coeff"], "scaling_coeff"))
     return kept
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
-from ..core.params import ParameterList, first_device
-from ..core.sharding import local
-from . import state_dict as checkpoint
+from .params import ParameterList, first_device
+from .sharding import local
+from .state.keeper import Keeper
+from .state.loading import take_state
+from .state.saving import has_lines, header_of, save
 
-if TYPE_CHECKING:
-    from ..core.optimizer import DistributedOptimizer
 
-
-def content_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def content_of(optimizer: Keeper) -> dict[str, Any]:
     """All that ``rebuild`` needs.
 
     Raises:
@@ -42,11 +41,11 @@ def content_of(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "options": optimizer.options,
         "masks": list(optimizer._masks.items()),
         "ranks": Ranks(optimizer._transport, optimizer._levels),
-        "saved": Saved(optimizer._saved()),
+        "saved": Saved(save(optimizer)),
     }
 
 
-def rebuild(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
+def rebuild(optimizer: Keeper, content: dict[str, Any]) -> None:
     """Makes a new optimizer what another one was; what is wrong is raised on this rank alone.
 
     Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
@@ -64,9 +63,9 @@ def rebuild(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
     optimizer._shards = ShardGroup()
     optimizer._inside = optimizer._shards.transport if optimizer._levels is None else optimizer._levels[1]
     saved = content["saved"].state_dict
-    header = checkpoint.header_of(saved) or {}
-    optimizer._set_up(header["block_size"] if checkpoint.has_lines(header) else None)
-    checkpoint.take_state(optimizer, saved)
+    header = header_of(saved) or {}
+    optimizer._set_up(header["block_size"] if has_lines(header) else None)
+    take_state(optimizer, saved)
 
 
 class Saved:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ..core.optimizer import DistributedOptimizer
+from torch.optim import Optimizer
 
 
-def packed(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def packed(optimizer: Optimizer) -> dict[str, Any]:
     """State and groups with numbers instead of parameters, as ``torch.optim.Optimizer.state_dict`` gives them."""
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
@@ -31,7 +29,7 @@ def packed(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def take_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+def take_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replaces ``param_groups`` by a copy of saved ones, but for their parameters."""
     groups = []
     for own, theirs in zip(optimizer.param_groups, saved, strict=True):
@@ -42,7 +40,7 @@ def take_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, An
     optimizer.param_groups = groups
 
 
-def restore_others(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
+def restore_others(optimizer: Optimizer, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
     """Puts into ``state`` what a checkpoint has of no parameter, and what of parameters is not ``known``."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -62,13 +60,13 @@ def _moved(value: Any, param: Tensor) -> Any:
     return value.to(param.device) if isinstance(value, Tensor) else deepcopy(value)
 
 
-def before_saving(optimizer: DistributedOptimizer) -> None:
+def before_saving(optimizer: Optimizer) -> None:
     """Calls the hooks of ``register_state_dict_pre_hook``."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 
-def after_saving(optimizer: DistributedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def after_saving(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved`` as the hooks of ``register_state_dict_post_hook`` leave or return it."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         returned = hook(optimizer, saved)
@@ -76,7 +74,12 @@ def after_saving(optimizer: DistributedOptimizer, saved: dict[str, Any]) -> dict
     return saved
 
 
-def before_loading(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def has_before_loading(optimizer: Optimizer) -> bool:
+    """Return whether a checkpoint may be changed before it is loaded."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
+def before_loading(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """A shallow copy of ``state_dict``, as the hooks of ``register_load_state_dict_pre_hook`` leave or return it."""
     given = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -85,7 +88,7 @@ def before_loading(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any
     return given
 
 
-def after_loading(optimizer: DistributedOptimizer) -> None:
+def after_loading(optimizer: Optimizer) -> None:
     """Calls the hooks of ``register_load_state_dict_post_hook``."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)

@@ -11,18 +11,19 @@ from torch import Tensor
 from ..comm import agree, checksum
 from ..core.consensus import failure
 from ..core.sharding import local
-from . import integrity
-from .state_dict import ADAMW, by_parameter, header_of
+from ..core.state import integrity
+from ..core.state.loading import ADAMW
+from ..core.state.saving import by_parameter, header_of
 
 if TYPE_CHECKING:
-    from ..optim.two_stage import OneBitOptimizer
+    from .two_stage import OneBitOptimizer
 
 
 def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Takes from an earlier run's checkpoint what a freeze needs; every rank calls it.
 
     That is the variance, corrected for its start at 0 with that run's own betas, and what is kept per
-    tensor (``_tables``): coefficients and momentum scales of LAMB. Momentum and residuals are not taken.
+    tensor (``StateSpec``): coefficients and momentum scales of LAMB. Momentum and residuals are not taken.
 
     Raises:
         TypeError, ValueError: on every rank, if the checkpoint is of another model or optimizer.
@@ -95,7 +96,10 @@ def _tables(
     """What the optimizer keeps per tensor, by name, one tensor each; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
-    for name, table in optimizer._tables().items():
+    for spec in optimizer.specs():
+        if spec.per != "tensor":
+            continue
+        name, table = spec.name, spec.tensor(optimizer)
         rows = [state.get(name) for state in states]
         if name == "layer" and any(row is None for row in rows):
             raise ValueError(

@@ -11,21 +11,18 @@ import ctypes
 import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.sharding import is_dtensor, local
-from . import reshard as lines
-
-if TYPE_CHECKING:
-    from ..core.optimizer import DistributedOptimizer
+from ..sharding import is_dtensor, local
+from . import reshard
+from .keeper import Keeper
 
 CHECKSUMS, BETWEEN = "checksums", "between"
 _SEAL = "crc32"
 _WAY_OUT = "load another checkpoint"
-_NOT_NEGATIVE = ("exp_avg_sq", "exp_avg_scale", "exp_avg_last_scale", "unit")
 
 State = Mapping[str, Any]
 
@@ -65,13 +62,13 @@ def read_header(text: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
-def checksums(optimizer: DistributedOptimizer, states: Sequence[State]) -> dict[str, list[int | None]]:
+def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | None]]:
     """The columns of checksums of what this rank saves."""
-    whose = {"rank": int(optimizer._rows.rank()), "shards": optimizer._shards.count}
+    whose = {"rank": int(keeper._rows.rank()), "shards": keeper._shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
         for key, value in state.items():
-            part = _part(optimizer, i, key, value, whose) if isinstance(value, Tensor) else None
+            part = _part(keeper, i, key, value, whose) if isinstance(value, Tensor) else None
             if part is not None:
                 columns.setdefault(key, [None] * len(states))[i] = crc32(part)
     return columns
@@ -115,17 +112,17 @@ def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[
         yield key, i, memory, gaps
 
 
-def verify(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
+def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
     """Raises ValueError for the first tensor that is not as it was saved.
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
-    here = optimizer._list.index_of
+    here = keeper._list.index_of
     trained = header.get("trained", here)
     columns_of = {index: column for column, index in enumerate(trained)}
     places = [columns_of.get(index) for index in here]  # others may have trained
     if trained == here:
-        _verify_between(optimizer, states, header.get(BETWEEN, []))
+        _verify_between(keeper, states, header.get(BETWEEN, []))
     for key, column in header.get(CHECKSUMS, {}).items():
         if len(column) != len(trained):
             raise ValueError(
@@ -136,16 +133,16 @@ def verify(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
             saved = None if place is None else column[place]
             if saved is None or not isinstance(state.get(key), Tensor):
                 continue
-            part = _part(optimizer, i, key, state[key], header)
+            part = _part(keeper, i, key, state[key], header)
             if part is not None and crc32(part) != saved:
                 raise ValueError(
-                    f"{key} of {optimizer._list.names[i]} in the checkpoint is damaged: its checksum is "
+                    f"{key} of {keeper._list.names[i]} in the checkpoint is damaged: its checksum is "
                     f"{crc32(part):08x}, that of what was saved {saved:08x}; {_WAY_OUT} (or, if it was changed on "
-                    "purpose, call fusedonebit.checkpoint.state_dict.forget_checksums(state_dict) first)"
+                    "purpose, call fusedonebit.checkpoint.forget_checksums(state_dict) first)"
                 )
 
 
-def _verify_between(optimizer: DistributedOptimizer, states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
+def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
     if not saved:
         return
     now = {tuple(found[:4]): found[4] for found in between(states)}
@@ -154,37 +151,40 @@ def _verify_between(optimizer: DistributedOptimizer, states: Sequence[State], sa
         here = now.get((key, i, *size), expected)
         if here != expected:
             raise ValueError(
-                f"the memory of {key} of {optimizer._list.names[i]} in the checkpoint is damaged: its checksum is "
+                f"the memory of {key} of {keeper._list.names[i]} in the checkpoint is damaged: its checksum is "
                 f"{here:08x}, that of what was saved {expected:08x}; {_WAY_OUT}"
             )
 
 
-def _part(optimizer: DistributedOptimizer, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
+def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
     """What the header's checksum is of; None if that is not here."""
-    rows, shards = optimizer._rows, optimizer._shards.count
+    rows, shards = keeper._rows, keeper._shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
-    if key in lines.OWN or key in optimizer._of_one_rank:
+    spec = next((spec for spec in keeper.kept if spec.name == key), None)
+    own = spec.of_rank if spec is not None else key == reshard.RANK or (key == "master" and keeper.masters_of_rank)
+    if own:
         return rows.own(value) if mine else None
     whole = header["shards"] == shards == 1
     if not mine and not whole:
         return None
-    if key.endswith(lines.SHARED):
+    if spec is not None and not spec.by_parameter:
         return rows.own_of_shard(value)
     part = local(value)
     # Of a sharded parameter that another library has put together there is no checksum.
     return part if whole or is_dtensor(value) or part.dim() == 0 else None
 
 
-def check_values(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> None:
+def check_values(keeper: Keeper, states: Sequence[State], header: State) -> None:
     """Raises ValueError for the first tensor with values that no run can have had."""
-    for state, name in zip(states, optimizer._list.names, strict=True):
+    signs = {spec.name: spec.not_negative for spec in keeper.kept} | {"exp_avg_sq": True}
+    for state, name in zip(states, keeper._list.names, strict=True):
         for key, value in state.items():
             if key == "step":
                 _check_step(value, name)
             elif isinstance(value, Tensor) and key != "master" and value.is_floating_point():
-                # Before LAMB's first compressed step this is the warm-up's momentum.
-                fresh = key == "exp_avg_sq_fresh" and header.get("started", True)
-                _check_finite(local(value), fresh or key in _NOT_NEGATIVE, f"{key} of {name}")
+                sign = signs.get(key, False)
+                not_negative = bool(header.get(sign, True)) if isinstance(sign, str) else sign
+                _check_finite(local(value), not_negative, f"{key} of {name}")
 
 
 def _check_step(value: Any, name: str) -> None:

@@ -1,0 +1,1 @@
+"""What optimizers keep: declarations, and saving and loading, which follow from them."""

@@ -1,0 +1,178 @@
+"""What a checkpoint's header may say: a rule per key, declared by the classes that read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .keeper import Keeper
+
+_LIMIT = 2**63
+
+
+class Rule(NamedTuple):
+    """A check of a value, and what it asks for."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -_LIMIT <= value < _LIMIT
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (type(value) is float and math.isfinite(value))
+
+
+def or_none(rule: Rule) -> Rule:
+    """Allow null besides."""
+    return Rule(lambda value: value is None or rule.holds(value), f"{rule.expected}, or null")
+
+
+def list_of(rule: Rule, length: int | None = None) -> Rule:
+    """Ask for a list."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, list) and length in (None, len(value)) and all(map(rule.holds, value))
+
+    return Rule(holds, f"a list of {rule.expected}" if length is None else f"a list of {length} times {rule.expected}")
+
+
+def _one_or_list_of(rule: Rule) -> Rule:
+    return Rule(lambda value: rule.holds(value) or list_of(rule).holds(value), f"{rule.expected}, or one per tensor")
+
+
+INT = Rule(_is_int, "an int")
+COUNT = Rule(lambda value: _is_int(value) and value >= 0, "an int >= 0")
+POSITIVE = Rule(lambda value: _is_int(value) and value >= 1, "an int >= 1")
+AMOUNT = Rule(lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
+FLAG = Rule(lambda value: isinstance(value, bool), "true or false")
+TABLE = Rule(lambda value: isinstance(value, dict), "a table")
+# Infinite: of a variance that is corrected for its start at 0.
+STEPS = Rule(lambda value: value == math.inf or (_is_number(value) and value >= 0), "a number >= 0")
+STEPS_OF_EACH, AMOUNT_OF_EACH = _one_or_list_of(STEPS), _one_or_list_of(AMOUNT)
+INT32 = Rule(lambda value: _is_int(value) and -(2**31) <= value < 2**32, "an int of 32 bits")
+_TEXT = Rule(lambda value: isinstance(value, str), "a string")
+_SUMS = Rule(
+    lambda v: isinstance(v, list) and len(v) == 5 and _TEXT.holds(v[0]) and all(map(COUNT.holds, v[1:])), "sums"
+)
+_COLUMNS = Rule(
+    lambda value: isinstance(value, dict) and all(list_of(or_none(COUNT)).holds(v) for v in value.values()),
+    "a table of lists of ints",
+)
+
+
+class Field(NamedTuple):
+    """What an optimizer's header has under a key.
+
+    ``required``: whether a checkpoint of its own must have it. ``one_per``: of a list, what it has a value for
+    ("updates": a tensor, whose updates it counts), or "index": its values are indices of tensors.
+    """
+
+    rule: Rule
+    required: bool = True
+    one_per: Literal["", "tensor", "updates", "group", "index"] = ""
+
+
+Fields = Mapping[str, Field]
+
+BASE: Fields = {
+    "format": Field(INT, False),
+    "algorithm": Field(_TEXT, False),
+    "trained": Field(list_of(COUNT), False),
+    "phase": Field(_TEXT, False),
+    "lines": Field(FLAG, False),
+    "updates": Field(COUNT, False),
+    "skipped": Field(COUNT, False),
+    "steps": Field(COUNT, False),
+    "world_size": Field(POSITIVE, False),
+    "rank": Field(COUNT, False),
+    "shards": Field(POSITIVE, False),
+    "block_size": Field(POSITIVE, False),
+    "line": Field(POSITIVE, False),
+    "strides": Field(list_of(list_of(COUNT)), False),
+    "masks": Field(TABLE, False),
+    "options": Field(TABLE, False),
+    "bytes_total": Field(COUNT, False),
+    "buckets": Field(POSITIVE, False),
+    "inside": Field(POSITIVE, False),
+    "checksums": Field(_COLUMNS, False),
+    "names": Field(list_of(_TEXT), False),
+    "between": Field(list_of(_SUMS), False),
+}
+"""What any checkpoint may have."""
+
+_OF_LINES = ("shards", "block_size", "line", "strides", "masks", "options", "buckets", "inside")
+
+LINES: Fields = {
+    **{key: BASE[key]._replace(required=True) for key in _OF_LINES},
+    "digests": Field(Rule(lambda value: list_of(INT32).holds(value) and bool(value), "a list of ints of 32 bits")),
+}
+"""What the checkpoint of a compressed stage has."""
+
+
+def check(keeper: Keeper, header: Mapping[str, Any], own: bool) -> None:
+    """Raise ValueError for the first thing that a header can't say.
+
+    Args:
+        keeper: The optimizer that is to go on from it.
+        header: Of any optimizer of this package.
+        own: Whether this optimizer's class has written it, so that all must be there that it reads.
+    """
+    fields = {**BASE, **keeper.header_fields}
+    must = ["phase", "updates", "skipped"]
+    if own and (header.get("lines", header.get("phase") == "compression") or not any(keeper.phases.values())):
+        must += [key for key, field in keeper.header_fields.items() if field.required]
+    for key in must:
+        if key not in header:
+            raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
+    check_each(header, {key: field.rule for key, field in fields.items()}, "")
+    if own:
+        _check_own(keeper, header, fields)
+
+
+def _check_own(keeper: Keeper, header: Mapping[str, Any], fields: Fields) -> None:
+    if header.get("trained") and "step" not in header.get("names", ["step"]):
+        _damaged("names", "have step", header["names"])
+    tensors, groups = len(keeper._list), len(keeper.param_groups)
+    for key, field in fields.items():
+        told = header.get(key)
+        if not field.one_per or not isinstance(told, list):
+            continue
+        if field.one_per == "index" and any(index >= tensors for index in told):
+            _damaged(key, f"be below {tensors}", told)
+        if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
+            _damaged(key, f"have {expected} values", told)
+    phases = keeper.phases
+    lines = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
+    if header["phase"] not in phases or header.get("lines", lines) != lines:
+        got = f"{header['phase']!r} with lines={header.get('lines')}"
+        _damaged("phase", f"be one of {', '.join(phases)}", got)
+
+
+def check_each(header: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
+    """Raise ValueError for the first value that breaks its key's rule."""
+    for key, rule in rules.items():
+        if key in header and not rule.holds(header[key]):
+            _damaged(prefix + key, f"be {rule.expected}", repr(header[key]))
+
+
+def _damaged(key: str, must: str, got: object) -> None:
+    raise ValueError(f"the checkpoint's header is damaged: {key} must {must}, got {got}; load another checkpoint")
+
+
+def one_or_each(values: Tensor) -> float | list[float]:
+    """Tell the number of each tensor, float64 [tensors]: one where all are equal. Waits for the device."""
+    listed = values.tolist()
+    return listed[0] if len(set(listed)) == 1 else listed
+
+
+def each(told: float | Sequence[float], like: Tensor) -> Tensor:
+    """Make of what ``one_or_each`` has told a tensor of the shape, dtype and device of ``like``."""
+    return torch.as_tensor(told, dtype=like.dtype, device=like.device).expand_as(like).clone()

@@ -1,0 +1,115 @@
+"""What code that saves, loads and copies must know of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...comm import ShardGroup, Transport
+from ...triton_kernels import FlatLayout, LiveTable
+from ..options import Options
+from ..outcome import Outcomes
+from ..params import ParameterList
+from ..step_count import StepCount
+from .header import Fields
+from .rank_local import Rows
+from .spec import Specs, StateSpec
+
+
+class Keeper(torch.optim.Optimizer):
+    """An optimizer that declares what it keeps; see ``StateSpec``."""
+
+    kept: ClassVar[Specs] = ()
+    """What it keeps as tensors, besides the parameters' ``step`` and ``master``."""
+
+    header_fields: ClassVar[Fields] = {}
+    """What it keeps as plain values, in the header of its checkpoints."""
+
+    phases: ClassVar[dict[str, bool]] = {"uncompressed": False}
+    """The stages in which it can be, and whether it keeps what is "compressed" then."""
+
+    scratch: ClassVar[tuple[str, ...]] = ()
+    """Names of its attributes that are tensors which only serve within a step."""
+
+    takes_shards: ClassVar[bool] = True
+    """Whether parameters may be shards of tensors."""
+
+    masters_of_rank: ClassVar[bool] = False
+    """Whether each rank has master weights of its own."""
+
+    options: Options
+    layout: FlatLayout
+    device: torch.device
+    _list: ParameterList
+    _transport: Transport
+    _shards: ShardGroup
+    _rows: Rows
+    _live: LiveTable
+    _masks: dict[Tensor, Tensor]
+    _levels: tuple[Transport, Transport] | None
+    _inside: Transport
+    _lr: list[Tensor]
+    _outcomes: Outcomes
+    _steps: StepCount
+    _updates: Tensor
+    _own_steps: Tensor
+    _block_size: int | None
+    _hyper_parameters: tuple[str, ...]
+    _published: set[str]
+    _broken: str
+    _just_loaded: bool
+    _sums_up: bool
+    _set_up: Callable[[int | None], None]
+    _build: Callable[[], None]
+    _catch_up: Callable[[], None]
+    _publish_state: Callable[[], None]
+    _put_lr_on_the_device: Callable[[], None]
+    _check_group: Callable[..., None]
+
+    @property
+    def phase(self) -> str:
+        """The stage of the last step taken."""
+        raise NotImplementedError
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it keeps what is declared for the "compressed" stage."""
+        return self.phases.get(self.phase, False)
+
+    def specs(self, compressed: bool | None = None) -> list[StateSpec]:
+        """Return the declarations that apply, in this stage or in another."""
+        compressed = self.compressed if compressed is None else compressed
+        return [spec for spec in self.kept if spec.applies(self, compressed)]
+
+    def allocate(self) -> None:
+        """Make the tensors that are declared."""
+        for spec in self.kept:
+            spec.allocate(self, self.layout, self.device)
+
+    @property
+    def between_rounds(self) -> bool:
+        """Whether all ranks have the same parameters now."""
+        return True
+
+    def cut(self) -> dict[str, int]:
+        """Return by what the rows along the flat index space are ordered: ranks, buckets, ranks of a node."""
+        return {"world_size": self._transport.world_size, "buckets": 1, "inside": 1}
+
+    def settle(self) -> None:
+        """Bring what is kept into the form in which it is saved."""
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return the values of ``header_fields``."""
+        return {}
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's stage can't be taken up."""
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        """Take up a checkpoint's stage, with all buffers that it needs, still empty."""
+
+    def resumed(self, header: Mapping[str, Any]) -> None:
+        """Take note that the buffers are filled."""

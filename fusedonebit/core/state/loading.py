@@ -1,0 +1,333 @@
+"""``load_state_dict``: checks everything on every rank, and only then changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import CollectiveError, agree
+from ...comm.agreement import Fact
+from ...errors import warn
+from ...triton_kernels import unpack
+from ..consensus import failure
+from ..options import LAMB_KEYS, numbers
+from ..sharding import local
+from . import header as header_rules
+from . import hooks, integrity, reshard
+from .keeper import Keeper
+from .saving import FORMAT, KEY, State, by_parameter, has_lines, header_of, is_own, masks, numerics, own_names, shapes
+
+ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
+    """Load a checkpoint; every rank calls it, and hooks run before and after.
+
+    A hook that raises on one rank is an error on all: none goes on as if it had loaded what that one has not.
+    """
+    header: State = {}
+    states: Sequence[State] = []
+    facts: list[Fact] = []
+    error: Exception | None = None
+    try:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        verified = _verified_before_hooks(keeper, state_dict)
+        state_dict = hooks.before_loading(keeper, state_dict)
+        header, states, facts = _examined(keeper, state_dict, verified)
+    except CollectiveError:
+        raise
+    except Exception as caught:
+        error = caught
+    _agree(keeper, facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
+    try:
+        _take_up(keeper, state_dict, header, states)
+    except Exception as caught:
+        keeper._broken = f"load_state_dict failed half-way: {caught}"
+        error = caught
+    if error is None:
+        error = failure(lambda: hooks.after_loading(keeper))
+    elif isinstance(error, CollectiveError):
+        raise error
+    _agree(keeper, [], [], error, "load_state_dict() did not end well there: load on all ranks anew")
+
+
+def _agree(keeper: Keeper, facts: list[Fact], of_shards: list[Fact], error: Exception | None, hint: str) -> None:
+    """Return on all ranks, or raise on all."""
+    of_replicas = failure(lambda: agree(keeper._transport, facts, keeper.device, error, hint))
+    keeper._shards.agree(of_shards, keeper.device, of_replicas, hint)
+
+
+def take_state(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
+    """Fill a new optimizer, laid out as the one that was saved, without asking the other ranks."""
+    header, states, _ = _examined(keeper, state_dict)
+    _restore(keeper, state_dict, header, states)
+
+
+def check_header(keeper: Keeper, header: State) -> None:
+    """Raise ValueError if this optimizer can't go on from a checkpoint with this header."""
+    if header.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
+    header_rules.check(keeper, header, is_own(keeper, header))
+    keeper.check_plain_state(header)
+    if not has_lines(header):
+        return
+    own = {
+        "algorithm": type(keeper).__name__,
+        "shards": keeper._shards.count,
+        "block_size": keeper.options.block_size or header["block_size"],
+        "strides": keeper._list.strides(),
+    }
+    way_out = {
+        "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
+        "block_size": "pass that block_size, or none",
+    }
+    for key, value in own.items():
+        if header[key] != value:
+            hint = way_out.get(key, "construct the model and the optimizer as they were")
+            raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+    if other := _masked_otherwise(keeper, header):
+        raise ValueError(
+            f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in the "
+            "warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the optimizer with "
+            "the same mask=, or begin anew from the model alone (OneBitAdam and OneBitLamb: with the checkpoint as "
+            "warm_start=)"
+        )
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _verified_before_hooks(keeper: Keeper, state_dict: Mapping[str, Any]) -> bool:
+    """Return whether tensors are as they were saved, where hooks are about to change them on purpose.
+
+    What only a hook makes a checkpoint of ours is looked at after it.
+    """
+    if not hooks.has_before_loading(keeper) or not {"state", "param_groups"} <= state_dict.keys():
+        return False
+    header = header_of(state_dict)
+    if header is None or integrity.CHECKSUMS not in header:
+        return False
+    try:
+        states = integrity.of_names(by_parameter(keeper, state_dict), header["names"])
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False
+    groups = state_dict["param_groups"], keeper.param_groups
+    saved, here = ([len(group["params"]) for group in several] for several in groups)
+    if saved != here:
+        return False  # of another model, which a hook may fit to this one
+    integrity.verify(keeper, states, header)
+    return True
+
+
+def _examined(
+    keeper: Keeper, state_dict: Mapping[str, Any], verified: bool = False
+) -> tuple[State, Sequence[State], list[Fact]]:
+    """Return the header, each parameter's state, and what must be equal on all ranks; raise for bad ones."""
+    try:
+        _check_groups(keeper, state_dict)
+        states = by_parameter(keeper, state_dict)
+        header = _check(keeper, header_of(state_dict), states, verified)
+        return header, states, _facts(keeper, states, header)
+    except KeyError as caught:
+        raise ValueError(
+            f"state_dict lacks the key {caught}; torch's flatten_optimizer_state_dict=True drops what a new optimizer "
+            "does not have: leave it out"
+        ) from caught
+    except (TypeError, ValueError):
+        raise
+    except Exception as caught:
+        raise ValueError(
+            f"the checkpoint is damaged: {type(caught).__name__}: {caught}; load another checkpoint"
+        ) from caught
+
+
+def _check(keeper: Keeper, header: State | None, states: Sequence[State], verified: bool) -> State:
+    """Return the header, made up for a checkpoint of AdamW. Sum tensors up unless that was done."""
+    if header is None:
+        updates = max((int(state["step"]) for state in states if state), default=0)
+        header = {"phase": "warmup", "updates": updates, "skipped": 0, "names": list(ADAMW)}
+    if "names" not in header:  # before it named them, only the optimizer's own were saved
+        header = {**header, "names": sorted({name for state in states for name in state})}
+    check_header(keeper, header)
+    compressed = has_lines(header)
+    if compressed:
+        _warn_of_options(keeper, header)
+    elif "masks" in header and (other := _masked_otherwise(keeper, header)):
+        warn(
+            f"the checkpoint was written with another mask for {', '.join(other)}: what is masked now loses its "
+            "momentum and its variance, what was masked begins with none"
+        )
+    trained = header["trained"] if is_own(keeper, header) and "trained" in header else ()
+    for i, state in enumerate(states):
+        # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
+        if state or compressed or keeper._list.index_of[i] in trained:
+            _check_shapes(keeper, i, state, states, header)
+    if compressed:
+        reshard.check(keeper, states[0], header)
+    ours = integrity.of_names(states, header["names"])
+    if not verified:
+        integrity.verify(keeper, ours, header)
+    integrity.check_values(keeper, ours, header)
+    return header
+
+
+def _check_shapes(keeper: Keeper, i: int, state: State, states: Sequence[State], header: State) -> None:
+    own = own_names(keeper) if is_own(keeper, header) else set()
+    for key, expected in shapes(keeper, i, has_lines(header)).items():
+        if key not in state and _may_lack(keeper, key, header):
+            continue
+        value = state[key]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
+        shape = tuple(local(value).shape)[2 * (key in own) :]
+        if shape != expected:
+            raise ValueError(
+                f"checkpoint of another model: {key} of {keeper._list.names[i]} must have shape {expected}, got {shape}"
+            )
+        if key in own:
+            keeper._rows.check(value, states[0]["rank"], header["world_size"])
+
+
+def _may_lack(keeper: Keeper, key: str, header: State) -> bool:
+    """Return whether a checkpoint may be without an entry: AdamW's has nothing of LAMB's per tensor, or of rounds."""
+    if key == "master":
+        return True
+    spec = next(spec for spec in keeper.kept if spec.name == key)
+    if is_own(keeper, header):
+        return not spec.is_in(header)
+    return spec.optional or (spec.per == "tensor" and not has_lines(header))
+
+
+def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
+    saved, own = state_dict["param_groups"], keeper.param_groups
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
+        raise ValueError(
+            f"checkpoint of another model: its groups have {[len(g['params']) for g in saved]} parameters, "
+            f"this optimizer's {[len(g['params']) for g in own]}"
+        )
+    for number, group in enumerate(_merged_groups(keeper, saved)):
+        keeper._check_group(numbers(group), f"group {number} of the checkpoint")
+        if group.get("amsgrad"):
+            raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
+
+
+def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
+    foreign = {*LAMB_KEYS, KEY, "added_at"} - set(keeper._hyper_parameters)
+    own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in keeper.param_groups]
+    kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
+    return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
+
+
+def _masked_otherwise(keeper: Keeper, header: State) -> list[str]:
+    """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
+    if keeper._shards.count > 1:
+        return []
+    was, now = header.get("masks", {}), masks(keeper)
+    return [name for i, name in enumerate(keeper._list.names) if was.get(str(i)) != now.get(str(i))]
+
+
+def _warn_of_options(keeper: Keeper, header: State) -> None:
+    here = numerics(keeper)
+    for name, was in header["options"].items():
+        now = here.get(name)
+        if now != was:
+            warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
+
+
+def _moment(header: State) -> list[Fact]:
+    keys = ("phase", "updates", "steps", "started", "local", "done")
+    return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
+
+
+def _facts(keeper: Keeper, states: Sequence[State], header: State) -> list[Fact]:
+    own = own_names(keeper) if is_own(keeper, header) else set()
+    facts, own = _moment(header), own | reshard.own_names(keeper)
+    for state, name in zip(states, keeper._list.names, strict=True):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key in header["names"] and key not in own:
+                facts.append((f"the checksum of {key} of {name}", f"{integrity.crc32(local(value)):08x}"))
+    return facts
+
+
+# ---------------------------------------------------------------- taking up
+
+
+def _take_up(keeper: Keeper, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
+    # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
+    hooks.take_groups(keeper, _merged_groups(keeper, state_dict["param_groups"]))
+    keeper.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
+    keeper._block_size = header.get("block_size") if has_lines(header) else None
+    keeper.state.clear()
+    keeper._build()
+    _restore(keeper, state_dict, header, states)
+
+
+def _restore(keeper: Keeper, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
+    with torch.no_grad():
+        _fill(keeper, states, header, state_dict["param_groups"])
+    hooks.restore_others(keeper, state_dict, header["names"])
+
+
+def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    keeper._outcomes.resume(header["updates"], header["skipped"])
+    keeper._steps.resume(header.get("steps", header["updates"] + header["skipped"]))
+    keeper._just_loaded = True
+    keeper._updates.fill_(header["updates"])
+    # Before each parameter had counts of its own, a group that was added later shared the others', less this.
+    added = [saved_groups[group].get("added_at", 0) for group in keeper._list.group_of]
+    steps = [_steps(state) - before for state, before in zip(states, added, strict=True)]
+    keeper._own_steps.copy_(torch.tensor(steps, dtype=torch.float64))
+    if any(added):
+        shared = header.keys() & {key for key, field in keeper.header_fields.items() if field.one_per == "updates"}
+        header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
+    keeper._transport.traffic.bytes_total = header.get("bytes_total", 0)
+    keeper.resume(header)
+    compressed = has_lines(header)
+    specs = [spec for spec in keeper.specs(compressed) if spec.by_parameter]
+    for i, state in enumerate(states):
+        if i in keeper._list.masters:
+            keeper._list.load_master(i, _taken(keeper, "master", state, header))
+        for spec in specs:
+            if (part := _taken(keeper, spec.name, state, header)) is None:
+                continue
+            if spec.per == "tensor":
+                spec.tensor(keeper)[..., i] = part.to(keeper.device)
+            else:
+                keeper._list.shaped(spec.tensor(keeper), i, keeper.layout.offset(i)).copy_(part)
+    if compressed:
+        reshard.fill(keeper, states[0], header)
+    elif "masks" in header and _masked_otherwise(keeper, header):
+        _forget_masked(keeper)
+    keeper.resumed(header)
+    keeper._publish_state()
+
+
+def _steps(state: State) -> float:
+    """Return the updates of one parameter; AdamW has no state of one that never had a gradient."""
+    return float(local(torch.as_tensor(state["step"]))) if "step" in state else 0.0
+
+
+def _forget_masked(keeper: Keeper) -> None:
+    """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
+    live = unpack(keeper._live.bits[keeper._live.row.long()]).view(-1) > 0
+    for spec in keeper.specs(False):
+        if spec.per == "element" and not spec.holds_parameters:
+            spec.tensor(keeper).masked_fill_(~live, 0.0)
+
+
+def _taken(keeper: Keeper, name: str, state: State, header: State) -> Tensor | None:
+    """Return what this rank takes of an entry of a parameter's state; None if there is none."""
+    if name not in state:
+        return None
+    if name not in own_names(keeper) or not is_own(keeper, header):
+        return local(state[name])
+    if header["world_size"] == keeper._rows.shape[0]:
+        return keeper._rows.own(state[name])
+    return keeper._rows.mean(state[name], header["world_size"])

@@ -1,0 +1,224 @@
+"""``state_dict``: exact, tensors and plain values only.
+
+In full precision the ``state`` is AdamW's own (``step``, ``exp_avg``, ``exp_avg_sq`` per parameter), equal on all
+ranks. What else there is the optimizers declare (``StateSpec``). 1-bit Adam has in the compression stage per parameter
+
+    step               float64 []: updates in which some rank had a gradient of it
+    exp_avg_sq         float32, the parameter's shape: the frozen variance
+
+and with the first parameter, along the flat index space (P elements, padding included; ``FlatLayout``), as rows of
+each of the W replicas, or S shards (``Rows``):
+
+    exp_avg_bits       uint8 [S, P / 8]: signs of the momentum
+    exp_avg_nonzero    uint8 [S, P / 8]: where it is not zero; only with ``ternary=True``
+    exp_avg_scale      float32 [S, blocks]: its magnitudes
+    worker_error       float32 [W, S, P]: each rank's residual
+    server_error       float32 [W, S, P / W]: residual of the elements that each rank serves
+    rank               int64 [W, S, 1]: whose row it is
+
+Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of them
+(``fusedonebit.dcp``). ``torch.save`` works as well: then each rank saves, and loads, its own file.
+
+With ``master_weights=True`` each parameter of 16 bits has in all stages, equal on all ranks:
+
+    master             float32, the parameter's shape: what it is the rounded value of
+
+Loading takes that up exactly, whether the model is loaded before or after; where by the next step a parameter is not
+the rounded value of its master, the parameter counts. Where the checkpoint has none masters begin as their parameters.
+
+Momentum and residuals are in the unit in which they are compressed. The header, all that is no tensor, is JSON in the
+first of the ``param_groups``; it has a checksum of each tensor, and of itself (``integrity``), which takes one pass
+over the state on the host, and from a GPU the copy. Like torch's, the tensors are references to live state where they
+can be: copy or save them before the next step. Saving settles the deferred residuals, which changes no later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ...comm import checksum
+from ..options import stated
+from . import hooks, integrity, reshard
+from .integrity import read_header
+from .keeper import Keeper
+
+KEY = "fusedonebit"
+FORMAT = 2
+
+State = Mapping[str, Any]
+
+
+def save(keeper: Keeper) -> dict[str, Any]:
+    """Return what torch's own ``state_dict`` would be, completed."""
+    keeper._catch_up()
+    keeper.settle()
+    packed = hooks.packed(keeper)
+    # Copies: torch's are the live ones.
+    states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
+    own = [states[index] for index in keeper._list.index_of]
+    others = _names(own) - keeper._published
+    header = _header(keeper)
+    specs = [spec for spec in keeper.specs() if spec.is_in(header)]
+    for i, state in enumerate(own):
+        for name in keeper._published - {"step", "master"}:
+            del state[name]
+        # A tensor of its own for each: AdamW counts each up, and a shared one many times.
+        state["step"] = state["step"].clone()
+        for spec in specs:
+            if spec.per == "tensor":
+                state[spec.name] = spec.tensor(keeper)[..., i].clone()
+            elif spec.per == "element":
+                part = keeper._list.shaped(spec.tensor(keeper), i, keeper.layout.offset(i))
+                state[spec.name] = keeper._list.published(part, i)
+        for name in own_names(keeper) & state.keys():
+            state[name] = keeper._rows.of_each(state[name])
+    if own:
+        own[0].update(reshard.rows(keeper))
+    header["names"] = sorted(_names(own) - others)
+    packed["state"] = states
+    _seal(keeper, packed, header, own)
+    return packed
+
+
+def _seal(keeper: Keeper, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
+    """Write the header, with the checksums of what parameters have of the optimizer's own."""
+    if keeper._sums_up:
+        summed = integrity.of_names(own, header["names"])
+        header = {
+            **header,
+            integrity.CHECKSUMS: integrity.checksums(keeper, summed),
+            integrity.BETWEEN: integrity.between(summed),
+        }
+    packed["param_groups"][0][KEY] = integrity.sealed(header)
+
+
+def seal_again(keeper: Keeper, saved: dict[str, Any]) -> dict[str, Any]:
+    """Sum up what hooks have made of a ``state_dict``, unless that is none of ours any more."""
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        return saved
+    header = header_of(saved)
+    if header is not None and integrity.CHECKSUMS in header:
+        _seal(keeper, saved, header, by_parameter(keeper, saved))
+    return saved
+
+
+def forget_checksums(state_dict: Mapping[str, Any]) -> None:
+    """Remove a checkpoint's checksums, in place, so that tensors that were changed on purpose can be loaded."""
+    header = header_of(state_dict)
+    if header is not None and KEY not in state_dict:
+        for key in (integrity.CHECKSUMS, integrity.BETWEEN):
+            header.pop(key, None)
+        state_dict["param_groups"][0][KEY] = integrity.sealed(header)
+
+
+def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a checkpoint says of itself; None if it is not of this package."""
+    if KEY in state_dict:  # beside the groups, as format 1 had it
+        return dict(state_dict[KEY])
+    text = state_dict["param_groups"][0].get(KEY) if state_dict["param_groups"] else None
+    return None if text is None else read_header(text)
+
+
+def has_lines(header: State) -> bool:
+    """Return whether a checkpoint is of a compressed stage; before it said so, that was "compression"."""
+    return bool(header.get("lines", header["phase"] == "compression"))
+
+
+def is_own(keeper: Keeper, header: State) -> bool:
+    """Return whether an optimizer of the same class has written it, on ranks that it tells of."""
+    return header.get("algorithm") == type(keeper).__name__ and "world_size" in header
+
+
+def own_names(keeper: Keeper) -> set[str]:
+    """Return what each rank has of its own of each parameter."""
+    names = {spec.name for spec in keeper.kept if spec.of_rank and spec.by_parameter}
+    return names | ({"master"} if keeper.masters_of_rank else set())
+
+
+def by_parameter(keeper: Keeper, state_dict: Mapping[str, Any]) -> list[State]:
+    """Return the state of each trainable parameter, which its group names by number, or by name."""
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    return [state_dict["state"].get(names[index], {}) for index in keeper._list.index_of]
+
+
+def shapes(keeper: Keeper, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
+    """Return what a checkpoint has with parameter ``i`` here, besides ``step`` and what lies along the index space."""
+    found: dict[str, tuple[int, ...]] = {}
+    for spec in keeper.specs(compressed):
+        if spec.per == "element":
+            found[spec.name] = tuple(keeper._list.params[i].shape)
+        elif spec.per == "tensor":
+            found[spec.name] = tuple(spec.tensor(keeper).shape[:-1])
+    if i in keeper._list.masters:
+        found["master"] = tuple(keeper._list.params[i].shape)
+    return found
+
+
+def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
+    """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
+    packed = hooks.packed(keeper)
+    compressed = header is not None and has_lines(header)
+    rows, own = keeper._rows, own_names(keeper)
+    replicas = rows.shape[0] if header is None else header["world_size"]
+    states: dict[int, dict[str, Any]] = {}
+    for i, index in enumerate(keeper._list.index_of):
+        states[index] = state = {"step": torch.zeros((), dtype=torch.float64)}
+        for name, shape in shapes(keeper, i, compressed).items():
+            part = torch.zeros(shape, device=keeper.device)
+            if name in own:
+                state[name] = rows.spread(replicas, part)
+            else:
+                state[name] = keeper._list.published(part, i) if shape == tuple(keeper._list.params[i].shape) else part
+    if states:
+        states[keeper._list.index_of[0]] |= reshard.room(keeper, header, compressed)
+    packed["state"] = states
+    packed["param_groups"][0][KEY] = ""
+    return packed
+
+
+def numerics(keeper: Keeper) -> dict[str, Any]:
+    """Return the options that change what a step computes, as plain values."""
+    names = [field.name for field in fields(keeper.options) if field.name not in keeper.options.no_numerics]
+    return {name: _plain(getattr(keeper.options, name)) for name in names}
+
+
+def masks(keeper: Keeper) -> dict[str, int]:
+    """Return checksums of the masks by parameter; of shards, which differ, none."""
+    given, owners = keeper._masks, enumerate(keeper._list.owners)
+    whole = keeper._shards.count == 1
+    return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
+
+
+def _names(states: Sequence[State]) -> set[str]:
+    return {name for state in states for name in state}
+
+
+def _header(keeper: Keeper) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "algorithm": type(keeper).__name__,
+        "trained": list(keeper._list.index_of),
+        "phase": keeper.phase,
+        "lines": keeper.compressed and bool(keeper._list.owners),
+        "updates": keeper._outcomes.updates,
+        "steps": keeper._steps.total,
+        "skipped": keeper._outcomes.skipped,
+        "rank": int(keeper._rows.rank()),
+        "shards": keeper._shards.count,
+        "block_size": keeper.layout.block_size,
+        "line": keeper.layout.numel,
+        "strides": keeper._list.strides(),
+        "masks": masks(keeper),
+        "options": numerics(keeper),
+        "bytes_total": keeper._transport.traffic.bytes_total,
+        **keeper.cut(),
+        **keeper.plain_state(),
+    }
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else stated(value)
