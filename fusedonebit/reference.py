@@ -1,0 +1,150 @@
+"""1-bit Adam, 1-bit LAMB and Marsit as their papers print them: plain torch, on simulated workers.
+
+    1-bit Adam   Tang et al., ICML 2021   Algorithm 1           adam, then onebit_adam
+    1-bit LAMB   Li et al., 2021          Algorithm 1           lamb, freeze, then onebit_lamb
+    Marsit       Wu et al., DAC 2022      Algorithms 1 and 2    marsit_sgd, which calls marsit
+
+Each function is one step, in the paper's order and symbols; behind a line of code stands the number of the algorithm's
+line (for 1-bit Adam that of 1-bit LAMB, whose lines 6 to 13 repeat it). Workers are rows: what each of W workers has of
+its own is a tensor [W, d], what all have alike is a tensor [d]. Nothing here is fast, communicates or looks for errors.
+The optimizers do, and their tests compare them with this file in float64.
+
+    state = State(x, workers=4)
+    for t in range(1000):
+        g = torch.stack([gradient(state.x, batch) for batch in batches(t)])
+        step = adam if t < 200 else onebit_adam
+        step(state, g, gamma=1e-3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, inf
+from torch.linalg import vector_norm as norm
+
+# The numbers of lines stand in a column:
+# fmt: off
+
+
+def compress(c: Tensor, p: float = 1) -> Tensor:
+    """C_omega: the signs of each row, times the scale that gives them the row's p-norm."""
+    sign = torch.where(c >= 0, 1.0, -1.0).to(c)
+    return norm(c, p, -1, keepdim=True) / norm(sign, p, -1, keepdim=True) * sign
+
+# ---------------------------------------------------------------- 1-bit Adam
+
+class State:
+    """What 1-bit Adam carries from step to step."""
+    def __init__(self, x: Tensor, workers: int) -> None:             # line 1
+        self.x = x.clone()                                           # [d] the model
+        self.m = torch.zeros_like(x)                                 # [d] the momentum
+        self.v = torch.zeros_like(x)                                 # [d] the variance; once frozen, v_{T_w}
+        self.worker_error = x.new_zeros(workers, len(x))             # [W, d] delta
+        self.server_error = torch.zeros_like(x)                      # [d] bar delta
+        self.C: Callable[[Tensor], Tensor] = compress
+        self.servers: int | Sequence[int] = 1                        # into how many chunks, or where, m is cut
+
+
+def adam(s: State, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999, eta: float = 1e-8) -> None:
+    """Warm-up: Adam on the mean of the workers' gradients g [W, d]."""
+    g = g.mean(0)                                                    # line 2
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.v = beta2 * s.v + (1 - beta2) * g**2
+    s.x = s.x - gamma * s.m / (s.v.sqrt() + eta)
+
+
+def onebit_adam(s: State, g: Tensor, *, gamma: float, beta1: float = 0.9, eta: float = 1e-8) -> None:
+    """Compression stage: momentum SGD, preconditioned with the variance of the warm-up."""
+    s.m = exchange(s, s.m, g, beta1)                                 # lines 6 to 13
+    s.x = s.x - gamma * s.m / (s.v.sqrt() + eta)                     # line 13
+
+
+def exchange(s: State, m: Tensor, g: Tensor, beta1: float) -> Tensor:
+    """Average the workers' momenta at one bit per element, with error feedback on both sides."""
+    m_i = beta1 * m + (1 - beta1) * g                                # line 6, on the workers
+    m_hat = s.C(m_i + s.worker_error)                                # line 7
+    s.worker_error = m_i + s.worker_error - m_hat                    # line 7; line 8 sends m_hat
+    average = m_hat.mean(0) + s.server_error                         # line 10, on the servers, a chunk on each
+    m_bar = torch.cat([s.C(chunk) for chunk in average.tensor_split(s.servers)])
+    s.server_error = average - m_bar                                 # line 10; line 11 sends m_bar
+    return m_bar                                                     # line 13, on the workers
+
+# ---------------------------------------------------------------- 1-bit LAMB
+
+class LambState(State):
+    """What 1-bit LAMB carries besides; layers are slices of the model."""
+    def __init__(self, x: Tensor, workers: int, layers: Sequence[slice]) -> None:
+        super().__init__(x, workers)                                 # line 1
+        self.layers, self.c_avg, self.r = layers, x.new_zeros(len(layers)), x.new_ones(len(layers))
+        self.v_frozen, self.scale = torch.zeros_like(x), torch.ones_like(x)
+
+
+def lamb(s: LambState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999, beta3: float = 0.9,
+         eta: float = 1e-6, c_min: float = 0.01, c_max: float = 10.0) -> None:
+    """Warm-up: LAMB on the mean of the workers' gradients g [W, d], and the average of its coefficients."""
+    g = g.mean(0)                                                    # line 2, with equation (2)
+    for k, l in enumerate(s.layers):
+        s.m[l] = beta1 * s.m[l] + (1 - beta1) * g[l]
+        s.v[l] = beta2 * s.v[l] + (1 - beta2) * g[l] ** 2
+        u = s.m[l] / (s.v[l] + eta).sqrt()
+        c = (norm(s.x[l]) / norm(u)).clip(c_min, c_max)
+        s.x[l] = s.x[l] - gamma * c * u
+        s.c_avg[k] = beta3 * s.c_avg[k] + (1 - beta3) * c
+
+
+def freeze(s: LambState) -> None:
+    """End of the warm-up: store the variance; find the factors that give all layers' momenta the same size."""
+    s.v_frozen = s.v.clone()                                         # line 3
+    size = torch.stack([s.m[l].square().mean().sqrt() for l in s.layers])
+    for k, l in enumerate(s.layers):
+        s.scale[l] = size.mean() / size[k]                           # section 4.3
+
+
+def onebit_lamb(s: LambState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999, eta: float = 1e-6,
+                r_min: float = 0.5, r_max: float = 4.0, r_threshold: float = 0.1) -> None:
+    """Compression stage: layers' learning rates follow the variance of gradients rebuilt from the momentum."""
+    m_before = s.m
+    s.m = exchange(s, s.scale * s.m, s.scale * g, beta1) / s.scale   # lines 6 to 13, with section 4.3
+    for k, l in enumerate(s.layers):                                 # line 14
+        g_l = (s.m[l] - beta1 * m_before[l]) / (1 - beta1)           # line 15
+        s.v[l] = beta2 * s.v[l] + (1 - beta2) * g_l**2               # line 16
+        r = norm(s.v_frozen[l] / s.v[l], inf)                        # line 17
+        r = r.clip((1 - r_threshold) * s.r[k], (1 + r_threshold) * s.r[k])   # line 18
+        s.r[k] = r.clip(r_min, r_max)                                # line 19
+        c = s.r[k] * s.c_avg[k]                                      # line 20
+        s.x[l] = s.x[l] - gamma * c * s.m[l] / (s.v_frozen[l] + eta).sqrt()  # line 21
+
+# ---------------------------------------------------------------- Marsit
+
+def marsit(g: Tensor, c: Tensor, u: Tensor, *, t: int, K: float, eta_s: float) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: the global update g_t [d], and compensations c [W, d]; u [W, d] is uniform in [0, 1)."""
+    g, W, signs = g + c, len(g), []                                  # line 1
+    parts = torch.arange(g.shape[1]).tensor_split(W)                 # line 2
+    if t % K != 0:                                                   # line 3
+        for start, part in enumerate(parts):
+            v = g[start, part] >= 0                                  # line 5
+            for i in range(1, W):                                    # line 4
+                m = (start + i) % W                                  # line 7: v goes to the next worker
+                v = merge(v, g[m, part] >= 0, u[m, part], i + 1)     # lines 5 and 6
+            signs.append(torch.where(v, 1.0, -1.0).to(g))
+        g_t = eta_s * torch.cat(signs)                               # line 9
+        c = g - g_t                                                  # line 10
+    else:
+        g_t = g.mean(0)                                              # line 11
+        c = torch.zeros_like(g)                                      # line 12
+    return g_t, c                                                    # line 14
+
+
+def merge(v: Tensor, v_star: Tensor, u: Tensor, m: int) -> Tensor:
+    """Equation (2): where v and the m-th worker's v_star differ, v_star counts with probability 1/m."""
+    transient = u < torch.where(v_star, 1 / m, (m - 1) / m)
+    return (v & v_star) | ((v ^ v_star) & transient)
+
+
+def marsit_sgd(x: Tensor, c: Tensor, g: Tensor, u: Tensor, *, t: int, K: float, eta_l: float, eta_s: float
+               ) -> tuple[Tensor, Tensor]:
+    """Algorithm 2: the model x [d] and the compensations after a step with the workers' gradients g [W, d]."""
+    g_t, c = marsit(eta_l * g, c, u, t=t, K=K, eta_s=eta_s)          # line 5
+    return x - g_t, c                                                # line 6

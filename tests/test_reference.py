@@ -1,0 +1,288 @@
+"""The optimizers beside ``fusedonebit.reference`` in float64, each in a run of its own from the same model.
+
+Gradients depend on the model, so that nothing a step gets wrong is forgotten. Where a sign hung on rounding the runs
+would part for good: these seeds have no such c. Every line of the reference, once it is changed, makes the runs part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from observe import flat, observe, parameters
+from optimizers import PAPER
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, reference
+from fusedonebit.comm import SimulatedGroup, Transport
+
+WORKERS, WARMUP, STEPS = 4, 10, 40
+SHAPES = [(16, 8), (256,), (2, 8, 8)]  # whole blocks of 128 elements, of which each worker serves one
+SIZES = [int(np.prod(shape)) for shape in SHAPES]
+ENDS = np.cumsum(SIZES).tolist()
+LAYERS = [slice(end - size, end) for end, size in zip(ENDS, SIZES, strict=True)]
+LIMIT = 5e-6
+
+Seen = dict[str, Tensor]  # by name; of what each worker has of its own [W, ...]
+
+
+def normal(*seeds: int) -> Tensor:
+    seed = sum(seed * by for seed, by in zip(seeds, (1, 101), strict=False))
+    return torch.randn(ENDS[-1], generator=torch.Generator().manual_seed(seed))
+
+
+def by_layer(*values: float) -> Tensor:
+    return torch.cat([torch.full((size,), value) for size, value in zip(SIZES, values, strict=True)])
+
+
+def gradient(x: Tensor, worker: int, t: int) -> Tensor:
+    """Of a bowl whose middle is the worker's own, with noise; layers' gradients differ in magnitude, and change it."""
+    magnitude = by_layer(1.0, 0.03, 20.0) * by_layer(1.1, 0.95, 1.0) ** max(0, t - WARMUP)
+    return magnitude * (x - normal(worker) + normal(worker, t + 1)).float()
+
+
+def gradients(x: Tensor, t: int) -> Tensor:
+    return torch.stack([gradient(x, worker, t) for worker in range(WORKERS)]).double()
+
+
+def model() -> Tensor:
+    return by_layer(1.0, 2.0, 0.1) * (1 + 0.2 * normal(1000))
+
+
+# ---------------------------------------------------------------- the optimizers
+
+ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
+LAMB = {"betas": (0.9, 0.9), "beta3": 0.8, "eps": 1e-6, "c_min": 0.5, "c_max": 2.0}
+LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
+AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
+MARSIT = {"lr": 0.02, "global_ratio": 0.7, "full_precision_every": 5, "compensation_limit": None}
+MAKE: dict[str, Callable[..., Any]] = {
+    "adam, l1": partial(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
+    "adam, l2": partial(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED),
+    "lamb": partial(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
+    "marsit": partial(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
+}
+
+
+def look(optimizer: Any) -> dict[str, np.ndarray]:
+    if isinstance(optimizer, MarsitSGD):
+        return {
+            "x": flat(parameters(optimizer)),
+            "c": flat([optimizer.compensation(p) for p in parameters(optimizer)]),
+        }
+    return observe(optimizer)
+
+
+@cache
+def train(name: str) -> list[list[dict[str, np.ndarray]]]:
+    """Of each worker what its optimizer has after each step."""
+
+    def work(rank: int, transport: Transport) -> list[dict[str, np.ndarray]]:
+        params = [Parameter(part.view(shape)) for part, shape in zip(model().split(SIZES), SHAPES, strict=True)]
+        optimizer, seen = MAKE[name](params, process_group=transport), []
+        for t in range(STEPS):
+            g = gradient(torch.cat([p.detach().flatten() for p in params]), rank, t)
+            for p, part in zip(params, g.split(SIZES), strict=True):
+                p.grad = part.view(p.shape)
+            optimizer.step()
+            seen.append(look(optimizer))
+        return seen
+
+    return SimulatedGroup(WORKERS).run(work)
+
+
+def seen_in(name: str, t: int) -> Seen:
+    """Of step ``t``, by the reference's names."""
+    ranks = [of_rank[t] for of_rank in train(name)]
+    for of_rank in ranks[1:]:
+        np.testing.assert_array_equal(of_rank["x"], ranks[0]["x"])
+    seen = {key: torch.from_numpy(value).double() for key, value in ranks[0].items() if value.dtype == np.float32}
+    own = [key for key in ("worker_error", "c") if key in seen]
+    seen |= {key: torch.stack([torch.from_numpy(r[key]).double() for r in ranks]) for key in own}
+    if "layer" in seen:
+        seen["layer"] = seen["layer"].view(-1, 3)[:, :2].T
+    if "server_error" in seen:
+        seen["server_error"] = torch.cat([torch.from_numpy(r["server_error"]).double() for r in ranks])
+    return seen
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def follow_adam(paper: ModuleType, name: str) -> Iterator[Seen]:
+    s = paper.State(model().double(), WORKERS)
+    s.C, s.servers = partial(paper.compress, p=int(name[-1])), WORKERS
+    beta1, beta2 = ADAM["betas"]
+    for t in range(STEPS):
+        g = gradients(s.x, t)
+        if t < WARMUP:
+            paper.adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
+            yield {"x": s.x, "m": s.m, "v": s.v}
+        else:
+            paper.onebit_adam(s, g, gamma=1e-2, beta1=beta1, eta=1e-8)
+            yield {"x": s.x, "m": s.m, "v": s.v, "worker_error": s.worker_error, "server_error": s.server_error}
+
+
+def follow_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
+    s = paper.LambState(model().double(), WORKERS, LAYERS)
+    s.C, s.servers = partial(paper.compress, p=2), WORKERS
+    options = {"gamma": 1e-2, "eta": LAMB["eps"], **dict(zip(("beta1", "beta2"), LAMB["betas"], strict=True))}
+    for t in range(STEPS):
+        g = gradients(s.x, t)
+        if t < WARMUP:
+            paper.lamb(s, g, **options, **{key: LAMB[key] for key in ("beta3", "c_min", "c_max")})
+            yield {"x": s.x, "m": s.m, "v": s.v, "layer": torch.stack([s.c_avg, s.r])}
+        else:
+            if t == WARMUP:
+                paper.freeze(s)
+            paper.onebit_lamb(s, g, **options, **{key: LAMB[key] for key in ("r_min", "r_max", "r_threshold")})
+            errors = {"worker_error": s.worker_error / s.scale, "server_error": s.server_error / s.scale}
+            layer = torch.stack([s.c_avg, s.r])
+            yield {"x": s.x, "m": s.m, "v": s.v_frozen, "exp_avg_sq_fresh": s.v, "layer": layer} | errors
+
+
+def follow_marsit(paper: ModuleType, name: str) -> Iterator[Seen]:
+    """With the optimizer's own draws: where workers differ, the sign is the one that it has drawn."""
+    x, c, before = model().double(), torch.zeros(WORKERS, ENDS[-1]).double(), model().double()
+    for t in range(STEPS):
+        after = seen_in(name, t)["x"]
+        u = (after > before).double().expand(WORKERS, -1)  # 0 where the drawn sign is +1
+        g, before = gradients(x, t), after
+        x, c = paper.marsit_sgd(x, c, g, u, t=t, K=5, eta_l=0.02, eta_s=0.7 * 0.02)
+        yield {"x": x, "c": c}
+
+
+FOLLOW = {"adam, l1": follow_adam, "adam, l2": follow_adam, "lamb": follow_lamb, "marsit": follow_marsit}
+
+
+def deviations(paper: ModuleType, name: str) -> dict[str, float]:
+    """The largest of each kind in all steps, relative to the largest element (or momentum) of its layer."""
+    worst: dict[str, float] = {}
+    for t, told in enumerate(FOLLOW[name](paper, name)):
+        seen = seen_in(name, t)
+        for key, value in told.items():
+            size = told["m"] if key.endswith("_error") else value
+            for where in [...] if key == "layer" else [(..., layer) for layer in LAYERS]:
+                off = float((seen[key][where] - value[where]).abs().max().nan_to_num(torch.inf))
+                largest = max(float(value[where].abs().max()), float(size[where].abs().max()))
+                worst[key] = max(worst.get(key, 0.0), off / max(largest, 1e-30))
+    return worst
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_the_optimizer_is_the_paper_in_every_step_of_a_run(name):
+    worst = deviations(reference, name)
+    for key, value in worst.items():
+        print(f"{name}: {key}: {value:.1e} (limit {LIMIT})")
+    assert max(worst.values()) <= LIMIT
+
+
+def mutant(function: str, old: str, new: str) -> ModuleType:
+    """The reference with one line of one function changed."""
+    text, body = inspect.getsource(reference), inspect.getsource(getattr(reference, function))
+    assert body.count(old) == 1, f"{old!r} is not once in {function}"
+    module = ModuleType("mutant")
+    exec(compile(text.replace(body, body.replace(old, new)), "mutant", "exec"), module.__dict__)
+    return module
+
+
+EXCHANGE = [
+    ("line 6", "exchange", "beta1 * m + (1 - beta1) * g", "beta1 * m + g"),
+    ("line 7, sign", "exchange", "m_i + s.worker_error)", "m_i - s.worker_error)"),
+    ("line 7, error", "exchange", "m_i + s.worker_error - m_hat", "m_i - m_hat"),
+    ("line 10, average", "exchange", "m_hat.mean(0)", "m_hat.sum(0)"),
+    ("line 10, sign", "exchange", "+ s.server_error", "- s.server_error"),
+    ("line 10, error", "exchange", "average - m_bar", "m_bar - average"),
+    ("servers", "exchange", "tensor_split(s.servers)", "tensor_split(1)"),
+    ("C_omega, sign", "compress", "torch.where(c >= 0, 1.0, -1.0)", "torch.where(c >= 0, -1.0, 1.0)"),
+    ("C_omega, scale", "compress", "norm(c, p, -1", "norm(c, 3 - p, -1"),
+]
+MUTANTS = {
+    "adam, l2": [
+        *EXCHANGE,
+        ("line 2, mean", "adam", "g.mean(0)", "g.sum(0)"),
+        ("line 2, m", "adam", "(1 - beta1) * g", "(1 - beta2) * g"),
+        ("line 2, v", "adam", "g**2", "g.abs()"),
+        ("line 2, x", "adam", "s.x - gamma", "s.x + gamma"),
+        ("line 13", "onebit_adam", "s.v.sqrt()", "s.v"),
+        ("line 13, sign", "onebit_adam", "s.x - gamma", "s.x + gamma"),
+    ],
+    "lamb": [
+        *EXCHANGE,
+        ("line 1", "LambState", "x.new_ones(len(layers))", "x.new_zeros(len(layers))"),
+        ("line 2, m", "lamb", "beta1 * s.m[l] + (1 - beta1) * g[l]", "beta1 * s.m[l] + g[l]"),
+        ("line 2, v", "lamb", "g[l] ** 2", "g[l]"),
+        ("line 2, u", "lamb", "(s.v[l] + eta).sqrt()", "(s.v[l].sqrt() + eta)"),
+        ("line 2, c", "lamb", "norm(s.x[l]) / norm(u)", "norm(u) / norm(s.x[l])"),
+        ("line 2, c_min", "lamb", "clip(c_min, c_max)", "clip(0, c_max)"),
+        ("line 2, c_max", "lamb", "clip(c_min, c_max)", "clip(c_min)"),
+        ("line 2, x", "lamb", "gamma * c * u", "gamma * u"),
+        ("line 2, c_avg", "lamb", "beta3 * s.c_avg[k] + (1 - beta3) * c", "c"),
+        ("line 3", "freeze", "s.v.clone()", "s.v"),
+        ("section 4.3", "freeze", "size.mean() / size[k]", "1.0"),
+        ("section 4.3, back", "onebit_lamb", "/ s.scale ", " "),
+        ("line 15", "onebit_lamb", "s.m[l] - beta1 * m_before[l]", "s.m[l]"),
+        ("line 15, m_{t-1}", "onebit_lamb", "m_before[l]", "s.m[l]"),
+        ("line 16", "onebit_lamb", "g_l**2", "g_l"),
+        ("line 17", "onebit_lamb", "s.v_frozen[l] / s.v[l]", "s.v[l] / s.v_frozen[l]"),
+        ("line 17, norm", "onebit_lamb", "inf)", "2)"),
+        ("line 18, lower", "onebit_lamb", "(1 - r_threshold) * s.r[k]", "0 * s.r[k]"),
+        ("line 18, upper", "onebit_lamb", "(1 + r_threshold) * s.r[k]", "9 * s.r[k]"),
+        ("line 19, lower", "onebit_lamb", "clip(r_min, r_max)", "clip(0, r_max)"),
+        ("line 19, upper", "onebit_lamb", "clip(r_min, r_max)", "clip(r_min)"),
+        ("line 20", "onebit_lamb", "s.r[k] * s.c_avg[k]", "s.c_avg[k]"),
+        ("line 21", "onebit_lamb", "s.v_frozen[l] + eta", "s.v[l] + eta"),
+        ("line 21, sign", "onebit_lamb", "s.x[l] - gamma", "s.x[l] + gamma"),
+    ],
+    "marsit": [
+        ("line 1", "marsit", "g + c", "g"),
+        ("line 3", "marsit", "t % K", "(t + 1) % K"),
+        ("line 5", "marsit", "g[m, part] >= 0", "g[m, part] < 0"),
+        ("line 5, first", "marsit", "g[start, part] >= 0", "g[start, part] < 0"),
+        ("line 6", "marsit", "v = merge(", "merge("),
+        ("line 7", "marsit", "(start + i) % W", "start"),
+        ("line 9", "marsit", "eta_s * torch.cat", "torch.cat"),
+        ("line 10", "marsit", "c = g - g_t", "c = g_t - g"),
+        ("line 11", "marsit", "g.mean(0)", "g.sum(0)"),
+        ("line 12", "marsit", "torch.zeros_like(g)", "g - g_t"),
+        ("equation (2), and", "merge", "(v & v_star) |", ""),
+        ("equation (2), or", "merge", "(v & v_star)", "(v | v_star)"),
+        ("equation (2), xor", "merge", "(v ^ v_star)", "v_star"),
+        ("equation (2), transient", "merge", "& transient", ""),
+        ("Algorithm 2, line 5", "marsit_sgd", "eta_l * g", "g"),
+        ("Algorithm 2, line 6", "marsit_sgd", "x - g_t", "x + g_t"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [pytest.param(name, change[1:], id=f"{name}: {change[0]}") for name, found in MUTANTS.items() for change in found],
+)
+def test_each_line_that_is_changed_is_noticed(name, change):
+    assert not max(deviations(mutant(*change), name).values()) <= 100 * LIMIT
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_each_worker_decides_equally_often_in_each_part_of_the_ring(workers):
+    """Equation (2): the expected sign is the mean of all workers' signs."""
+    some = torch.randn(workers, 60, generator=torch.Generator().manual_seed(1)).sign().double()
+    each = some.repeat(1, workers * 2000)
+    u = torch.rand(each.shape, generator=torch.Generator().manual_seed(2)).double()
+
+    def deviation(paper: ModuleType) -> float:
+        """In standard errors, the largest of a part and a combination of signs."""
+        g_t, _ = paper.marsit(each, torch.zeros_like(each), u, t=1, K=2, eta_s=1.0)
+        off = g_t.view(workers, 2000, 60).mean(1) - some.mean(0)
+        return float((off / ((1 - some.mean(0) ** 2) / 2000).sqrt().clip(1e-30)).abs().max())
+
+    assert deviation(reference) <= 4.0
+    if workers > 2:
+        assert deviation(mutant("merge", "1 / m, (m - 1) / m", "1 / 2, 1 / 2")) > 8.0
