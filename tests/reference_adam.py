@@ -1,14 +1,20 @@
-"""1-bit Adam's Algorithm 1 (Tang et al., 2021), line by line, in float64 NumPy: a specification.
+"""One step of 1-bit Adam's compression stage with what the optimizers add to ``fusedonebit.reference``, in float64.
 
-Plain vectors, no blocks, no padding, no deferred residual. ``n`` workers; server k serves the
-elements ``served[k]`` of the fused vector, so that there are as many server scales as servers.
+That is: Adam's bias corrections, decoupled weight decay, preconditioning, scales that are contractive. Plain
+vectors, no blocks, no padding, no deferred residual. Server k serves the elements ``served[k]`` of the fused vector.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from fusedonebit import reference
 
 Vector = np.ndarray
 
@@ -25,8 +31,8 @@ class State:
 
 
 @dataclass
-class Outcome:
-    """What Algorithm 1 computes in one step; ``sent`` and ``averaged`` are before compression."""
+class Exchange:
+    """What the exchange of the momentum computes; ``sent`` and ``averaged`` are before compression."""
 
     sent: list[Vector]
     worker_scale: list[float]
@@ -35,6 +41,12 @@ class Outcome:
     server_scale: list[float]
     server_error: Vector
     m: Vector
+
+
+@dataclass
+class Outcome(Exchange):
+    """What one step computes."""
+
     x: Vector
 
 
@@ -42,15 +54,53 @@ def sign(c: Vector) -> Vector:
     return np.where(c >= 0, 1.0, -1.0)
 
 
-def scale(c: Vector, norm: str) -> float:
-    l1, l2 = np.abs(c).sum() / c.size, np.linalg.norm(c) / np.sqrt(c.size)
-    return {"l1": l1, "l2": l2, "contractive": min(l2, 1.9 * l1)}[norm]
+def contractive(c: Tensor) -> Tensor:
+    l1, l2 = 1.9 * reference.compress(c, 1), reference.compress(c, 2)
+    return torch.where(l1.abs() < l2.abs(), l1, l2)
 
 
-def compress(c: Vector, norm: str) -> tuple[Vector, float]:
-    """C_omega: one scale, and the signs."""
-    s = scale(c, norm)
-    return s * sign(c), s
+COMPRESS: dict[str, Callable[[Tensor], Tensor]] = {
+    "l1": partial(reference.compress, p=1),
+    "l2": partial(reference.compress, p=2),
+    "contractive": contractive,
+}
+
+
+def exchange(
+    m: Vector,
+    worker_error: list[Vector],
+    server_error: Vector,
+    gradients: list[Vector],
+    served: list[Vector],
+    unit: Vector,
+    beta1: float,
+    norm: str,
+) -> Exchange:
+    """Lines 6 to 13, of elements that share one worker's scale.
+
+    ``unit`` is what each element of the momentum is multiplied with before it is compressed.
+    """
+    np.testing.assert_array_equal(np.concatenate(served), np.arange(m.size))
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def compress(c: Tensor) -> Tensor:
+        calls.append((c, COMPRESS[norm](c)))
+        return calls[-1][1]
+
+    s = reference.State(torch.from_numpy(m), len(gradients))
+    s.C, s.servers = compress, [int(part[0]) for part in served[1:]]
+    s.worker_error, s.server_error = torch.from_numpy(np.stack(worker_error)), torch.from_numpy(server_error)
+    m_bar = reference.exchange(s, torch.from_numpy(unit * m), torch.from_numpy(unit * np.stack(gradients)), beta1)
+    (sent, m_hat), *servers = calls
+    return Exchange(
+        list(sent.numpy()),
+        m_hat[:, 0].abs().tolist(),
+        list(s.worker_error.numpy()),
+        torch.cat([averaged for averaged, _ in servers]).numpy(),
+        [float(part[0].abs()) for _, part in servers],
+        s.server_error.numpy(),
+        m_bar.numpy() / unit,
+    )
 
 
 def compressed_step(
@@ -73,32 +123,7 @@ def compressed_step(
     With ``precondition``, what is compressed is the update m/denom instead of m.
     """
     denom = np.sqrt(state.v / (1 - beta2**frozen_at)) + eps
-    unit = 1 / denom if precondition else 1.0
-    n = len(gradients)
-    sent, worker_scale, worker_error, compressed = [], [], [], []
-    for i in range(n):
-        # m_t^(i) = beta_1 * m_{t-1} + (1 - beta_1) * g_t^(i)
-        m_i = beta1 * state.m + (1 - beta1) * gradients[i]
-        # hat m_t^(i) = C_omega[m_t^(i) + delta_{t-1}^(i)]
-        c_i = unit * m_i + state.worker_error[i]
-        hat_m_i, s_i = compress(c_i, norm)
-        # delta_t^(i) = m_t^(i) + delta_{t-1}^(i) - hat m_t^(i), all in the unit that is compressed
-        sent.append(c_i)
-        worker_scale.append(s_i)
-        compressed.append(hat_m_i)
-        worker_error.append(c_i - hat_m_i)
-
-    # bar m_t = C_omega[(1/n) * sum_i hat m_t^(i) + delta_{t-1}], by each server for its elements
-    averaged = sum(compressed) / n + state.server_error
-    bar_m, server_scale = np.empty_like(averaged), []
-    for elements in served:
-        bar_m[elements], s = compress(averaged[elements], norm)
-        server_scale.append(s)
-    # delta_t = (1/n) * sum_i hat m_t^(i) + delta_{t-1} - bar m_t
-    server_error = averaged - bar_m
-
-    # x_{t+1} = x_t - gamma * bar m_t / sqrt(v_{T_w}), with Adam's bias corrections, eps and decoupled decay
-    m = bar_m / unit
-    m_hat = m / (1 - beta1**step)
-    x = state.x - lr * (m_hat / denom + weight_decay * state.x)
-    return Outcome(sent, worker_scale, worker_error, averaged, server_scale, server_error, m, x)
+    unit = 1 / denom if precondition else np.ones_like(denom)
+    exchanged = exchange(state.m, state.worker_error, state.server_error, gradients, served, unit, beta1, norm)
+    m_hat = exchanged.m / (1 - beta1**step)
+    return Outcome(**vars(exchanged), x=state.x - lr * (m_hat / denom + weight_decay * state.x))

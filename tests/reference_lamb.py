@@ -1,8 +1,8 @@
-"""1-bit LAMB's equation (2) and Algorithm 1 (Li et al., 2021), line by line, in float64 NumPy: a specification.
+"""Steps of 1-bit LAMB with what the optimizers add to ``fusedonebit.reference``, in float64.
 
-Plain vectors, no blocks, no padding, no deferred residual. ``n`` workers; server k serves the
-elements ``served[k]`` of the fused vector. ``layers[l]`` is where layer l lies in it. Beyond the
-paper: weight decay inside u, in both stages; eta, as in (2), in line 21 too; layers of norm 0.
+That is: weight decay inside u, in both stages; layers whose norm or momentum is 0; coefficients that stay as they are
+("LAMB + basic 1-bit", section 3.4). ``layers[l]`` is where layer l lies in the fused vector; what servers serve is as
+in ``reference_adam``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from reference_adam import Vector, compress
+import torch
+from reference_adam import Exchange, Vector, exchange
+
+from fusedonebit import reference
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,6 @@ class State:
 
 
 @dataclass
-class Exchange:
-    """What lines 6 to 13 compute; ``sent`` and ``averaged`` are before compression."""
-
-    sent: list[Vector]
-    worker_scale: list[float]
-    worker_error: list[Vector]
-    averaged: Vector
-    server_scale: list[float]
-    server_error: Vector
-    m: Vector
-
-
-@dataclass
 class Update:
     """What lines 14 to 22 make of the momentum."""
 
@@ -118,9 +108,11 @@ def warmup_step(state: WarmUp, g: Vector, layers: Sequence[slice], s: Settings, 
 
 def momentum_scales(m: Vector, layers: Sequence[slice]) -> Vector:
     """Section 4.3, at the end of the warm-up: [layers]; a layer without momentum keeps 1."""
-    size = np.array([np.linalg.norm(m[layer]) / np.sqrt(m[layer].size) for layer in layers])
-    average = np.mean(size[size > 0])
-    return np.array([average / s_l if s_l > 0 else 1.0 for s_l in size])
+    moving = [layer for layer in layers if m[layer].any()]
+    state = reference.LambState(torch.from_numpy(m), 1, moving)
+    state.m = torch.from_numpy(m)
+    reference.freeze(state)
+    return np.array([float(state.scale[layer.start]) for layer in layers])
 
 
 def compressed_step(
@@ -143,66 +135,33 @@ def compressed_step(
     return Outcome(**vars(exchanged), **vars(updated))
 
 
-def exchange(
-    m: Vector,
-    worker_error: list[Vector],
-    server_error: Vector,
-    gradients: list[Vector],
-    served: list[Vector],
-    unit: Vector,
-    beta1: float,
-    norm: str,
-) -> Exchange:
-    """Lines 6 to 13, of elements that share one worker's scale."""
-    n, before, server_before = len(gradients), worker_error, server_error
-    sent, worker_scale, worker_error, compressed = [], [], [], []
-    for i in range(n):
-        # Line 6: m_t^(i) = beta_1 * m_{t-1}^(i) + (1 - beta_1) * g_t^(i)
-        m_i = beta1 * m + (1 - beta1) * gradients[i]
-        # Line 7: hat m_t^(i) = C_omega[m_t^(i) + delta_{t-1}^(i)]. Section 4.3: "we multiply each
-        # layer's local momentum by its scale coefficient, then do the compressed communication".
-        c_i = unit * m_i + before[i]
-        hat_m_i, s_i = compress(c_i, norm)
-        # delta_t^(i) = m_t^(i) + delta_{t-1}^(i) - hat m_t^(i)
-        sent.append(c_i)
-        worker_scale.append(s_i)
-        compressed.append(hat_m_i)
-        worker_error.append(c_i - hat_m_i)
-
-    # Line 10: bar m_t = C_omega[(1/n) * sum_i hat m_t^(i) + bar delta_{t-1}], by each server for its elements
-    averaged = sum(compressed) / n + server_before
-    bar_m, server_scale = np.empty_like(averaged), []
-    for elements in served:
-        bar_m[elements], scale = compress(averaged[elements], norm)
-        server_scale.append(scale)
-    # bar delta_t = (1/n) * sum_i hat m_t^(i) + bar delta_{t-1} - bar m_t
-    server_error = averaged - bar_m
-
-    # Line 13: m_t = bar m_t. "then divide each layer's global momentum by the same scale coefficient"
-    return Exchange(sent, worker_scale, worker_error, averaged, server_scale, server_error, bar_m / unit)
-
-
 def update(state: State, m: Vector, layers: Sequence[slice], s: Settings, adaptive: bool) -> Update:
     """Lines 14 to 22, from the momentum m_t of all layers."""
-    x, v, r, c = (a.copy() for a in (state.x, state.v, state.r, state.c_avg))
-    clipped: Counter[str] = Counter()
-    # Line 14: for the l-th layer do
+    x, m_before, v_frozen, v, r, c_avg = (
+        torch.from_numpy(a.copy()) for a in (state.x, state.m, state.v_frozen, state.v, state.r, state.c_avg)
+    )
+    paper = reference.LambState(x, 1, layers)
+    paper.m, paper.v_frozen, paper.v, paper.r, paper.c_avg = m_before, v_frozen, v, r, c_avg
+    paper.C = lambda c: c if c.ndim == 2 else torch.from_numpy(m)  # lines 6 to 13 are behind us
+    bounds = {"r_min": s.r_min, "r_max": s.r_max, "r_threshold": s.r_threshold} if adaptive else FIXED
+    reference.onebit_lamb(paper, x.new_zeros(1, len(x)), gamma=s.lr, beta1=s.beta1, beta2=s.beta2, eta=s.eps, **bounds)
+    c = (paper.r * paper.c_avg).numpy()
+    x = paper.x.numpy()
     for i, layer in enumerate(layers):
-        if adaptive:
-            # Line 15: g_t = (m_t - beta_1 * m_{t-1}) / (1 - beta_1)
-            g = (m[layer] - s.beta1 * state.m[layer]) / (1 - s.beta1)
-            # Line 16: v_t = beta_2 * v_{t-1} + (1 - beta_2) * (g_t)^2
-            v[layer] = s.beta2 * state.v[layer] + (1 - s.beta2) * g**2
-            # Line 17: r_t = |v_{T_w} / v_t|_inf
-            r[i] = np.max(np.abs(state.v_frozen[layer] / v[layer]))
-            # Line 18: r_t = clip(r_t, (1 - r_threshold) * r_{t-1}, (1 + r_threshold) * r_{t-1})
-            low, high = (1 - s.r_threshold) * state.r[i], (1 + s.r_threshold) * state.r[i]
-            r[i] = clip(r[i], low, high, clipped, "line 18")
-            # Line 19: r_t = clip(r_t, r_min, r_max)
-            r[i] = clip(r[i], s.r_min, s.r_max, clipped, "line 19")
-            # Line 20: c_t = r_t * c_avg
-            c[i] = r[i] * state.c_avg[i]
-        # Line 21: x_t = x_{t-1} - gamma * c_t * m_t / sqrt(v_{T_w}), with eta and the weight decay
-        u = m[layer] / np.sqrt(state.v_frozen[layer] + s.eps) + s.weight_decay * state.x[layer]
-        x[layer] = state.x[layer] - s.lr * c[i] * u
-    return Update(x, v, r, c, clipped)
+        x[layer] -= s.lr * c[i] * s.weight_decay * state.x[layer]
+    v = paper.v.numpy() if adaptive else state.v
+    return Update(x, v, paper.r.numpy(), c, count_clips(state, v, layers, s) if adaptive else Counter())
+
+
+FIXED = {"r_min": 1.0, "r_max": 1.0, "r_threshold": 0.0}
+"""With these c_t is c_avg."""
+
+
+def count_clips(state: State, v: Vector, layers: Sequence[slice], s: Settings) -> Counter[str]:
+    """How often lines 18 and 19 change something."""
+    clipped: Counter[str] = Counter()
+    for i, layer in enumerate(layers):
+        largest = float(np.max(state.v_frozen[layer] / v[layer]))
+        low, high = (1 - s.r_threshold) * state.r[i], (1 + s.r_threshold) * state.r[i]
+        clip(clip(largest, low, high, clipped, "line 18"), s.r_min, s.r_max, clipped, "line 19")
+    return clipped

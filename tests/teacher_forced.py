@@ -14,7 +14,7 @@ import reference_adam
 import reference_lamb
 
 State = reference_adam.State | reference_lamb.State
-Outcome = reference_adam.Outcome | reference_lamb.Exchange
+Outcome = reference_adam.Exchange
 
 
 def worst(so_far: float, found: np.ndarray) -> float:

@@ -154,7 +154,7 @@ def compare_scopes(
         )
         local = [g[scope] for g in gradients]
         norm = options.get("scale_norm", "contractive")
-        spec = reference_lamb.exchange(
+        spec = reference_adam.exchange(
             here.m, here.worker_error, here.server_error, local, parts, unit, options["betas"][0], norm
         )
         terms = [unit * (np.abs(here.m) + np.abs(g)) for g in local]

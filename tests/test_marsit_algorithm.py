@@ -1,4 +1,4 @@
-"""Marsit's Algorithms 1 and 2, line by line, in float64, from the implementation's own state before each round.
+"""Marsit's Algorithms 1 and 2 in float64 beside the implementation, from its own state before each round.
 
 Workers' updates are those of ``torch.optim.SGD`` and ``AdamW`` in float64. Which worker's bit counts
 is drawn, so the signs of the global update are the implementation's; they must be some worker's.
@@ -22,6 +22,7 @@ from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.rounds import RoundOptimizer
+from fusedonebit.reference import marsit
 
 MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
 EACH = pytest.mark.parametrize("name", MARSIT)
@@ -131,6 +132,16 @@ def local_update(
     return [old - p.detach().numpy() for old, p in zip(x, params, strict=True)]
 
 
+def algorithm_1(
+    u: np.ndarray, c: np.ndarray, sign: np.ndarray, full: bool, eta_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The global update of all workers' updates [W, ...], and what each keeps; ``sign`` is drawn where they differ."""
+    drawn = torch.from_numpy(np.asarray(sign < 0)).double().reshape(1, -1).expand(len(u), -1)
+    flat = (torch.from_numpy(values).reshape(len(u), -1) for values in (u, c))
+    g, kept = marsit(*flat, drawn, t=0 if full else 1, K=2, eta_s=eta_s)
+    return g.view(sign.shape).numpy(), kept.view(u.shape).numpy()
+
+
 class Worst:
     """The largest relative errors, and how signs were distributed."""
 
@@ -166,7 +177,7 @@ def compare(
     count = len(ranks[0][0].x)
     group_of = group_of or [0] * count
     for t, first in enumerate(range(0, steps, local_steps)):
-        v, terms, moments = [], [], []
+        updates, terms, moments = [], [], []
         for moments_of_rank in ranks:
             start = moments_of_rank[first]
             state = [dict(s) for s in start.state]
@@ -178,41 +189,39 @@ def compare(
                 more = local_update(name, here, x, state, here.lr, group_of, kinds)
                 u = [a + b for a, b in zip(u, more, strict=True)]
                 size = [a + np.abs(b) for a, b in zip(size, more, strict=True)]
-            v.append([a + b for a, b in zip(u, start.c, strict=True)])  # Algorithm 1, line 1
+            updates.append(u)
             terms.append(size)
             moments.append(state)
         last = ranks[0][first + local_steps - 1]
         full = k > 0 and t % k == 0
         for i in range(count):
-            all_v = np.stack([of_rank[i] for of_rank in v])
-            all_terms = np.stack([of_rank[i] for of_rank in terms])
-            x = ranks[0][first].x[i]
+            here = [moments_of_rank[first] for moments_of_rank in ranks]
+            u, c, all_terms = (
+                np.stack(values)
+                for values in ([of_rank[i] for of_rank in updates], [m.c[i] for m in here], [t[i] for t in terms])
+            )
+            x, after = here[0].x[i], ranks[0][first + local_steps]
             eta_s = ratio * last.lr[group_of[i]] * local_steps
-            if full:
-                g = all_v.mean(0)  # line 11
-                assert ranks[0][first + local_steps].phase == "uncompressed"
-            else:
-                sign = np.where(x - ranks[0][first + local_steps].x[i] > 0, 1.0, -1.0)
-                certain = np.abs(all_v) > 1e-6 * all_terms
-                possible = (np.sign(all_v) == sign) | ~certain
-                assert possible.any(0).all(), "the sign is no worker's"
-                same = (np.sign(all_v) == np.sign(all_v[0])).all(0)
-                found.near_zero += int((~certain.all(0)).sum())
+            sign = np.where(x - after.x[i] > 0, 1.0, -1.0)
+            g, kept = algorithm_1(u, c, sign, full, eta_s)
+            assert after.phase == ("uncompressed" if full else "one-bit")
+            if not full:
+                certain = (np.abs(u + c) > 1e-6 * all_terms).all(0)
+                g = np.where(certain, g, eta_s * sign)
+                kept = np.where(certain, kept, u + c - g)
+                same = (np.sign(u + c) == np.sign(u[0] + c[0])).all(0)
+                found.near_zero += int((~certain).sum())
                 found.agreeing += int(same.sum())
                 found.split += int((~same).sum())
-                g = eta_s * sign  # line 9
-                assert ranks[0][first + local_steps].phase == "one-bit"
+                if limit is not None:
+                    kept = np.clip(kept, -limit * eta_s, limit * eta_s)
             for rank, moments_of_rank in enumerate(ranks):
                 after = moments_of_rank[first + local_steps]
                 size = all_terms.mean(0) if full else np.abs(g)
                 found.note("parameters", after.x[i], x - g, np.abs(x) + size)  # Algorithm 2, line 6
                 if full:
-                    assert (after.c[i] == 0).all()  # line 12
-                else:
-                    c = all_v[rank] - g  # line 10
-                    if limit is not None:
-                        c = np.clip(c, -limit * eta_s, limit * eta_s)
-                    found.note("compensations", after.c[i], c, all_terms[rank] + np.abs(g))
+                    assert (after.c[i] == 0).all()
+                found.note("compensations", after.c[i], kept[rank], all_terms[rank] + np.abs(g))
                 drawn = sum(np.abs(m.g[i]) for m in moments_of_rank[first : first + local_steps])
                 for key, value in moments[rank][i].items():
                     cancelling = key in ("momentum_buffer", "exp_avg")
