@@ -3,7 +3,8 @@
 On a git host the pages link to each other, to the README and to files anywhere in the repository. Here
 
 - the README is cut at four headings into the site's first pages, each of ``docs/*.md`` is a topic;
-- a file outside of ``docs/`` to which a page links (an example, a record) gets a page of its own, a picture is copied;
+- a file outside of ``docs/`` to which a page links (an example, a record) gets a page of its own, a picture is copied,
+  and so is a file that a page includes;
 - links follow: one that leads nowhere ends the build, one to a heading that is not there is Sphinx's warning.
 """
 
@@ -41,12 +42,20 @@ results
 
 ```{toctree}
 :hidden:
-:caption: Topics
-:glob:
+:caption: Understand
 
+topics/reference
 topics/numerics
 topics/zero-one-adam
 topics/marsit
+topics/design
+```
+
+```{toctree}
+:hidden:
+:caption: Topics
+:glob:
+
 topics/beyond-one-node
 topics/faults
 topics/ecosystem
@@ -80,7 +89,7 @@ examples
 files/CHANGELOG
 ```
 """
-"""Topics that are not named come last; ``design`` and new pages are among them."""
+"""Topics that are not named come last; new pages are among them."""
 
 EXAMPLES = """# Examples
 
@@ -96,6 +105,7 @@ files/examples/ecosystem/*
 
 _PIECES = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_INCLUDED = re.compile(r"(?<=^```{literalinclude} )(\S+)$", re.MULTILINE)
 _NAMED_BY_PATH = re.compile(r"\[docs/([\w-]+)\.md\]")  # on the site it is just that page
 
 
@@ -143,8 +153,16 @@ class Stage:
                 continue
             if not piece.lstrip(" ").startswith("`"):
                 piece = _NAMED_BY_PATH.sub(r"[\1]", _LINK.sub(lambda m: self._link(m[1], source, name), piece))
-            pieces.append(piece)
+            pieces.append(_INCLUDED.sub(lambda m: self._included(m[1], source), piece))
         self._write(Path(f"{name}.md"), "".join(pieces))
+
+    def _included(self, path: str, source: Path) -> str:
+        file = (source.parent / path).resolve()
+        if not file.is_file():
+            raise LinkError(f"{source.relative_to(ROOT)} includes {path}, which is not there")
+        copy = Path("files", file.relative_to(ROOT))
+        self._write(copy, file.read_bytes())
+        return f"/{copy}"
 
     def _link(self, link: str, source: Path, page: str) -> str:
         if re.match(r"[a-z]+:", link):

@@ -5,6 +5,7 @@
     ```sh, or indented by four    commands: each is parsed by the program that it calls, and run where that is quick
     ```json        a DeepSpeed config, every key of which ``fusedonebit migrate`` explains
     ```text        no code: what a program prints, a drawing
+    ```{literalinclude}   a file of the package, as the site shows it
 
 Markers are comments, which no reader of a page sees:
 
@@ -33,7 +34,7 @@ TESTED = ("examples", "tests")
 _PIECE = re.compile(
     r"^<!-- test: run\n(?P<hidden>.*?)-->"
     r"|^<!-- test: (?P<marker>.*?) -->"
-    r"|^(?P<fence>`{3,}) *(?P<language>\S*)[^\n]*\n(?P<fenced>.*?)^(?P=fence)$"
+    r"|^(?P<fence>`{3,}) *(?P<language>\S*)(?P<argument>[^\n]*)\n(?P<fenced>.*?)^(?P=fence)$"
     r"|(?<=\n\n)(?P<indented>(?: {4}[^\n]*\n|\n(?= {4}))+)",
     re.MULTILINE | re.DOTALL,
 )
@@ -81,6 +82,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
             language, code = "hidden", piece["hidden"]
         elif code is None:
             code = re.sub(r"^ {4}", "", piece["indented"], flags=re.MULTILINE)
+        elif language == "{literalinclude}":
+            code = piece["argument"].strip()
         elif not language:
             language = "(none)"  # unlike an indented one: it may be anything
         blocks.append(Block(page, line, language, code, "" if marker.startswith("ranks") else marker))
@@ -109,6 +112,8 @@ def check(block: Block) -> None:
         return  # the programs are run, each command is checked, by tests of their own
     if block.language == "text" and not block.marker:
         _check_text(block)
+    elif block.language == "{literalinclude}" and not block.marker:
+        _check_included(block)
     elif block.language == "json" and not block.marker:
         _check_config(block)
     elif block.marker == "DeepSpeed's own" and "deepspeed" in block.text:
@@ -129,6 +134,12 @@ def _check_text(block: Block) -> None:
     )
     if code:
         raise UncoveredError(f"{block}: says that it is no code, but {code[0].strip()!r} is")
+
+
+def _check_included(block: Block) -> None:
+    file = ((ROOT / block.page).parent / block.text).resolve()
+    if not (file.is_file() and file.is_relative_to(ROOT / "fusedonebit")):
+        raise UncoveredError(f"{block}: {block.text!r} is no file of the package")
 
 
 def _check_config(block: Block) -> None:

@@ -90,6 +90,8 @@ def check_page(text: str) -> None:
     [
         ("```py\nx = 1\n```\n", "nothing tests a block of 'py'"),
         ("```\nx = 1\n```\n", "nothing tests a block of '(none)'"),
+        ("```{literalinclude} fusedonebit/none.py\n```\n", "'fusedonebit/none.py' is no file of the package"),
+        ("```{literalinclude} tests/conftest.py\n```\n", "'tests/conftest.py' is no file of the package"),
         ("```bash\nmake demo\n```\n", "nothing tests a block of 'bash'"),
         ("- a list\n\n  ```python\n  x = 1\n  ```\n", "begins a block in a list"),
         ("```text\nfrom fusedonebit import OneBitAdam\n```\n", "says that it is no code"),

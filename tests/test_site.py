@@ -69,9 +69,18 @@ def test_the_whole_readme_is_on_the_site_but_for_its_list_of_pages(site: Path):
     assert headings - set(staging.headings(parts)) == {"More"}
 
 
+def test_the_algorithms_as_printed_are_the_first_topic_and_show_the_file(site: Path):
+    topics = re.findall(r"^topics/([\w-]+)$", (site / "index.md").read_text(), re.MULTILINE)
+    assert topics[0] == "reference"
+    (path,) = re.findall(r"^```{literalinclude} /(\S+)$", (site / "topics" / "reference.md").read_text(), re.MULTILINE)
+    assert (site / path).read_text() == (ROOT / "fusedonebit" / "reference.py").read_text()
+
+
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path):
     with pytest.raises(staging.LinkError, match=r"README.md links to docs/nothing.md, which is not there"):
         staging.Stage(tmp_path)._page("page", staging.README, "[a page](docs/nothing.md)")
+    with pytest.raises(staging.LinkError, match=r"README.md includes nothing.py, which is not there"):
+        staging.Stage(tmp_path)._page("page", staging.README, "```{literalinclude} nothing.py\n```\n")
 
 
 # ---------------------------------------------------------------- the reference
