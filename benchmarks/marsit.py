@@ -24,11 +24,11 @@ from matplotlib.axes import Axes
 from fusedonebit.apps.lab.tasks import TASKS
 
 from . import network, round_signs
+from .pages import DOCS, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "marsit"
-PAGE = Path(__file__).parent.parent / "docs" / "marsit.md"
+PAGE = DOCS / "marsit.md"
 PICTURE = PAGE.with_suffix(".png")
-BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 MEGABITS, HOSTS = 100.0, 4
 WORKERS = 8
 
@@ -271,8 +271,7 @@ def main() -> None:
         + "\n"
     )
     print(text)
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + text + page[page.index(END) :])
+    write_tables(PAGE, text)
     draw(runs, signs, times, PICTURE)
     print(f"wrote the tables of docs/{PAGE.name}, and docs/{PICTURE.name}")
 

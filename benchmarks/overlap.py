@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from . import network
+from .pages import DOCS, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "overlap"
-PICTURE = Path(__file__).parent.parent / "docs" / "overlap.png"
-PAGE = Path(__file__).parent.parent / "docs" / "beyond-one-node.md"
-BEGIN, END = "<!-- OVERLAP -->\n", "<!-- end of OVERLAP -->"
+PICTURE = DOCS / "overlap.png"
+PAGE = DOCS / "beyond-one-node.md"
 HOSTS, WIDTH, LAYERS, BATCH = 2, 512, 8, 4096
 RATIOS = (0.5, 1.0, 2.0)
 """Of communication to backward pass; the network's rate is chosen so."""
@@ -115,8 +115,7 @@ def main() -> None:
         (RESULTS / "overlap.json").write_text(json.dumps(records, indent=1) + "\n")
     if not given.trying:
         draw(records, PICTURE)
-        page = PAGE.read_text()
-        PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + table(records) + page[page.index(END) :])
+        write_tables(PAGE, table(records), "OVERLAP")
     print(table(records))
     print(f"hidden of the communication: {', '.join(f'{hidden(r):.0%}' for r in records)} (target {TARGET:.0%})")
 

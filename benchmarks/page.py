@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from . import bytes_plot, step_time
+from .pages import DOCS, write_tables
 from .registry import Record
 
 RESULTS = Path(__file__).with_name("results") / "cpu"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = DOCS / "benchmarks.md"
 PICTURES = {
     "step-time": (step_time.draw, PAGE.with_name("step-time.png")),
     "bytes-moved": (bytes_plot.draw, PAGE.with_name("bytes.png")),
 }
 """Of each case that has one: how it is drawn, and where it lies."""
-BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 SHOWN = {
     "bytes-moved": ("algorithm", "optimizer", "device B", "DDP's copies B", "sent B", "x fewer sent"),
     "ranks": ("optimizer", "ms", "10-90 %", "x AdamW(fused)", "limit"),
@@ -57,8 +57,7 @@ def _cell(value: Any) -> str:
 
 def main() -> None:
     """See the module's docstring."""
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + tables() + page[page.index(END) :])
+    write_tables(PAGE, tables())
     print(PAGE)
     found = records()
     for name, (draw, path) in PICTURES.items():

@@ -1,4 +1,4 @@
-"""The planner against published times: ``python -m benchmarks.planner`` writes docs/planner.md's tables and picture.
+"""The planner against published times: ``python -m benchmarks.planner`` writes its tables and picture.
 
 Nothing is measured here: what was measured is in ``fusedonebit.apps.plan.readings``.
 """
@@ -42,9 +42,9 @@ from fusedonebit.apps.plan.readings import (
 )
 from fusedonebit.apps.plan.report import Plan, duration
 
-PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
-PICTURE = PAGE.with_suffix(".png")
-BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+from .pages import DOCS, PERFORMANCE, write_tables
+
+PICTURE = DOCS / "planner.png"
 COLOURS = {"Ethernet": "#d1495b", "InfiniBand": "#2e6f95"}
 
 
@@ -197,10 +197,9 @@ def _draw_errors(axis: Axes) -> None:
 def main() -> None:
     text = "\n" + "\n".join([summary_table(), errors_table(), constants_table(), others_table()]) + "\n"
     print(text)
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + text + page[page.index(END) :])
+    write_tables(PERFORMANCE, text, "PLANNER")
     draw_page(PICTURE)
-    print(f"wrote the tables of docs/{PAGE.name}, and docs/{PICTURE.name}")
+    print(f"wrote the tables of docs/{PERFORMANCE.name}, and docs/{PICTURE.name}")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ import torch
 
 from . import audit, sass, tuning_kernels
 from .audit_cases import CASES, Case
+from .pages import PERFORMANCE, write_tables
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
 BLOCKS = (512, 1024, 2048, 4096)
 WARPS = (1, 2, 4, 8)
 KERNELS = (
@@ -299,11 +298,9 @@ def main(arguments: list[str] | None = None) -> None:
         variants = list(sweep(tuple(given.kernels)))
         tried = [each for num_warps in (2, 4) for each in walks(num_warps)]
         print(table(variants), walk_table(tried), sep="\n\n")
-        if PAGE.exists() and tuple(given.kernels) == KERNELS:
-            before, rest = PAGE.read_text().split(BEGIN)
+        if tuple(given.kernels) == KERNELS:
             shown = [v for v in variants if v.block == CHOSEN[0]]
-            text = "\n\n".join((table(shown), walk_table(tried)))
-            PAGE.write_text(before + BEGIN + "\n" + text + "\n\n" + END + rest.split(END)[1])
+            write_tables(PERFORMANCE, f"\n{table(shown)}\n\n{walk_table(tried)}\n\n", "TUNING")
         report: dict[str, Any] = {"triton": audit.triton.__version__, "variants": [asdict(v) for v in variants]}
         report["walks"] = tried
         name = "sm_90"

@@ -61,10 +61,7 @@ topics/faults
 topics/ecosystem
 topics/migrating-from-deepspeed
 topics/run-report
-topics/planner
-topics/network-lab
 topics/performance
-topics/scale
 topics/benchmarks
 topics/*
 ```

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.netlab import model, tables
-from benchmarks.netlab.__main__ import PAGE, recorded
+from benchmarks.netlab.__main__ import recorded
+from benchmarks.pages import PERFORMANCE
 
 AGAINST_FP32, AGAINST_BF16, END_TO_END = 8.0, 4.5, 3.8
 
@@ -62,4 +63,4 @@ def test_mpi_was_compared_with_gloo(record):
 
 
 def test_the_page_says_what_was_measured(record):
-    assert tables.all_of(record) in PAGE.read_text()
+    assert tables.all_of(record) in PERFORMANCE.read_text()

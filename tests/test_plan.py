@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from benchmarks import planner
+from benchmarks.pages import PERFORMANCE
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, cost
@@ -173,7 +174,7 @@ def test_shuffled_times_miss_that_limit():
 
 
 def test_the_page_shows_what_the_models_say():
-    page = planner.PAGE.read_text()
+    page = PERFORMANCE.read_text()
     for table in (planner.summary_table, planner.errors_table, planner.constants_table, planner.others_table):
         assert table() in page, "python -m benchmarks.planner writes it anew"
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import scale_model as model
-from benchmarks.scale import NETWORK, Operations, layout_of, made, predict
+from benchmarks.pages import PERFORMANCE
+from benchmarks.scale import NETWORK, RESULTS, Operations, layout_of, made, predict, tables
 from benchmarks.scale_plot import plot
 from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
 from fusedonebit.triton_kernels import FlatLayout, live_table
@@ -189,3 +190,7 @@ def test_the_picture_draws(tmp_path):
     plot({"predicted": predicted, "run": run}, tmp_path / "scale.png")
     assert (tmp_path / "scale.png").stat().st_size > 10_000
     assert NETWORK.gpus_per_node == 8
+
+
+def test_the_page_says_what_was_recorded():
+    assert tables(json.loads(RESULTS.read_text())) in PERFORMANCE.read_text()

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tuning
+from benchmarks.pages import PERFORMANCE
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import json
@@ -70,6 +73,13 @@ def test_both_tables_are_markdown_with_the_chosen_row_in_bold(counted):
     table, walks = counted[3:]
     assert [line.startswith("| **") for line in table.splitlines()[2:]] == [False, True, True]
     assert len(walks.splitlines()) == 2 + 5
+
+
+def test_the_page_says_what_was_counted():
+    record = json.loads((tuning.RESULTS / "sm_90.json").read_text())
+    variants = [tuning.Variant(**each) for each in record["variants"] if each["block"] == tuning.CHOSEN[0]]
+    for table in (tuning.table(variants), tuning.walk_table(record["walks"])):
+        assert table in PERFORMANCE.read_text()
 
 
 def test_a_measured_sweep_runs_as_a_dry_run_on_the_cpu():

@@ -1,4 +1,4 @@
-"""``make netlab``: measures, records, and writes docs/network-lab.md's tables and picture (root, Linux)."""
+"""``make netlab``: measures, records, and writes docs/performance.md's tables and picture (root, Linux)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import network
+from ..pages import DOCS, PERFORMANCE, write_tables
 from . import plots, tables
 from .sweep import QUICKLY, Plan, measure
 
 RESULTS = Path(__file__).parent.parent / "results" / "netlab" / "netlab.json"
-PAGE = Path(__file__).parents[2] / "docs" / "network-lab.md"
-PICTURE = PAGE.with_suffix(".png")
-BEGIN, END = "<!-- TABLES -->\n", "<!-- end of TABLES -->"
+PICTURE = DOCS / "network-lab.png"
 
 
 def recorded() -> dict[str, Any]:
@@ -27,8 +26,7 @@ def recorded() -> dict[str, Any]:
 
 def write_page(record: dict[str, Any]) -> None:
     """The tables between the page's marks, and the picture beside it."""
-    page = PAGE.read_text()
-    PAGE.write_text(page[: page.index(BEGIN) + len(BEGIN)] + tables.all_of(record) + page[page.index(END) :])
+    write_tables(PERFORMANCE, tables.all_of(record), "NETWORK LAB")
     plots.draw(record, PICTURE)
 
 
@@ -51,7 +49,7 @@ def main() -> None:
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     write_page(record)
-    print(f"wrote docs/{PAGE.name}, docs/{PICTURE.name} and {RESULTS.name}")
+    print(f"wrote docs/{PERFORMANCE.name}, docs/{PICTURE.name} and {RESULTS.name}")
 
 
 if __name__ == "__main__":

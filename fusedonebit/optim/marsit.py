@@ -136,7 +136,7 @@ class MarsitSGD(MarsitOptimizer):
         topology: "ring": 2(M - 1) hops. "torus": rows and columns, fewer hops. "owner": no hops and half the
             bytes: whose bit counts is drawn beforehand, alike on all ranks, and one all-gather
             brings those bits. "auto": the one whose 1-bit rounds are estimated to be the fastest; ``repr`` tells
-            which, docs/planner.md how.
+            which, docs/performance.md how.
         network: For topology "auto": a ``fusedonebit.apps.plan.Network``; None: ``fusedonebit.apps.plan.TYPICAL``.
         rows: Of a torus; None: the most that is not above the columns.
         full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.
