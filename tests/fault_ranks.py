@@ -6,7 +6,6 @@ itself at one point of one step. The others tell how their step ended, and stay 
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from observe import fingerprint
+from ranks import forked
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -219,8 +219,7 @@ class Ranks:
     """The processes of one run; ``results`` has what each returned, or None where it has died or stopped."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, init: str = ""):
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["fault_preload"])
+        context = forked()
         self._folder = tempfile.TemporaryDirectory()
         init = init or f"file://{self._folder.name}/store"
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []

@@ -1,9 +1,13 @@
-"""What a rank imports at its first step, and where it is imported once for all that are forked afterwards."""
+"""Imports what ranks and their tests import, takes some steps, which import more, and is what ranks are forked from."""
 
 from __future__ import annotations
 
 import fault_ranks
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
 
 from fusedonebit.comm import LocalTransport
 
