@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from backends import bits_of
 from observe import fingerprint, parameters
 from optimizers import ADAM_AND_LAMB, construct
-from ranks import run_ranks
+from ranks import simulate, warned
 from test_freeze import gradient
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, amp
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import LocalTransport, Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
 
@@ -83,14 +83,13 @@ def reloaded(optimizer: DistributedOptimizer, name: str, options: dict) -> Distr
 
 
 def train(
-    rank: int, world_size: int, name: str, options: dict, steps: int, overflows: tuple[int, ...], scaled: bool
+    rank: int, transport: Transport, name: str, options: dict, steps: int, overflows: tuple[int, ...], scaled: bool
 ) -> dict[str, Any]:
     """Trains with overflows, each on one rank, the ranks in turn; or, unscaled, without those steps."""
-    options = options | {"freeze_step": FREEZE}
+    options = options | {"freeze_step": FREEZE, "process_group": transport}
     optimizer, scaler = construct(name, make(), 1e-2, **options), amp.GradScaler("cpu", 2.0**16, growth_interval=12)
     told: dict[str, Any] = {"scales": [], "prints": {}, "changed": [], "skipped at": [], "phases": []}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", FusedOneBitWarning)
+    with warned() as caught:
         for step in range(steps):
             overflowing = step in overflows
             if overflowing and not scaled:
@@ -98,7 +97,7 @@ def train(
             if step == LOAD_AT and scaled:
                 optimizer = reloaded(optimizer, name, options)
             set_gradients(optimizer, rank, step, scaler if scaled and step != NAN_AT else None)
-            if overflowing and rank == overflows.index(step) % world_size:
+            if overflowing and rank == overflows.index(step) % transport.world_size:
                 spoil(optimizer, step)
             if step == NAN_AT and rank == 0:
                 spoil(optimizer, step, float("nan"))
@@ -126,8 +125,8 @@ def train(
 
 
 def check_skips(world_size: int, name: str, options: dict, steps: int, overflows: tuple[int, ...]) -> None:
-    ranks = run_ranks(train, world_size, name, options, steps, overflows, True)
-    without = run_ranks(train, world_size, name, options, steps, overflows, False)
+    ranks = simulate(train, world_size, name, options, steps, overflows, True)
+    without = simulate(train, world_size, name, options, steps, overflows, False)
     bad = [NAN_AT] if steps > NAN_AT else []
     stats = ranks[0]["stats"]
     skipped = f"{len(overflows)} overflows, {stats['skipped_steps']} of {steps} steps skipped on each rank"
@@ -164,9 +163,9 @@ def test_overflows_on_one_of_four_ranks(name):
 # ---------------------------------------------------------------- torch's own scaler
 
 
-def unscaled_first(rank: int, world_size: int, name: str, exponents: list[int] | None) -> list[str]:
+def unscaled_first(rank: int, transport: Transport, name: str, exponents: list[int] | None) -> list[str]:
     """Each rank with a loss scale of its own, 2**exponent; None: with no scaler."""
-    optimizer = construct(name, make(), 1e-2, freeze_step=12, guard="off")
+    optimizer = construct(name, make(), 1e-2, freeze_step=12, guard="off", process_group=transport)
     scaler = torch.amp.GradScaler("cpu", 2.0 ** exponents[rank] if exponents else 1.0, enabled=exponents is not None)
     prints = []
     for step in range(30):
@@ -179,17 +178,16 @@ def unscaled_first(rank: int, world_size: int, name: str, exponents: list[int] |
 
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_gradients_of_ranks_with_different_scales_are_unscaled_before_they_are_averaged(name):
-    plain, scaled = (run_ranks(unscaled_first, 2, name, exponents) for exponents in (None, [4, 15]))
+    plain, scaled = (simulate(unscaled_first, 2, name, exponents) for exponents in (None, [4, 15]))
     assert plain == scaled
     assert scaled[0] == scaled[1]
 
 
-def drift(rank: int, world_size: int, on: list[int], steps: tuple[int, ...], ours: bool) -> dict[str, Any]:
-    optimizer = construct("onebit-adam", make(), 1e-2, freeze_step=4, guard="off")
+def drift(rank: int, transport: Transport, on: list[int], steps: tuple[int, ...], ours: bool) -> dict[str, Any]:
+    optimizer = construct("onebit-adam", make(), 1e-2, freeze_step=4, guard="off", process_group=transport)
     scaler = (amp if ours else torch.amp).GradScaler("cpu", 2.0**10)
     prints = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", FusedOneBitWarning)
+    with warned() as caught:
         for step in range(10):
             set_gradients(optimizer, rank, step, scaler)
             if step in steps and rank in on:
@@ -207,7 +205,7 @@ WARM_UP_OR_COMPRESSION = pytest.mark.parametrize("at", [(2, 3), (7, 8)], ids=["w
 
 @WARM_UP_OR_COMPRESSION
 def test_torchs_scaler_on_several_ranks_skips_together_and_is_told_once_that_it_will_part_ways(at):
-    ranks = run_ranks(drift, 2, [1], at, False)
+    ranks = simulate(drift, 2, [1], at, False)
     for told in ranks:
         assert told["skipped"] == 2
         assert told["prints"] == ranks[0]["prints"]
@@ -219,20 +217,21 @@ def test_torchs_scaler_on_several_ranks_skips_together_and_is_told_once_that_it_
 @WARM_UP_OR_COMPRESSION
 @pytest.mark.parametrize(("on", "ours"), [([0, 1], False), ([1], True)], ids=["all ranks overflow", "ours"])
 def test_nobody_is_warned_where_scales_stay_equal(on, ours, at):
-    for told in run_ranks(drift, 2, on, at, ours):
+    for told in simulate(drift, 2, on, at, ours):
         assert (told["skipped"], told["warnings"], told["scale"]) == (2, [], 2.0**8)
 
 
 def test_torchs_scaler_alone_skips_without_a_warning():
-    told = drift(0, 1, [0], (2, 3, 7), False)
+    told = drift(0, LocalTransport(), [0], (2, 3, 7), False)
     assert (told["skipped"], told["warnings"], told["scale"]) == (3, [], 2.0**7)
 
 
 # ---------------------------------------------------------------- how scalers are used
 
 
-def with_unscale(rank: int, world_size: int, first: bool) -> tuple[list[str], list[float], list[bool]]:
-    optimizer, scaler = construct("onebit-adam", make(), 1e-2, freeze_step=6), amp.GradScaler("cpu", 2.0**10)
+def with_unscale(rank: int, transport: Transport, first: bool) -> tuple[list[str], list[float], list[bool]]:
+    optimizer = construct("onebit-adam", make(), 1e-2, freeze_step=6, process_group=transport)
+    scaler = amp.GradScaler("cpu", 2.0**10)
     was_none: list[bool] = []
     optimizer.register_step_pre_hook(lambda *_: was_none.append(optimizer.grad_scale is None))
     prints, scales = [], []
@@ -250,7 +249,7 @@ def with_unscale(rank: int, world_size: int, first: bool) -> tuple[list[str], li
 
 
 def test_unscaling_first_is_the_same():
-    first, later = (run_ranks(with_unscale, 2, first) for first in (True, False))
+    first, later = (simulate(with_unscale, 2, first) for first in (True, False))
     for (prints, scales, was_none), (expected, _, had_one) in zip(first, later, strict=True):
         assert prints == expected
         assert scales == first[0][1]
@@ -294,8 +293,9 @@ def test_other_optimizers_may_share_the_scaler():
     assert (ours.stats()["step"], q.tolist(), scaler.get_scale()) == (1, [1.0, 1.0, 1.0], 2.0)
 
 
-def without_gradients(rank: int, world_size: int) -> tuple[str, int, float]:
-    optimizer, scaler = construct("onebit-adam", make(), freeze_step=3, guard="off"), amp.GradScaler("cpu", 2.0**10)
+def without_gradients(rank: int, transport: Transport) -> tuple[str, int, float]:
+    optimizer = construct("onebit-adam", make(), freeze_step=3, guard="off", process_group=transport)
+    scaler = amp.GradScaler("cpu", 2.0**10)
     for step in range(8):
         set_gradients(optimizer, rank, step, scaler)
         if rank == 1 and step in (1, 2, 5, 6):  # rank 0 overflows in 2 and 6
@@ -308,7 +308,7 @@ def without_gradients(rank: int, world_size: int) -> tuple[str, int, float]:
 
 
 def test_a_rank_without_any_gradient_takes_part():
-    one, other = run_ranks(without_gradients, 2)
+    one, other = simulate(without_gradients, 2)
     assert one == other
     assert one[1:] == (2, 2.0**8)
 

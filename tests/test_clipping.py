@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,13 @@ import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, PAPER, construct
-from ranks import run_ranks
+from ranks import simulate
 from teacher_forced import Deviation
 from test_freeze import gradient
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, Lamb, OneBitAdam, amp
+from fusedonebit import Lamb, OneBitAdam, amp
+from fusedonebit.comm import Transport
 
 SHAPES = ((33, 40), (7,), (300,))
 EPS = 1e-6  # added to a norm that divides
@@ -41,15 +41,15 @@ def factor_of(norm: float, most: float) -> float:
 # ---------------------------------------------------------------- the warm-up
 
 
-def warm_up(rank: int, world_size: int, most: float, scaled: bool) -> tuple[list[float], list[float], float, str]:
+def warm_up(rank: int, transport: Transport, most: float, scaled: bool) -> tuple[list[float], list[float], float, str]:
     """Against torch's own clipping and AdamW, on gradients averaged in float64."""
-    ours = OneBitAdam(make(), LR, BETAS, ADAM_EPS, DECAY, freeze_step=100, max_grad_norm=most)
+    ours = OneBitAdam(make(), LR, BETAS, ADAM_EPS, DECAY, freeze_step=100, max_grad_norm=most, process_group=transport)
     torchs = torch.optim.AdamW(make(), LR, BETAS, ADAM_EPS, DECAY)
     scaler = amp.GradScaler("cpu", 2.0**12, enabled=scaled)
     told, expected, worst = [], [], 0.0
     for step in range(40):
         theirs, mine = parameters(torchs), parameters(ours)
-        every = [local_gradients(r, step, theirs) for r in range(world_size)]
+        every = [local_gradients(r, step, theirs) for r in range(transport.world_size)]
         for p, q, *grads in zip(mine, theirs, *every, strict=True):
             p.grad = scaler.scale(grads[rank].clone())
             q.grad = torch.stack(grads).double().mean(0).float()
@@ -64,7 +64,7 @@ def warm_up(rank: int, world_size: int, most: float, scaled: bool) -> tuple[list
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled loss"])
 def test_in_the_warm_up_it_is_torchs_clipping_of_averaged_gradients(scaled):
-    results = run_ranks(warm_up, 2, 25.0, scaled)
+    results = simulate(warm_up, 2, 25.0, scaled)
     assert results[0] == results[1]
     told, expected, worst, _ = results[0]
     off = max(abs(a / b - 1) for a, b in zip(told, expected, strict=True))
@@ -75,14 +75,14 @@ def test_in_the_warm_up_it_is_torchs_clipping_of_averaged_gradients(scaled):
     assert worst <= 3e-6  # 40 steps of 1e-2 on parameters of about 1
 
 
-def lamb_by_hand(rank: int, world_size: int) -> tuple[list[float], float]:
+def lamb_by_hand(rank: int, transport: Transport) -> tuple[list[float], float]:
     """Lamb with clipping, and without on gradients that were clipped by hand."""
-    clipped, plain = Lamb(make(), max_grad_norm=25.0), Lamb(make())
+    clipped, plain = Lamb(make(), max_grad_norm=25.0, process_group=transport), Lamb(make(), process_group=transport)
     norms = []
     for step in range(12):
         for i, (p, q) in enumerate(zip(parameters(clipped), parameters(plain), strict=True)):
-            every = [local_gradients(r, step, parameters(plain))[i] for r in range(world_size)]
-            p.grad, q.grad = every[rank].clone(), sum(every) / world_size
+            every = [local_gradients(r, step, parameters(plain))[i] for r in range(transport.world_size)]
+            p.grad, q.grad = every[rank].clone(), sum(every) / transport.world_size
         torch.nn.utils.clip_grad_norm_(parameters(plain), 25.0)
         for optimizer in (clipped, plain):
             optimizer.step()
@@ -91,7 +91,7 @@ def lamb_by_hand(rank: int, world_size: int) -> tuple[list[float], float]:
 
 
 def test_lamb_clips_the_averaged_gradient():
-    for norms, worst in run_ranks(lamb_by_hand, 2):
+    for norms, worst in simulate(lamb_by_hand, 2):
         assert min(norms) < 25.0 < max(norms)
         assert worst <= 1e-6
 
@@ -103,9 +103,9 @@ HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": ADAM_EPS, "weight_deca
 FREEZE, STEPS = 10, 25
 
 
-def record(rank: int, world_size: int, most: float | None, scaled: bool) -> dict[str, Any]:
+def record(rank: int, transport: Transport, most: float | None, scaled: bool) -> dict[str, Any]:
     """All states of the paper's algorithm, before the first compressed step and after each, and what was told."""
-    optimizer = OneBitAdam(make(), freeze_step=FREEZE, max_grad_norm=most, **HYPER, **PAPER)
+    optimizer = OneBitAdam(make(), freeze_step=FREEZE, max_grad_norm=most, **HYPER, **PAPER, process_group=transport)
     scaler = amp.GradScaler("cpu", 2.0**10, enabled=scaled)
     told: dict[str, Any] = {"states": [], "norms": [], "prints": []}
     for step in range(FREEZE + STEPS):
@@ -133,7 +133,7 @@ def state_before(runs: list[dict], t: int) -> reference_adam.State:
 @pytest.mark.parametrize(("world_size", "scaled"), [(2, False), (2, True), (3, False)])
 def test_every_compressed_step_is_algorithm_1_on_gradients_times_one_factor(world_size, scaled):
     most = 40.0
-    runs = run_ranks(record, world_size, most, scaled)
+    runs = simulate(record, world_size, most, scaled)
     assert all(run["prints"] == runs[0]["prints"] and run["norms"] == runs[0]["norms"] for run in runs)
     parts, deviation, off, clipped = [run["served"] for run in runs], Deviation(), 0.0, 0
     for t in range(STEPS):
@@ -167,7 +167,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_one_factor_keeps_the_mean_gradients_direction_and_clipping_each_rank_does_not():
-    most, runs = 20.0, run_ranks(record, 2, 20.0, False)
+    most, runs = 20.0, simulate(record, 2, 20.0, False)
     ours, theirs = [], []
     for t in range(STEPS):
         local = [flat(local_gradients(r, FREEZE + t, make())).astype(float) for r in range(2)]
@@ -182,35 +182,33 @@ def test_one_factor_keeps_the_mean_gradients_direction_and_clipping_each_rank_do
 # ---------------------------------------------------------------- what it costs, and what it does not change
 
 
-def train(rank: int, world_size: int, name: str, most: float | None, nan_at: tuple[int, ...]) -> dict[str, Any]:
+def train(rank: int, transport: Transport, name: str, most: float | None, nan_at: tuple[int, ...]) -> dict[str, Any]:
     options = {} if name == "lamb" else {"guard": "off"}
-    optimizer = construct(name, make(), LR, freeze_step=8, max_grad_norm=most, **options)
+    optimizer = construct(name, make(), LR, freeze_step=8, max_grad_norm=most, **options, process_group=transport)
     told: dict[str, Any] = {"prints": [], "collectives": [], "bytes": [], "norms": []}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedOneBitWarning)
-        for step in range(20):
-            params = parameters(optimizer)
-            for p, g in zip(params, local_gradients(rank, step, params), strict=True):
-                p.grad = g
-            if rank == 1 and step in nan_at:
-                params[1].grad[3] = float("nan")
-            if rank == 0 and step in (5, 15):
-                params[0].grad = None
-            if rank == 1 and step in (6, 16):
-                optimizer.zero_grad()
-            optimizer.step()
-            stats = optimizer.stats()
-            told["prints"].append(fingerprint(params))
-            told["collectives"].append(stats["collectives_step"])
-            told["bytes"].append(stats["bytes_step"])
-            told["norms"].append(stats["grad_norm"])
+    for step in range(20):
+        params = parameters(optimizer)
+        for p, g in zip(params, local_gradients(rank, step, params), strict=True):
+            p.grad = g
+        if rank == 1 and step in nan_at:
+            params[1].grad[3] = float("nan")
+        if rank == 0 and step in (5, 15):
+            params[0].grad = None
+        if rank == 1 and step in (6, 16):
+            optimizer.zero_grad()
+        optimizer.step()
+        stats = optimizer.stats()
+        told["prints"].append(fingerprint(params))
+        told["collectives"].append(stats["collectives_step"])
+        told["bytes"].append(stats["bytes_step"])
+        told["norms"].append(stats["grad_norm"])
     return told | {"skipped": optimizer.stats()["skipped_steps"]}
 
 
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_not_finite(name):
     nan_at = (3, 12, 13)
-    without, limited = (run_ranks(train, 2, name, most, nan_at) for most in (None, 1e9))
+    without, limited = (simulate(train, 2, name, most, nan_at) for most in (None, 1e9))
     for a, b in zip(without, limited, strict=True):
         assert a["prints"] == b["prints"] == without[0]["prints"]
         assert a["skipped"] == b["skipped"] == 3
@@ -222,7 +220,7 @@ def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_n
 
 @ADAM_AND_LAMB
 def test_only_a_limit_costs_a_third_collective(name):
-    without, limited = (run_ranks(train, 2, name, most, ()) for most in (None, 30.0))
+    without, limited = (simulate(train, 2, name, most, ()) for most in (None, 30.0))
     assert without[0]["collectives"] == [1] * 8 + [2] * 12
     assert limited[0]["collectives"] == [1] * 8 + [3] * 12
     assert [b - a for a, b in zip(without[0]["bytes"], limited[0]["bytes"], strict=True)] == [0] * 8 + [8] * 12

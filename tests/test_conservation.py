@@ -17,10 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from observe import flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, LAMBS, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from torch.nn import Parameter
 
 from fusedonebit import AbortedStepError, OneBitOptimizer
+from fusedonebit.comm import Transport
 
 WARMUP = 3
 BETA2 = 0.99
@@ -71,11 +72,13 @@ def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     return state
 
 
-def follow(rank: int, world_size: int, name: str, schedule: Schedule, beta1: float, options: dict) -> dict:
+def follow(rank: int, transport: Transport, name: str, schedule: Schedule, beta1: float, options: dict) -> dict:
     """Trains along a schedule of events by rank; records everything before and after each step."""
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in ((700,), (9, 13), (1,))]
-    optimizer = construct(name, params, betas=(beta1, BETA2), freeze_step=WARMUP, **UNGUARDED, **options)
+    optimizer = construct(
+        name, params, betas=(beta1, BETA2), freeze_step=WARMUP, **UNGUARDED, **options, process_group=transport
+    )
     for step in range(WARMUP):
         set_gradients(params, rank, step, "fine")
         optimizer.step()
@@ -109,7 +112,7 @@ def imbalance(runs: list[dict], t: int, beta1: float) -> float:
 
 def check(name: str, schedule: Schedule, beta1: float, options: dict) -> list[dict]:
     """Runs a schedule on two ranks, checks every step, and returns what the ranks recorded."""
-    runs = run_ranks(follow, 2, name, schedule, beta1, options)
+    runs = simulate(follow, 2, name, schedule, beta1, options)
     updates, worst = WARMUP, 0.0
     for t, events in enumerate(schedule):
         before, after = (runs[0]["states"][k] for k in (t, t + 1))
@@ -216,16 +219,16 @@ def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_appl
 
 @ADAM_AND_LAMB
 def test_a_skipped_step_before_the_freeze_changes_nothing_at_all(name):
-    for before, after, skipped in run_ranks(skip_in_the_warmup, 2, name):
+    for before, after, skipped in simulate(skip_in_the_warmup, 2, name):
         for key, value in before.items():
             np.testing.assert_array_equal(value, after[key])
         assert skipped == 1
 
 
-def skip_in_the_warmup(rank: int, world_size: int, name: str) -> tuple[dict, dict, int]:
+def skip_in_the_warmup(rank: int, transport: Transport, name: str) -> tuple[dict, dict, int]:
     torch.manual_seed(0)
     params = [Parameter(torch.randn(700))]
-    optimizer: OneBitOptimizer = construct(name, params, freeze_step=100)
+    optimizer: OneBitOptimizer = construct(name, params, freeze_step=100, process_group=transport)
     set_gradients(params, rank, 0, "fine")
     optimizer.step()
     before = observe(optimizer)

@@ -13,11 +13,12 @@ import reference_adam
 import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER
-from ranks import run_ranks
+from ranks import simulate
 from teacher_forced import Deviation
 
 from fusedonebit import OneBitAdam
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import Transport
 
 SHAPES_AND_MAGNITUDES = [
     ((40, 30), 1.0),
@@ -63,12 +64,12 @@ def observe_travelling(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
     return state | in_travel
 
 
-def record_steps(rank: int, world_size: int, norm: str, precondition: bool, steps: int) -> dict:
+def record_steps(rank: int, transport: Transport, norm: str, precondition: bool, steps: int) -> dict:
     """Trains; returns all states, before the first compressed step and after each."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
     options = PAPER | {"scale_norm": norm, "precondition": precondition, "variance_floor": 0.01 * precondition}
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, **HYPER, **options)
+    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, **HYPER, **options, process_group=transport)
     states, gradients = [], []
     for step in range(FREEZE_STEP + steps):
         for i, p in enumerate(params):
@@ -108,7 +109,7 @@ def check_frozen(v: np.ndarray, frozen: np.ndarray, precondition: bool) -> None:
 @pytest.mark.parametrize(("norm", "precondition"), [("l1", False), ("l2", False), ("l1", True), ("contractive", True)])
 def test_every_compressed_step_is_algorithm_1(norm, precondition):
     steps = PRECONDITIONED_STEPS if precondition else STEPS
-    runs = run_ranks(record_steps, 4, norm, precondition, steps)
+    runs = simulate(record_steps, 4, norm, precondition, steps)
     parts = [run["served"] for run in runs]
     d = runs[0]["states"][0]["x"].size
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(d))

@@ -6,7 +6,6 @@ the two run on their own from zero.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 
 import numpy as np
@@ -15,11 +14,12 @@ import reference_lamb
 import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER
-from ranks import run_ranks
+from ranks import simulate
 from teacher_forced import LambDeviation
 
-from fusedonebit import FusedOneBitWarning, OneBitLamb
+from fusedonebit import OneBitLamb
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import Transport
 from fusedonebit.core.sharding import local
 
 # Shape, magnitude of the gradients, magnitude of the parameters, growth of the gradients per step
@@ -110,11 +110,11 @@ def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
     return state | {"worker_error": saved_error, "server_error": server_error}
 
 
-def record_steps(rank: int, world_size: int, layers: int, steps: int, options: dict) -> dict:
+def record_steps(rank: int, transport: Transport, layers: int, steps: int, options: dict) -> dict:
     """Trains; returns all states, before the first step, the last of the warm-up and each after it, and gradients."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, _, magnitude, _ in LAYERS[:layers]]
-    optimizer = OneBitLamb(params, freeze_step=WARM_UP, **options)
+    optimizer = OneBitLamb(params, freeze_step=WARM_UP, **options, process_group=transport)
     states, gradients, start = [], [], flat(params)
     for step in range(WARM_UP + steps):
         for i, p in enumerate(params):
@@ -209,7 +209,7 @@ def check_warmup(name: str, runs: list[dict], options: dict) -> Counter[str]:
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_every_step_is_equation_2_then_algorithm_1(norm):
     options = OPTIONS | BOUNDS[norm] | {"scale_norm": norm, "layerwise": "adaptive"}
-    runs = run_ranks(record_steps, 4, len(LAYERS), STEPS, options)
+    runs = simulate(record_steps, 4, len(LAYERS), STEPS, options)
     clipped = check_warmup(norm, runs, options) + check_compressed_steps(norm, runs, STEPS, options)
     print(f"{norm}: clips: {dict(clipped)}")
     for bound in ("c", "line 18", "line 19"):
@@ -220,7 +220,7 @@ def test_every_step_is_equation_2_then_algorithm_1(norm):
 
 def test_frozen_coefficients_are_the_basic_one_bit_of_section_3_4():
     options = OPTIONS | {"layerwise": "frozen"}
-    runs = run_ranks(record_steps, 2, 7, 10, options)
+    runs = simulate(record_steps, 2, 7, 10, options)
     check_compressed_steps("frozen", runs, 10, options)
     for state in runs[0]["states"][1:]:
         c_avg, r, c = state["layers"]
@@ -231,15 +231,14 @@ def test_frozen_coefficients_are_the_basic_one_bit_of_section_3_4():
 SILENT = 2
 
 
-def train_with_silent_layer(rank: int, world_size: int, kind: str) -> dict:
+def train_with_silent_layer(rank: int, transport: Transport, kind: str) -> dict:
     """Trains with a layer that has no momentum at the freeze ("absent": without the layer)."""
-    warnings.simplefilter("ignore", FusedOneBitWarning)
     torch.manual_seed(0)
     magnitudes = [1.0, 1e-3, 10.0, 1e4]
     params = [torch.nn.Parameter(torch.randn(60 + 7 * i)) for i in range(4)]
     trained = [p for i, p in enumerate(params) if (i, kind) != (SILENT, "absent")]
     options = PAPER | {"dead_coordinates": "keep" if kind == "keep" else "mean"}
-    optimizer = OneBitLamb(trained, lr=1e-2, betas=(0.5, 0.9), freeze_step=2, **options)
+    optimizer = OneBitLamb(trained, lr=1e-2, betas=(0.5, 0.9), freeze_step=2, **options, process_group=transport)
     finite, m, x = True, [], []
     for step in range(12):
         for i, p in enumerate(params):
@@ -261,7 +260,7 @@ def train_with_silent_layer(rank: int, world_size: int, kind: str) -> dict:
 
 @pytest.mark.parametrize("kind", ["mean", "keep", "cancelled"])
 def test_layer_without_momentum_at_the_freeze_takes_no_part_in_the_scaling(kind):
-    run, without = (run_ranks(train_with_silent_layer, 2, which)[0] for which in (kind, "absent"))
+    run, without = (simulate(train_with_silent_layer, 2, which)[0] for which in (kind, "absent"))
     assert run["finite"]
     assert without["finite"]
     # Without any v > 0 it is left out of the compression stage, unless the user keeps it.
