@@ -176,6 +176,7 @@ def unscaled_first(rank: int, transport: Transport, name: str, exponents: list[i
     return prints
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_gradients_of_ranks_with_different_scales_are_unscaled_before_they_are_averaged(name):
     plain, scaled = (simulate(unscaled_first, 2, name, exponents) for exponents in (None, [4, 15]))

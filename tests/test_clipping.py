@@ -62,6 +62,7 @@ def warm_up(rank: int, transport: Transport, most: float, scaled: bool) -> tuple
     return told, expected, worst, fingerprint(parameters(ours))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled loss"])
 def test_in_the_warm_up_it_is_torchs_clipping_of_averaged_gradients(scaled):
     results = simulate(warm_up, 2, 25.0, scaled)
@@ -130,6 +131,7 @@ def state_before(runs: list[dict], t: int) -> reference_adam.State:
     )
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("world_size", "scaled"), [(2, False), (2, True), (3, False)])
 def test_every_compressed_step_is_algorithm_1_on_gradients_times_one_factor(world_size, scaled):
     most = 40.0
@@ -205,6 +207,7 @@ def train(rank: int, transport: Transport, name: str, most: float | None, nan_at
     return told | {"skipped": optimizer.stats()["skipped_steps"]}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_not_finite(name):
     nan_at = (3, 12, 13)
@@ -218,6 +221,7 @@ def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_n
             assert b["prints"][step] == b["prints"][step - 1]
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_only_a_limit_costs_a_third_collective(name):
     without, limited = (simulate(train, 2, name, most, ()) for most in (None, 30.0))

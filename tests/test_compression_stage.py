@@ -11,14 +11,14 @@ import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served
 from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct
-from ranks import WORLD_SIZES, run_ranks
+from ranks import WORLD_SIZES, run_ranks, simulate
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import MODELS, bert_large, sizes
 from fusedonebit import OneBitAdam, OneBitOptimizer
-from fusedonebit.comm import Messages
+from fusedonebit.comm import Messages, Transport
 from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 
 
@@ -42,10 +42,10 @@ def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[P
 # ---------------------------------------------------------------- equal on all ranks
 
 
-def fingerprints(rank: int, world_size: int, name: str, options: dict) -> list[str]:
+def fingerprints(rank: int, transport: Transport, name: str, options: dict) -> list[str]:
     params = make((33, 40), (7,), (1,), ()) + make((1500,), (12, 5), dtype=torch.bfloat16)
     params.append(Parameter(torch.ones(8, 6).t()))
-    optimizer = construct(name, params, lr=1e-2, freeze_step=60, **options)
+    optimizer = construct(name, params, lr=1e-2, freeze_step=60, **options, process_group=transport)
     prints = []
     for step in range(200):
         train(optimizer, rank, 1, start=step)
@@ -69,7 +69,7 @@ LAYER = PAPER | {"scale_norm": "l1", "scale_scope": "layer"}
     ids=["adam", "lamb", "frozen lamb", "adam, layer", "lamb, global"],
 )
 def test_parameters_stay_bit_identical_across_ranks(world_size, name, options):
-    prints = run_ranks(fingerprints, world_size, name, options)
+    prints = simulate(fingerprints, world_size, name, options)
     equal = sum(len(set(of_step)) == 1 for of_step in zip(*prints, strict=True))
     print(f"{name}, W={world_size} {options}: steps after which all ranks' bits are equal: {equal} (limit: all 200)")
     assert equal == 200
@@ -115,6 +115,7 @@ def count_collectives(
     return counts
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 @pytest.mark.parametrize("tensors", [3, 300])
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
@@ -200,6 +201,7 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
         assert compressed < 1.1 * n / 8
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
     optimizer = construct(name, make(*MILLIONS), freeze_step=1)

@@ -8,20 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import simulate
 
 from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from fusedonebit.comm import Transport
 from fusedonebit.optim.policies import DoublingVariance
 
 DATA = Path(__file__).parent / "data"
 
 
-def replay(rank: int, world_size: int, wrapped: bool) -> tuple[list[float], float, float]:
+def replay(rank: int, transport: Transport, wrapped: bool) -> tuple[list[float], float, float]:
     recording = np.load(DATA / "deepspeed_adam_flat_w2_open.npz")
     config = json.loads(str(recording["config"]))
     params = {key: config[key] for key in ("lr", "betas", "eps", "weight_decay", "freeze_step")}
     p = torch.nn.Parameter(torch.from_numpy(recording["init"].copy()))
-    optimizer = OneBitAdam.from_deepspeed([p], {"type": "OneBitAdam", "params": params} if wrapped else params)
+    given = {"type": "OneBitAdam", "params": params} if wrapped else params
+    optimizer = OneBitAdam.from_deepspeed([p], given, process_group=transport)
     errors = []
     for step in range(config["steps"]):
         p.grad = torch.from_numpy(recording["grads"][rank, step].copy())
@@ -34,7 +36,7 @@ def replay(rank: int, world_size: int, wrapped: bool) -> tuple[list[float], floa
 
 def test_replays_deepspeed_within_1e_5_at_all_20_steps():
     for wrapped in (True, False):
-        for errors, momentum, variance in run_ranks(replay, 2, wrapped):
+        for errors, momentum, variance in simulate(replay, 2, wrapped):
             print(f"largest parameter error over 20 steps: {max(errors):.2e} (limit 1e-5)")
             assert len(errors) == 20
             assert max(errors) <= 1e-5
@@ -42,7 +44,7 @@ def test_replays_deepspeed_within_1e_5_at_all_20_steps():
             assert variance <= 1e-6
 
 
-def replay_lamb(rank: int, world_size: int) -> tuple[list[float], list[float], float, float]:
+def replay_lamb(rank: int, transport: Transport) -> tuple[list[float], list[float], float, float]:
     recording = np.load(DATA / "deepspeed_lamb_w2_open.npz")
     config, shapes = json.loads(str(recording["config"])), json.loads(str(recording["shapes"]))
     keys = ("lr", "betas", "eps", "weight_decay", "freeze_step", "coeff_beta", "max_coeff", "min_coeff")
@@ -53,7 +55,8 @@ def replay_lamb(rank: int, world_size: int) -> tuple[list[float], list[float], f
         return [torch.from_numpy(p.copy()).view(s) for p, s in zip(np.split(flat, splits), shapes, strict=True)]
 
     params = [torch.nn.Parameter(p) for p in parts(recording["init"])]
-    optimizer = OneBitLamb.from_deepspeed(params, {"type": "OneBitLamb", "params": {k: config[k] for k in keys}})
+    given = {"type": "OneBitLamb", "params": {k: config[k] for k in keys}}
+    optimizer = OneBitLamb.from_deepspeed(params, given, process_group=transport)
     errors, coefficients = [], []
     for step in range(config["steps"]):
         for p, g in zip(params, parts(recording["grads"][rank, step]), strict=True):
@@ -74,7 +77,7 @@ def replay_lamb(rank: int, world_size: int) -> tuple[list[float], list[float], f
 
 
 def test_replays_deepspeeds_lamb_within_1e_5_and_its_coefficients_within_1e_4():
-    for errors, coefficients, momentum, variance in run_ranks(replay_lamb, 2):
+    for errors, coefficients, momentum, variance in simulate(replay_lamb, 2):
         print(f"1-bit LAMB, largest parameter error over 20 steps: {max(errors):.2e} (limit 1e-5)")
         print(f"1-bit LAMB, largest coefficient error over 20 steps: {max(coefficients):.2e} (limit 1e-4)")
         assert len(errors) == len(coefficients) == 20
@@ -93,13 +96,14 @@ def test_what_is_no_key_of_0_1_adam_is_refused():
     assert ZeroOneAdam.from_deepspeed(p, {"type": "ZeroOneAdam", "params": None}).param_groups[0]["lr"] == 1e-3
 
 
-def replay_zero_one(rank: int, world_size: int, name: str) -> tuple[list[float], set[str], float, float]:
+def replay_zero_one(rank: int, transport: Transport, name: str) -> tuple[list[float], set[str], float, float]:
     recording = np.load(DATA / name)
     config = json.loads(str(recording["config"]))
     keys = ("lr", "betas", "eps", "weight_decay", "var_freeze_step", "var_update_scaler")
     keys += ("local_step_scaler", "local_step_clipper")
     p = torch.nn.Parameter(torch.from_numpy(recording["init"].copy()))
-    optimizer = ZeroOneAdam.from_deepspeed([p], {"type": "ZeroOneAdam", "params": {k: config[k] for k in keys}})
+    given = {"type": "ZeroOneAdam", "params": {k: config[k] for k in keys}}
+    optimizer = ZeroOneAdam.from_deepspeed([p], given, process_group=transport)
     errors, phases = [], set()
     for step in range(config["steps"]):
         p.grad = torch.from_numpy(recording["grads"][rank, step].copy())
@@ -113,6 +117,7 @@ def replay_zero_one(rank: int, world_size: int, name: str) -> tuple[list[float],
     return errors, phases, momentum if rank == 0 else 0.0, variance
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "phases"),
     [
@@ -121,7 +126,7 @@ def replay_zero_one(rank: int, world_size: int, name: str) -> tuple[list[float],
     ],
 )
 def test_replays_deepspeeds_0_1_adam_within_1e_5_at_all_20_steps(name, phases):
-    results = run_ranks(replay_zero_one, 2, name)
+    results = simulate(replay_zero_one, 2, name)
     for rank, (errors, seen, momentum, variance) in enumerate(results):
         print(f"0/1 Adam, {name}, rank {rank}: largest parameter error over {len(errors)} steps: {max(errors):.2e}")
         assert max(errors) <= 1e-5

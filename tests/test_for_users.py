@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
 
 import fusedonebit
 from fusedonebit import OneBitAdam
+from fusedonebit.comm import Transport
 
 
 def parameters(seed: int = 0) -> list[Tensor]:
@@ -65,29 +66,31 @@ def test_looking_at_a_run_does_not_change_what_stats_say(name, plain):
         assert before["worker_error_norm"] == pytest.approx(float(error.norm()), rel=1e-5)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("given", ["tensor", "none", "number"])
 def test_params_that_are_no_list_on_one_rank_are_an_error_on_every_rank(given):
-    first, other = run_ranks(with_bad_params, 2, given, group_timeout=20)
+    first, other = simulate(with_bad_params, 2, given)
     assert "params" in first
     assert "failed on rank 0" in other
 
 
-def with_bad_params(rank: int, world_size: int, given: str) -> str:
+def with_bad_params(rank: int, transport: Transport, given: str) -> str:
     bad = {"tensor": torch.ones(3), "none": None, "number": [{"params": 5}]}[given]
     with pytest.raises((TypeError, ValueError)) as error:
-        OneBitAdam(bad if rank == 0 else parameters(), freeze_step=1)
+        OneBitAdam(bad if rank == 0 else parameters(), freeze_step=1, process_group=transport)
     return str(error.value)
 
 
 def test_a_mask_on_one_rank_only_is_named():
-    for text in run_ranks(with_own_mask, 2):
+    for text in simulate(with_own_mask, 2):
         assert "the mask of parameter 0 is none on rank 0 but checksum" in text
 
 
-def with_own_mask(rank: int, world_size: int) -> str:
+def with_own_mask(rank: int, transport: Transport) -> str:
     params = parameters()
+    mask = {params[0]: torch.ones(3, 5, dtype=torch.bool)} if rank else None
     with pytest.raises(ValueError, match="ranks differ") as error:
-        OneBitAdam(params, freeze_step=1, mask={params[0]: torch.ones(3, 5, dtype=torch.bool)} if rank else None)
+        OneBitAdam(params, freeze_step=1, mask=mask, process_group=transport)
     return str(error.value)
 
 

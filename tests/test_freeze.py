@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
-from ranks import WORLD_SIZES, run_ranks
+from ranks import WORLD_SIZES, simulate, warned
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning, OneBitOptimizer
+from fusedonebit.comm import Transport
 
 DELAY = 8
 
@@ -36,11 +35,11 @@ def step_once(optimizer: OneBitOptimizer, rank: int, step: int, bad: bool = Fals
 # ---------------------------------------------------------------- freeze_step
 
 
-def phases_with_skips(rank: int, world_size: int, name: str, freeze_step: int) -> tuple[list[str], list[float], dict]:
-    optimizer = construct(name, make((50,)), freeze_step=freeze_step)
+def phases_with_skips(rank: int, transport: Transport, name: str, freeze_step: int) -> tuple[list, list, dict]:
+    optimizer = construct(name, make((50,)), freeze_step=freeze_step, process_group=transport)
     phases, updates = [], []
     for step in range(12):
-        step_once(optimizer, rank, step, bad=step in (0, 2, 3) and rank == step % world_size)
+        step_once(optimizer, rank, step, bad=step in (0, 2, 3) and rank == step % transport.world_size)
         phases.append(optimizer.phase)
         updates.append(optimizer.state[parameters(optimizer)[0]]["step"].item())
     return phases, updates, optimizer.stats()
@@ -48,7 +47,7 @@ def phases_with_skips(rank: int, world_size: int, name: str, freeze_step: int) -
 
 @EACH_ONEBIT
 def test_freeze_step_is_the_exact_number_of_uncompressed_updates_although_steps_are_skipped(name):
-    for phases, updates, stats in run_ranks(phases_with_skips, 2, name, 4):
+    for phases, updates, stats in simulate(phases_with_skips, 2, name, 4):
         # Steps 0, 2 and 3 change nothing: updates 1 to 4 are steps 1, 4, 5 and 6.
         assert phases == ["warmup"] * 7 + ["compression"] * 5
         assert updates == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -65,14 +64,15 @@ def test_freeze_step_0_without_a_checkpoint_says_what_to_do(name):
 # ---------------------------------------------------------------- auto
 
 
-def auto_freeze(rank: int, world_size: int, name: str, options: dict, bad: tuple[int, ...], steps: int) -> tuple:
+def auto_freeze(rank: int, transport: Transport, name: str, options: dict, bad: tuple[int, ...], steps: int) -> tuple:
     """Trains with gradients that are ten times as large from step 15 on."""
-    optimizer = construct(name, make((400,), (30,)), betas=(0.9, 0.9), freeze_step="auto", **options)
+    options = {"betas": (0.9, 0.9), "freeze_step": "auto", "process_group": transport} | options
+    optimizer = construct(name, make((400,), (30,)), **options)
     frozen_after, norms = None, [0.0]
     for step in range(steps):
         for i, p in enumerate(parameters(optimizer)):
             p.grad = gradient(rank, step, p, i) * (1.0 if step < 15 else 10.0)
-        if step in bad and rank == world_size - 1:
+        if step in bad and rank == transport.world_size - 1:
             p.grad[0] = float("inf")
         optimizer.step()
         if optimizer.phase == "compression" and frozen_after is None:
@@ -96,7 +96,7 @@ def first_stable(norms: list[float], beta2: float, lr_warmup_steps: int) -> int:
 SKIPS = (1, 7, 12, 19, 20, 21)
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("name", "world_size", "lr_warmup_steps", "bad"),
     [
@@ -105,7 +105,7 @@ SKIPS = (1, 7, 12, 19, 20, 21)
     ],
 )
 def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(name, world_size, lr_warmup_steps, bad):
-    results = run_ranks(auto_freeze, world_size, name, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
+    results = simulate(auto_freeze, world_size, name, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
     assert len({result[:2] for result in results}) == 1
     frozen_after, freeze_step, norms = results[0]
     decided = first_stable(norms[: freeze_step + 1], 0.9, lr_warmup_steps)
@@ -119,10 +119,11 @@ def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(name, world_
         assert freeze_step == decided + DELAY
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(name):
     # From update 16 on v is looked at; there it leaps, and then nothing but skips.
-    for _, freeze_step, norms in run_ranks(auto_freeze, 2, name, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
+    for _, freeze_step, norms in simulate(auto_freeze, 2, name, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
         assert len(norms) == 1 + 17
         assert freeze_step is None
 
@@ -130,15 +131,13 @@ def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(
 # ---------------------------------------------------------------- dead coordinates and tensors
 
 
-def train_with_dead(rank: int, world_size: int, name: str, options: dict) -> tuple[dict, dict, list[str], list, str]:
+def train_with_dead(rank: int, transport: Transport, name: str, options: dict) -> tuple[dict, dict, list[str]]:
     """An embedding of which only the first rows are seen before the freeze, and a tensor that never is."""
     torch.manual_seed(0)
     embedding, unused, used = Parameter(torch.randn(20, 8)), Parameter(torch.randn(37)), Parameter(torch.randn(6))
     params = [embedding, unused, used]
-    optimizer = construct(name, params, lr=1e-2, freeze_step=5, weight_decay=0.1, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", "after so few updates")  # of LAMB's average
+    optimizer = construct(name, params, lr=1e-2, freeze_step=5, weight_decay=0.1, **options, process_group=transport)
+    with warned() as caught:
         for step in range(5):
             embedding.grad = torch.zeros(20, 8)
             embedding.grad[:15] = gradient(rank, step, embedding, 0)[:15]
@@ -151,6 +150,7 @@ def train_with_dead(rank: int, world_size: int, name: str, options: dict) -> tup
             unused.grad = None
             optimizer.step()
     texts = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
+    texts = [text for text in texts if "after so few updates" not in text]  # of LAMB's average
     after = {
         "moved": (embedding.detach() - before["embedding"]).abs(),
         "unused": torch.equal(unused, before["unused"]),
@@ -165,10 +165,11 @@ def train_with_dead(rank: int, world_size: int, name: str, options: dict) -> tup
     return after, optimizer.stats(), texts
 
 
+@pytest.mark.long(but=3)
 @EACH_ONEBIT
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
 def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options):
-    results = run_ranks(train_with_dead, 2, name, options)
+    results = simulate(train_with_dead, 2, name, options)
     assert len({after["bits"] for after, _, _ in results}) == 1
     for after, stats, _ in results:
         seen = after["warmup_variance"][:15]
@@ -181,10 +182,11 @@ def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options
         assert stats["dead_coordinates"] == 40
 
 
+@pytest.mark.long(but=3)
 @EACH_ONEBIT
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
 def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name, options):
-    for after, stats, texts in run_ranks(train_with_dead, 2, name, options):
+    for after, stats, texts in simulate(train_with_dead, 2, name, options):
         assert after["unused"], "no decay, no update"
         assert not after["unused_error"].any()
         assert not after["unused_momentum"].any()
@@ -195,7 +197,7 @@ def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name, optio
 
 @ADAM_AND_LAMB
 def test_dead_coordinates_keep_leaves_the_variance_as_it_is(name):
-    for after, stats, texts in run_ranks(train_with_dead, 2, name, PAPER | {"dead_coordinates": "keep"}):
+    for after, stats, texts in simulate(train_with_dead, 2, name, PAPER | {"dead_coordinates": "keep"}):
         assert torch.equal(after["variance"], after["warmup_variance"])
         assert not after["variance"][15:].any()
         assert after["moved"][15:].min() > 1e3 * after["moved"][:15].max(), "m / eps explodes, as DeepSpeed's does"
@@ -205,34 +207,33 @@ def test_dead_coordinates_keep_leaves_the_variance_as_it_is(name):
         assert "1 tensor(s) had no gradient during the whole warm-up and will move by lr * m/eps: parameter 1" in text
 
 
-def scales_with_and_without(rank: int, world_size: int, name: str, with_dead: bool) -> float:
+def scales_with_and_without(rank: int, transport: Transport, name: str, with_dead: bool) -> float:
     p, dead = make((900,), (900,))
-    optimizer = construct(name, [p, dead] if with_dead else [p], freeze_step=3, **PAPER)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedOneBitWarning)
-        for step in range(5):
-            p.grad = gradient(rank, step, p, 0)
-            optimizer.step()
+    optimizer = construct(name, [p, dead] if with_dead else [p], freeze_step=3, **PAPER, process_group=transport)
+    for step in range(5):
+        p.grad = gradient(rank, step, p, 0)
+        optimizer.step()
     return optimizer.stats()["compensated_norm"], optimizer.stats()["worker_error_norm"]
 
 
 @ADAM_AND_LAMB
 def test_a_dead_tensor_has_no_weight_in_a_scale(name):
     """Nor, in 1-bit LAMB, in the size that all momenta are brought to."""
-    alone, beside = (run_ranks(scales_with_and_without, 1, name, with_dead)[0] for with_dead in (False, True))
+    alone, beside = (simulate(scales_with_and_without, 1, name, with_dead)[0] for with_dead in (False, True))
     assert alone == pytest.approx(beside, rel=1e-6)
 
 
 # ---------------------------------------------------------------- masks
 
 
-def train_masked(rank: int, world_size: int, name: str, memory_order: str) -> tuple[bool, float, bool, int]:
+def train_masked(rank: int, transport: Transport, name: str, memory_order: str) -> tuple[bool, float, bool, int]:
     torch.manual_seed(0)
     (p, q) = make((40, 30), (11,))
     if memory_order == "transposed":
         p = Parameter(p.detach().t().contiguous().t())
     mask = torch.rand(40, 30, generator=torch.Generator().manual_seed(5)) > 0.4
-    optimizer = construct(name, [p, q], lr=1e-2, weight_decay=0.5, freeze_step=4, mask={p: mask})
+    options = {"freeze_step": 4, "mask": {p: mask}, "process_group": transport}
+    optimizer = construct(name, [p, q], lr=1e-2, weight_decay=0.5, **options)
     start = p.detach().clone()
     for step in range(12):
         step_once(optimizer, rank, step)
@@ -243,10 +244,11 @@ def train_masked(rank: int, world_size: int, name: str, memory_order: str) -> tu
     return still, moved, not optimizer.momentum(p)[outside].any(), optimizer.stats()["dead_coordinates"]
 
 
+@pytest.mark.long(but=2)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("memory_order", ["contiguous", "transposed"])
 def test_masked_coordinates_stay_exactly_still_in_both_stages_with_weight_decay(name, memory_order):
-    for still, moved, no_momentum, dead in run_ranks(train_masked, 2, name, memory_order):
+    for still, moved, no_momentum, dead in simulate(train_masked, 2, name, memory_order):
         assert still
         assert no_momentum
         assert moved > 0

@@ -9,15 +9,17 @@ import pytest
 import torch
 from backends import assert_equal_backends, problem
 from optimizers import ADAM_AND_LAMB, ONEBIT, UNGUARDED
-from ranks import run_ranks
+from ranks import simulate
 from torch import Tensor
 
 from fusedonebit import dcp
+from fusedonebit.comm import Transport
 
 SIZES = (300, 0, 5, 2048, 129)
 HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("op", ["momentum_compress", "apply_momentum", "lamb_ratio", "lamb_ratio, preconditioned"])
@@ -71,8 +73,8 @@ def test_it_saves_two_bytes_and_moves_denominators_by_no_more_than_bfloat16_roun
         torch.testing.assert_close(b - start, a - start, rtol=0.02, atol=2e-6)
 
 
-def steps_on_ranks(rank: int, world_size: int, name: str) -> tuple[list[Tensor], str]:
-    optimizer = ONEBIT[name](params(), 1e-3, freeze_step=3, **UNGUARDED, **HALF)
+def steps_on_ranks(rank: int, transport: Transport, name: str) -> tuple[list[Tensor], str]:
+    optimizer = ONEBIT[name](params(), 1e-3, freeze_step=3, **UNGUARDED, **HALF, process_group=transport)
     train(optimizer, range(10), rank)
     return values(optimizer), optimizer.phase
 
@@ -80,7 +82,7 @@ def steps_on_ranks(rank: int, world_size: int, name: str) -> tuple[list[Tensor],
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @ADAM_AND_LAMB
 def test_ranks_stay_bit_identical(name):
-    (first, phase), (second, _) = run_ranks(steps_on_ranks, 2, name)
+    (first, phase), (second, _) = simulate(steps_on_ranks, 2, name)
     assert phase == "compression"
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

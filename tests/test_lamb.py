@@ -8,13 +8,14 @@ import pytest
 import torch
 from observe import fingerprint, observe, parameters
 from optimizers import LAMBS, construct
-from ranks import WORLD_SIZES, run_ranks
+from ranks import WORLD_SIZES, run_ranks, simulate
 from test_compression_stage import CollectiveCounter
 from test_warmup import averaged, gradient, relative, ulps, with_odd_memory
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import Lamb
+from fusedonebit.comm import Transport
 
 STEPS = 20
 DEFAULTS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "maximize": False}
@@ -75,6 +76,7 @@ def deviation(optimizer: Lamb, reference: Reference) -> float:
 # ---------------------------------------------------------------- equation (2)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("eps_inside_sqrt", [False, True])
 @pytest.mark.parametrize("tensor_lr", [False, True])
@@ -222,9 +224,9 @@ def test_ranks_average_by_themselves_in_one_collective_and_stay_bit_identical(wo
     assert len(set(results[0][0])) == STEPS
 
 
-def as_lamb(rank: int, world_size: int, name: str, options: dict) -> bool:
+def as_lamb(rank: int, transport: Transport, name: str, options: dict) -> bool:
     """Whether the warm-up of ``name`` and ``Lamb`` agree to the bit, a skipped step included."""
-    pair = [construct(n, make_groups(), freeze_step=100, **options) for n in ("lamb", name)]
+    pair = [construct(n, make_groups(), freeze_step=100, **options, process_group=transport) for n in ("lamb", name)]
     same = True
     for step in range(STEPS):
         for optimizer in pair:
@@ -239,11 +241,12 @@ def as_lamb(rank: int, world_size: int, name: str, options: dict) -> bool:
     return same
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", LAMBS)
 @pytest.mark.parametrize("options", [{}, {"bias_correction": True, "eps_inside_sqrt": True}], ids=["", "other"])
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_1_bit_lambs_warmup_is_lamb_to_the_bit(name, options):
-    assert run_ranks(as_lamb, 2, name, options) == [True, True]
+    assert simulate(as_lamb, 2, name, options) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["lamb", "onebit-lamb"])

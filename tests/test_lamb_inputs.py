@@ -9,10 +9,11 @@ import pytest
 import torch
 from observe import fingerprint
 from optimizers import PAPER, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from torch.nn import Parameter
 
 from fusedonebit import AbortedStepError, FusedOneBitWarning, Lamb, OneBitLamb
+from fusedonebit.comm import Transport
 
 # ---------------------------------------------------------------- bad input
 
@@ -55,7 +56,7 @@ OF_1_BIT_LAMB = [
 ]
 
 
-def refuse(rank: int, world_size: int, name: str, cases: list, in_group: bool) -> list[str]:
+def refuse(rank: int, transport: Transport, name: str, cases: list, in_group: bool) -> list[str]:
     """The texts of all the errors at construction."""
     texts = []
     for options, _ in cases:
@@ -63,7 +64,7 @@ def refuse(rank: int, world_size: int, name: str, cases: list, in_group: bool) -
         if in_group:
             params, options = [{"params": params[:1]}, {"params": params[1:], **options}], {}
         with pytest.raises(ValueError, match="must be") as error:
-            construct(name, params, **{"freeze_step": 5} | options)
+            construct(name, params, **{"freeze_step": 5} | options, process_group=transport)
         texts.append(str(error.value))
     return texts
 
@@ -79,7 +80,7 @@ def refuse(rank: int, world_size: int, name: str, cases: list, in_group: bool) -
     ids=["Lamb", "Lamb, a group", "OneBitLamb", "OneBitLamb, a group"],
 )
 def test_bad_hyper_parameters_are_named_on_every_rank(name, cases, in_group):
-    for texts in run_ranks(refuse, 2, name, cases, in_group, group_timeout=10):
+    for texts in simulate(refuse, 2, name, cases, in_group):
         for text, (_, expected) in zip(texts, cases, strict=True):
             assert text == expected + (" in group 1" if in_group else "")
 
@@ -231,10 +232,10 @@ BAD_CHANGES = [
 ]
 
 
-def change_on_rank_1(rank: int, world_size: int, key: str, value: object) -> list[str]:
+def change_on_rank_1(rank: int, transport: Transport, key: str, value: object) -> list[str]:
     torch.manual_seed(0)
     p = Parameter(torch.randn(100))
-    optimizer, seen = OneBitLamb([p], lr=1e-3, freeze_step=2, **UNGUARDED), []
+    optimizer, seen = OneBitLamb([p], lr=1e-3, freeze_step=2, **UNGUARDED, process_group=transport), []
     for step in range(5):
         p.grad = torch.randn(100)
         good = optimizer.param_groups[0][key]
@@ -254,7 +255,7 @@ def change_on_rank_1(rank: int, world_size: int, key: str, value: object) -> lis
 
 @pytest.mark.parametrize(("key", "value", "text"), BAD_CHANGES)
 def test_a_bad_value_set_in_mid_training_on_one_rank_is_named_there_and_stops_all(key, value, text):
-    there, here = run_ranks(change_on_rank_1, 2, key, value, group_timeout=15)
+    there, here = simulate(change_on_rank_1, 2, key, value)
     assert len(there) == len(here) == 3
     assert all(said.startswith("AbortedStepError") for said in there[:2])
     assert all(said.startswith("ValueError") and text in said for said in here[:2])

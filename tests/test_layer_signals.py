@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from torch.nn import Parameter
+
+from fusedonebit.comm import Transport
 
 SHAPES = ((40, 50), (300,), (7,))
 
@@ -23,25 +25,26 @@ def train(name: str, rank: int, steps: int = 6, **options):
     return optimizer, params
 
 
-def told_and_looked_at(rank: int, world_size: int, name: str, options: dict):
-    optimizer, params = train(name, rank, **options)
+def told_and_looked_at(rank: int, transport: Transport, name: str, options: dict):
+    optimizer, params = train(name, rank, process_group=transport, **options)
     told = optimizer.stats(layers=True)["layers"]
     ratios = [float(optimizer.worker_error(p).norm() / optimizer.momentum(p).norm()) for p in params]
     return told, ratios, optimizer.stats(layers=True)["layers"]
 
 
+@pytest.mark.long(but=3)
 @EACH_ONEBIT
 @pytest.mark.parametrize("more", [{}, {"scale_scope": "layer"}, {"scale_scope": "layer", "buckets": 2}])
 def test_each_layers_error_is_the_norm_of_its_residual_over_that_of_its_momentum(name, more):
     options = UNGUARDED | {"precondition": False} | (PAPER if "scale_scope" not in more else {}) | more
-    for told, ratios, after in run_ranks(told_and_looked_at, 2, name, options):
+    for told, ratios, after in simulate(told_and_looked_at, 2, name, options):
         assert told["residual_over_momentum"] == pytest.approx(ratios, rel=1e-4)
         assert min(ratios) > 0
         assert after == told  # looking, which settles the residuals, changes nothing
 
 
-def in_units_of_compression(rank: int, world_size: int):
-    optimizer, _ = train("onebit-adam", rank, guard="off")
+def in_units_of_compression(rank: int, transport: Transport):
+    optimizer, _ = train("onebit-adam", rank, guard="off", process_group=transport)
     told = optimizer.stats(layers=True)
     optimizer._reduce.settle()
     residual, result, layout = optimizer._reduce.worker_residual, optimizer._reduce.result(), optimizer.layout
@@ -50,7 +53,7 @@ def in_units_of_compression(rank: int, world_size: int):
 
 
 def test_preconditioned_layers_are_told_in_the_unit_of_the_whole_and_add_up_to_it():
-    ranks = run_ranks(in_units_of_compression, 2)
+    ranks = simulate(in_units_of_compression, 2)
     for told, ratios in ranks:
         assert told["layers"]["residual_over_momentum"] == pytest.approx(ratios, rel=1e-4)
     every = torch.tensor([ratios for _, ratios in ranks])

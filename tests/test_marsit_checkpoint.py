@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, through_a_file, train
 from observe import change_header, fingerprint, parameters
-from ranks import simulate
+from ranks import run_ranks
 
 from fusedonebit import (
     DisagreementError,
+    FusedOneBitWarning,
     MarsitAdam,
     MarsitSGD,
 )
@@ -20,16 +23,18 @@ from fusedonebit.optim.rounds import RoundOptimizer
 STEPS = 16
 
 
-def resume(rank: int, transport: Transport, name: str, cut: int, dtype: torch.dtype, options: dict) -> tuple[bool, ...]:
+def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, options: dict) -> tuple[bool, ...]:
     """Trains straight through, with a NaN in steps 1 and 7, and again from what was saved after ``cut`` steps."""
 
     def take(optimizer: RoundOptimizer, step: int) -> None:
         set_gradients(optimizer, rank, step)
         if step in (1, 7) and rank == 1:
             parameters(optimizer)[0].grad[0, 0] = float("nan")
-        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedOneBitWarning)
+            optimizer.step()
 
-    straight, prints = MARSIT[name](make(dtype), 1e-2, weight_decay=0.1, **options, process_group=transport), []
+    straight, prints = MARSIT[name](make(dtype), 1e-2, weight_decay=0.1, **options), []
     for step in range(STEPS):
         if step == cut:
             values = [p.detach().clone() for p in parameters(straight)]
@@ -38,7 +43,7 @@ def resume(rank: int, transport: Transport, name: str, cut: int, dtype: torch.dt
         take(straight, step)
         prints.append(fingerprint(parameters(straight)))
 
-    resumed = MARSIT[name](make(dtype), 0.5, **options, process_group=transport)
+    resumed = MARSIT[name](make(dtype), 0.5, **options)
     with torch.no_grad():
         for p, value in zip(parameters(resumed), saved["params"], strict=True):
             p.copy_(value)
@@ -52,18 +57,18 @@ def resume(rank: int, transport: Transport, name: str, cut: int, dtype: torch.dt
     return again == prints[cut:], own_state(straight) == own_state(resumed), told[0] == told[1], same_phase
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [1, 3, 8])
 @EACH_PLACE
 @EACH
 def test_resuming_continues_bit_for_bit(name, topology, world_size, cut):
     """Round 0 is one of full precision, round 1 is skipped."""
     options = {"topology": topology, "full_precision_every": 6}
-    for result in simulate(resume, world_size, name, cut, torch.float32, options):
+    for result in run_ranks(resume, world_size, name, cut, torch.float32, options):
         assert result == (True, True, True, True)
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [3, 7, 8])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "masters"])
 @EACH_PLACE
@@ -71,13 +76,14 @@ def test_resuming_within_a_round_of_local_steps_continues_bit_for_bit(topology, 
     """After 8 steps one rank already has the NaN for which all will skip the round."""
     options = options | {"topology": topology, "full_precision_every": 2, "local_steps": 3}
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
-    for result in simulate(resume, world_size, "sgd", cut, dtype, options):
+    for result in run_ranks(resume, world_size, "sgd", cut, dtype, options):
         assert result == (True, True, True, True)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"momentum": 0.0}, {"stochastic_rounding": True}], ids=str)
 def test_resuming_keeps_other_options(options):
-    for result in simulate(resume, 2, "sgd", 5, torch.bfloat16, {"full_precision_every": 4} | options):
+    for result in run_ranks(resume, 2, "sgd", 5, torch.bfloat16, {"full_precision_every": 4} | options):
         assert result == (True, True, True, True)
 
 
@@ -94,9 +100,8 @@ def test_saving_and_looking_change_no_later_step():
     assert group.run(lambda r, t: run(r, t, True)) == group.run(lambda r, t: run(r, t, False))
 
 
-def load_wrong(rank: int, transport: Transport, case: str) -> tuple[type | None, str, bool]:
-    group = {"process_group": transport}
-    saver = MarsitAdam(make(), local_steps=3, **group) if case != "algorithm" else MarsitSGD(make(), **group)
+def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str, bool]:
+    saver = MarsitAdam(make(), local_steps=3) if case != "algorithm" else MarsitSGD(make())
     train(saver, rank, 4)
     saved = through_a_file(saver.state_dict())
     if case == "rank":
@@ -115,7 +120,7 @@ def load_wrong(rank: int, transport: Transport, case: str) -> tuple[type | None,
             p.grad = torch.ones_like(p)
         adamw.step()
         saved = adamw.state_dict()
-    optimizer = MarsitAdam(make(), local_steps=3 if case != "local steps" else 1, **group)
+    optimizer = MarsitAdam(make(), local_steps=3 if case != "local steps" else 1)
     before = optimizer.state_dict()
     outcome = caught(lambda: optimizer.load_state_dict(saved))
     still = fingerprint(kept(optimizer)) == fingerprint([local(s["compensation"]) for s in before["state"].values()])
@@ -123,6 +128,7 @@ def load_wrong(rank: int, transport: Transport, case: str) -> tuple[type | None,
     return *outcome, still and optimizer.stats()["step"] == 3
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -141,7 +147,7 @@ def load_wrong(rank: int, transport: Transport, case: str) -> tuple[type | None,
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_nothing(case, text):
-    results = simulate(load_wrong, 2, case)
+    results = run_ranks(load_wrong, 2, case, group_timeout=10)
     assert any(text in message for _, message, _ in results)
     for kind, _, still in results:
         assert issubclass(kind, ValueError)
@@ -151,12 +157,12 @@ def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_not
         assert text in results[0][1]
 
 
-def change_local_steps(rank: int, transport: Transport) -> tuple[bool, list[str], list[str]]:
-    one = MarsitSGD(make(), 1e-2, full_precision_every=0, process_group=transport)
+def change_local_steps(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
+    one = MarsitSGD(make(), 1e-2, full_precision_every=0)
     train(one, rank, 3)
     saved = through_a_file(one.state_dict())
     names = sorted(saved["state"][0])
-    three = MarsitSGD(parameters(one), 1e-2, full_precision_every=0, local_steps=3, process_group=transport)
+    three = MarsitSGD(parameters(one), 1e-2, full_precision_every=0, local_steps=3)
     three.load_state_dict(saved)
     train(three, rank, 6, 3)
     between = sorted(three.state_dict()["state"][0])
@@ -164,7 +170,7 @@ def change_local_steps(rank: int, transport: Transport) -> tuple[bool, list[str]
 
 
 def test_between_two_rounds_a_checkpoint_fits_any_number_of_local_steps():
-    results = simulate(change_local_steps, 2)
+    results = run_ranks(change_local_steps, 2)
     assert all(same for same, _, _ in results)
     assert results[0][1] == ["compensation", "momentum_buffer", "rank", "step"]
     assert results[0][2] == results[1][2]

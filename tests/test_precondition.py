@@ -8,12 +8,12 @@ import reference_ops as reference
 import torch
 from observe import fingerprint, observe
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from reference_ops import Problem, wide
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
-from fusedonebit.comm import ShardGroup
+from fusedonebit.comm import ShardGroup, Transport
 from fusedonebit.optim.freezing import quantile_floor
 from fusedonebit.triton_kernels import Coef
 
@@ -92,10 +92,10 @@ def test_nothing_to_take_a_median_of_raises_nothing(inside):
     assert not least_of(p, inside).any()
 
 
-def train(rank: int, world_size: int, name: str, options: dict) -> tuple[str, list[dict], np.ndarray]:
+def train(rank: int, transport: Transport, name: str, options: dict) -> tuple[str, list[dict], np.ndarray]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 40), (7,), (900,), (3, 5, 7))]
-    optimizer = construct(name, params, lr=1e-2, freeze_step=8, **UNGUARDED, **options)
+    optimizer = construct(name, params, lr=1e-2, freeze_step=8, **UNGUARDED, **options, process_group=transport)
     generator, states = torch.Generator().manual_seed(rank), []
     for step in range(30):
         for i, p in enumerate(params):
@@ -109,10 +109,11 @@ def train(rank: int, world_size: int, name: str, options: dict) -> tuple[str, li
     return fingerprint(params), states, optimizer.stats()["phase"]
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("floor", [None, 0.0])
 def test_ranks_stay_bit_identical_and_freeze_the_same_variance(name, floor):
-    (first, states, phase), (second, others, _) = run_ranks(
+    (first, states, phase), (second, others, _) = simulate(
         train, 2, name, {"precondition": True, "variance_floor": floor}
     )
     assert phase == "compression"
@@ -123,4 +124,4 @@ def test_ranks_stay_bit_identical_and_freeze_the_same_variance(name, floor):
     warmup, frozen_, last = (state["v"] for state in states)
     assert (frozen_ > warmup).mean() > 0.05
     assert np.array_equal(frozen_, last)
-    assert run_ranks(train, 2, name, {"precondition": False})[0][0] != first
+    assert simulate(train, 2, name, {"precondition": False})[0][0] != first

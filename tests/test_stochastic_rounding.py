@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import combinations
 
 import pytest
@@ -14,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
 from optimizers import EACH, UNGUARDED, construct
-from ranks import RankError, run_ranks
+from ranks import run_ranks, simulate, warned
 from reference_ops import Problem
 from test_checkpoint import resume
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, Lamb, OneBitAdam, triton_kernels
+from fusedonebit import DisagreementError, Lamb, OneBitAdam, triton_kernels
+from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import Coef, using
 from fusedonebit.triton_kernels.access import elements, mixed, random_words
 from fusedonebit.triton_kernels.arithmetic import random_bits, stochastic
@@ -81,7 +81,7 @@ def drawn(step: int, start: int, numel: int) -> Tensor:
 # ---------------------------------------------------------------- kernels and twins
 
 
-@pytest.mark.long(but=12)
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
@@ -97,6 +97,7 @@ def test_a_kernel_rounds_as_its_twin(op, sizes, dtypes):
         assert_equal_backends(op, lambda s=step, b=block, k=skip: arguments(op, s, sizes, dtypes, b, k))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @EACH_OP
 def test_a_kernel_rounds_as_its_twin_what_no_mask_keeps_still(op):
@@ -284,8 +285,7 @@ def train(
     """Minimises |x - 1.5|^2 with noisy gradients; returns the parameters' fingerprints after each step."""
     optimizer = construct(name, params, lr=lr, weight_decay=0.0, freeze_step=10, **UNGUARDED, **options)
     generator, prints = torch.Generator().manual_seed(rank), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedOneBitWarning)
+    with warned():
         for _ in range(steps):
             for p in params:
                 noise = torch.randn(p.shape, generator=generator) * 0.02
@@ -299,7 +299,7 @@ def off(params: list[Parameter]) -> float:
     return float(torch.cat([(p.detach().float() - 1.5).square().view(-1) for p in params]).mean())
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @EACH
 def test_steps_far_below_half_a_unit_train_as_in_float32_and_are_lost_to_nearest(name):
     # Half a unit in the last place of what is between 1 and 2 is 2^-8, four steps of lr; LAMB's are longer.
@@ -314,16 +314,19 @@ def test_steps_far_below_half_a_unit_train_as_in_float32_and_are_lost_to_nearest
     assert abs(off(rounded) - off(full)) < 0.05 * off(start)
 
 
-def on_a_rank(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
+def on_a_rank(rank: int, transport: Transport, name: str) -> tuple[list[str], list[str]]:
     shapes = [*SHAPES, (0,), ()]
+    options = {"process_group": transport}
     return tuple(
-        train(name, make(torch.bfloat16, shapes), 20, rank, stochastic_rounding=rounding) for rounding in (True, False)
+        train(name, make(torch.bfloat16, shapes), 20, rank, stochastic_rounding=rounding, **options)
+        for rounding in (True, False)
     )
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_ranks_stay_bit_identical_across_the_freeze(name):
-    (first, nearest), (second, _) = run_ranks(on_a_rank, 2, name)
+    (first, nearest), (second, _) = simulate(on_a_rank, 2, name)
     assert first == second
     assert not set(first) & set(nearest)
 
@@ -340,7 +343,7 @@ def test_a_run_through_the_kernels_gives_identical_parameters(name):
     assert len(set(runs[0])) == 14
 
 
-@pytest.mark.long(but=11)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("cut", [4, 13])
 @EACH
@@ -360,8 +363,7 @@ def test_a_skipped_step_draws_nothing():
         for step in range(5 + len(bad)):
             for p in params:
                 p.grad = torch.full_like(p, torch.nan if step in bad else 0.1)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FusedOneBitWarning)
+            with warned():
                 optimizer.step()
         prints.append(fingerprint(params))
     assert prints[0] == prints[1]
@@ -394,10 +396,10 @@ def test_float16_parameters_can_not_be_added_later():
     optimizer.add_param_group({"params": make(torch.float32, [(3,)])})
 
 
-def disagree(rank: int, world_size: int) -> None:
-    Lamb(make(torch.bfloat16), stochastic_rounding=rank == 0)
+def disagree(rank: int, transport: Transport) -> None:
+    Lamb(make(torch.bfloat16), stochastic_rounding=rank == 0, process_group=transport)
 
 
 def test_ranks_that_disagree_are_refused():
-    with pytest.raises(RankError, match="stochastic_rounding"):
-        run_ranks(disagree, 2)
+    with pytest.raises(DisagreementError, match="stochastic_rounding"):
+        simulate(disagree, 2)

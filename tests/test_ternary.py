@@ -9,7 +9,7 @@ import torch
 from backends import assert_equal_backends, problem
 from observe import change_header, fingerprint, observe
 from optimizers import ADAM_AND_LAMB, PAPER, UNGUARDED, construct
-from ranks import run_ranks
+from ranks import simulate
 from reference_ops import RATIO_WAYS, Problem, wide
 from test_kernels import EACH_SIZE, SIZES, block_of
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.checkpoint import header_of
-from fusedonebit.comm import CompressedAllReduce
+from fusedonebit.comm import CompressedAllReduce, Transport
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 
 SOME_DTYPES = (torch.float32, torch.bfloat16)
@@ -34,7 +34,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
     return {0: torch.arange(sizes[0]) % 3 > 0}
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -78,7 +78,7 @@ def test_finish_equals_its_twin(scope, norm):
     assert_equal_backends("finish", arguments)
 
 
-@pytest.mark.long(but=26)
+@pytest.mark.long(but=4)
 @pytest.mark.kernels
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -90,6 +90,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
     assert_equal_backends("server_reduce", arguments)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @EACH_SIZE
@@ -103,7 +104,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
         assert_equal_backends("apply_momentum", arguments)
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
@@ -166,28 +167,33 @@ SHAPES = ((7,), (20, 10), (0,), (1,), (150,))
 STILL = 5  # every fifth coordinate has no gradient, ever, on any rank
 
 
-def train(rank: int, world_size: int, name: str, backend: str, options: dict) -> dict:
+def train(rank: int, transport: Transport, name: str, backend: str, options: dict) -> dict:
     """Trains 4 steps uncompressed and 10 compressed, of which one is skipped; tells how it went."""
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in SHAPES]
     before = [p.detach().clone() for p in params]
     generator = torch.Generator().manual_seed(rank)
     prints = []
-    with using(backend):
-        optimizer = construct(name, params, 1e-2, freeze_step=4, weight_decay=0.0, **UNGUARDED | options)
-        for step in range(14):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator)
-                p.grad.view(-1)[::STILL] *= 0.0
-                p.grad.view(-1)[rank :: 7 + step] = 0.0
-            if step == 8 and rank == world_size - 1:
-                params[1].grad[3, 3] = torch.nan
-            optimizer.step()
-            prints.append(fingerprint(params))
-        stats, state = optimizer.stats(), observe(optimizer)
+    options = UNGUARDED | options | {"process_group": transport}
+    optimizer = construct(name, params, 1e-2, freeze_step=4, weight_decay=0.0, **options)
+    for step in range(14):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad.view(-1)[::STILL] *= 0.0
+            p.grad.view(-1)[rank :: 7 + step] = 0.0
+        if step == 8 and rank == transport.world_size - 1:
+            params[1].grad[3, 3] = torch.nan
+        optimizer.step()
+        prints.append(fingerprint(params))
+    stats, state = optimizer.stats(), observe(optimizer)
     assert ("Triton" in stats["backend"]) == (backend == "triton")
     assert (stats["phase"], stats["skipped_steps"]) == ("compression", 1)
     return {"prints": prints, "state": state, "moved": [p.detach() != b for p, b in zip(params, before, strict=True)]}
+
+
+def trained(world_size: int, name: str, backend: str, options: dict) -> list[dict]:
+    with using(backend):
+        return simulate(train, world_size, name, backend, options)
 
 
 RUNS = [
@@ -211,7 +217,7 @@ RUNS = [
     ids=str,
 )
 def test_training_through_the_kernels_gives_identical_parameters(name, options):
-    plain, triton = (train(0, 1, name, backend, {"ternary": True} | options) for backend in ("plain", "triton"))
+    (plain,), (triton,) = (trained(1, name, backend, {"ternary": True} | options) for backend in ("plain", "triton"))
     assert plain["prints"] == triton["prints"]
     for key, value in plain["state"].items():
         np.testing.assert_array_equal(value, triton["state"][key])
@@ -221,17 +227,17 @@ def test_training_through_the_kernels_gives_identical_parameters(name, options):
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @ADAM_AND_LAMB
 def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins(name):
-    runs = [run_ranks(train, 2, name, backend, {"ternary": True}) for backend in ("plain", "triton")]
+    runs = [trained(2, name, backend, {"ternary": True}) for backend in ("plain", "triton")]
     assert runs[0][0]["prints"] == runs[0][1]["prints"] == runs[1][0]["prints"] == runs[1][1]["prints"]
     assert len(set(runs[0][0]["prints"])) == 13  # one step was skipped
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("options", RUNS, ids=str)
 @ADAM_AND_LAMB
 def test_a_coordinate_that_never_has_a_gradient_stays_still_and_with_one_bit_does_not(name, options):
-    ternary, onebit = (run_ranks(train, 2, name, "plain", {"ternary": t} | options)[0] for t in (True, False))
+    ternary, onebit = (trained(2, name, "plain", {"ternary": t} | options)[0] for t in (True, False))
     assert not any(moved.view(-1)[::STILL].any() for moved in ternary["moved"])
     assert any(moved.view(-1)[::STILL].any() for moved in onebit["moved"])
     for moved in ternary["moved"]:
@@ -241,9 +247,10 @@ def test_a_coordinate_that_never_has_a_gradient_stays_still_and_with_one_bit_doe
 # ---------------------------------------------------------------- the wire
 
 
-def bytes_of_a_step(rank: int, world_size: int, name: str, ternary: bool, options: dict) -> tuple[dict, str]:
+def bytes_of_a_step(rank: int, transport: Transport, name: str, ternary: bool, options: dict) -> tuple[dict, str]:
     param = Parameter(torch.ones(1024, 200))
-    optimizer = construct(name, [param], freeze_step=1, ternary=ternary, **UNGUARDED | options)
+    options = UNGUARDED | options | {"process_group": transport}
+    optimizer = construct(name, [param], freeze_step=1, ternary=ternary, **options)
     for step in range(2):
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.step()
@@ -251,10 +258,11 @@ def bytes_of_a_step(rank: int, world_size: int, name: str, ternary: bool, option
     return optimizer.stats(), repr(optimizer)
 
 
+@pytest.mark.long(but=2)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("options", [{}, {"scale_scope": "global"}], ids=["defaults", "global"])
 def test_a_step_sends_two_bits_per_parameter(name, options):
-    (one, said), (two, says) = (run_ranks(bytes_of_a_step, 2, name, ternary, options)[0] for ternary in (False, True))
+    (one, said), (two, says) = (simulate(bytes_of_a_step, 2, name, ternary, options)[0] for ternary in (False, True))
     ratio = two["bytes_step"] / one["bytes_step"]
     bits = 8 * two["bytes_step"] / two["parameters"]
     print(f"{name}, {options}: {ratio:.4f} times the bytes of one bit, {bits:.4f} bits sent per parameter")

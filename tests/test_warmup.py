@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam
+from fusedonebit.comm import Transport
 
 STEPS = 50
 GROUPS = [
@@ -55,13 +56,13 @@ def ulps(ours: Tensor, reference: Tensor) -> int:
     return int((ours - reference).abs().max())
 
 
-def against_adamw(rank: int, world_size: int) -> float:
-    ours = OneBitAdam(make_groups(), lr=1e-3, freeze_step=STEPS + 1)
+def against_adamw(rank: int, transport: Transport) -> float:
+    ours = OneBitAdam(make_groups(), lr=1e-3, freeze_step=STEPS + 1, process_group=transport)
     reference = torch.optim.AdamW(make_groups(), lr=1e-3, foreach=False)
     worst = 0.0
     for step in range(STEPS):
         for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
-            p.grad, q.grad = gradient(rank, step, p, i), averaged(world_size, step, q, i)
+            p.grad, q.grad = gradient(rank, step, p, i), averaged(transport.world_size, step, q, i)
         ours.step()
         reference.step()
         pairs = zip(parameters(ours), parameters(reference), strict=True)
@@ -76,14 +77,14 @@ def against_adamw(rank: int, world_size: int) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_warmup_equals_adamw_on_the_averaged_gradient(world_size):
-    for worst in run_ranks(against_adamw, world_size):
+    for worst in simulate(against_adamw, world_size):
         print(f"W={world_size}: deviation from AdamW over {STEPS} steps: {worst:.1e} (limit 1e-6)")
         assert worst <= 1e-6
 
 
-def against_rounded_adamw(rank: int, world_size: int, dtype: torch.dtype) -> tuple[int, float]:
+def against_rounded_adamw(rank: int, transport: Transport, dtype: torch.dtype) -> tuple[int, float]:
     """AdamW with float32 state whose parameters are rounded after each step."""
-    ours = OneBitAdam(make_groups(dtype), lr=1e-3, freeze_step=STEPS + 1)
+    ours = OneBitAdam(make_groups(dtype), lr=1e-3, freeze_step=STEPS + 1, process_group=transport)
     groups = make_groups(dtype)
     rounded = [p for group in groups for p in group["params"]]
     for group in groups:
@@ -93,7 +94,7 @@ def against_rounded_adamw(rank: int, world_size: int, dtype: torch.dtype) -> tup
     start = [p.detach().float().clone() for p in parameters(ours)]
     for step in range(STEPS):
         for i, (p, q) in enumerate(zip(parameters(ours), parameters(reference), strict=True)):
-            p.grad, q.grad = gradient(rank, step, p, i), averaged(world_size, step, p, i)
+            p.grad, q.grad = gradient(rank, step, p, i), averaged(transport.world_size, step, p, i)
         ours.step()
         reference.step()
         for p, q, r in zip(parameters(ours), parameters(reference), rounded, strict=True):
@@ -106,9 +107,10 @@ def against_rounded_adamw(rank: int, world_size: int, dtype: torch.dtype) -> tup
     return worst, moved
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_stay_within_one_ulp_of_adamw_with_float32_state(dtype):
-    for worst, moved in run_ranks(against_rounded_adamw, 2, dtype):
+    for worst, moved in simulate(against_rounded_adamw, 2, dtype):
         print(f"{dtype}: deviation over {STEPS} steps: {worst} ulp (limit 1)")
         assert worst <= 1
         assert moved > 0.05
