@@ -20,6 +20,7 @@ import pytest
 import test_readme
 import torch
 from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands, words
+from launched import launched
 
 from fusedonebit.apps import cli
 from fusedonebit.apps.train import launch
@@ -53,7 +54,7 @@ def how(command: str) -> str:
     name, *arguments = words(command)
     if name == "fusedonebit" and arguments:
         return {"plan": "run", "train": "run in full", "lab": "run in full"}.get(arguments[0], "parsed")
-    if name == "torchrun" and "fusedonebit.apps.cli" in arguments:
+    if name == "torchrun" and "train" in arguments:
         return "run in full"
     return "the reader's" if name in ("git", "cd") else "parsed"
 
@@ -125,14 +126,9 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
     if not torch.cuda.is_available():
         code = code.replace('"cuda"', '"cpu"')
     (tmp_path / "page.py").write_text(code)
-    ranks = documentation.ranks(page.read_text(), code)
-    launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
-    result = subprocess.run(
-        [*launcher, "page.py"], capture_output=True, text=True, timeout=180, cwd=tmp_path, env=ENVIRONMENT
-    )
-    assert result.returncode == 0, result.stderr
+    printed = launched(tmp_path / "page.py", documentation.ranks(page.read_text(), code), timeout=180)
     if page.name == "README.md":
-        test_readme.check_bytes(result.stdout, messages=2)
+        test_readme.check_bytes(printed, messages=2)
 
 
 # ---------------------------------------------------------------- commands
@@ -238,7 +234,7 @@ def _check_module(module: str, arguments: list[str], parse: Callable[..., argpar
         assert set(given.cases) <= set(CASES)
 
 
-@pytest.mark.long(but=12)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(("block", "command"), COMMANDS, ids=str)
 def test_a_command_is_understood_by_what_it_calls(
     block: Block, command: str, at_hand: Path, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
@@ -249,7 +245,7 @@ def test_a_command_is_understood_by_what_it_calls(
 
         given = get_args_parser().parse_args(arguments)
         if given.module:
-            assert given.training_script == "fusedonebit.apps.cli"
+            assert given.training_script == "fusedonebit"
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun's
             monkeypatch.setenv("WORLD_SIZE", given.nproc_per_node)
             _check_fusedonebit(given.training_script_args, parse, monkeypatch)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from launched import Ended, fusedonebit
 from ranks import run_ranks
 
 from fusedonebit import FusedOneBitWarning
@@ -49,7 +48,7 @@ IN_ROUNDS = [name for name in CONTENDERS if name.split("-lr")[0].removesuffix("-
 IN_ROUNDS += [name for name in CONTENDERS if name.startswith("marsit")]
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", [name for name in IN_ROUNDS if "-lr" not in name])
 def test_every_optimizer_that_works_in_rounds_starts_alike_and_ends(monkeypatch, name):
     short(monkeypatch, "mlp", 25)
@@ -62,7 +61,7 @@ def test_every_optimizer_that_works_in_rounds_starts_alike_and_ends(monkeypatch,
         assert record["losses"][-1] < 2.2
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in IN_ROUNDS])
 def test_every_optimizer_learns_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 100)
@@ -98,9 +97,8 @@ def test_the_table_has_means_and_what_diverged():
     assert "| adam | **diverged 1/1** |" in table(runs[2:])
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "fusedonebit", "lab", *arguments]
-    return subprocess.run(run, capture_output=True, text=True, timeout=120)
+def command(*arguments: str) -> Ended:
+    return fusedonebit("lab", *arguments)
 
 
 @pytest.mark.full

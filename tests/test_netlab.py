@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import network
 from benchmarks.netlab import model, split
+from benchmarks.netlab.__main__ import main
 from benchmarks.netlab.split import Turn
 from fusedonebit.apps.plan.costs import all_reduce
 
@@ -84,13 +85,13 @@ def test_a_prediction_is_a_steps_own_work_and_the_planners_messages():
 # ---------------------------------------------------------------- where it runs
 
 
-def test_without_rights_one_line_says_what_is_missing(tmp_path):
-    # Without PATH there is neither ip nor tc.
-    command = [sys.executable, "-m", "benchmarks.netlab"]
-    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert len(ended.stderr.splitlines()) == 1
-    assert "iproute2's ip and iproute2's tc" in ended.stderr
+def test_without_rights_one_line_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # in which there is neither ip nor tc
+    monkeypatch.setattr(sys, "argv", ["benchmarks.netlab"])
+    with pytest.raises(SystemExit) as ended:  # with this text, Python ends with status 1
+        main()
+    assert "iproute2's ip and iproute2's tc" in ended.value.code
+    assert "\n" not in ended.value.code
 
 
 def test_what_is_missing_is_named(monkeypatch):

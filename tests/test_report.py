@@ -6,20 +6,18 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from launched import fusedonebit
 from report_pages import data_of, in_a_browser, open_page, record, write
 
 from fusedonebit.apps.cli import main
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}&amp;\u2028<!--"
-COMMAND = [sys.executable, "-m", "fusedonebit"]
 
 
 def report(*arguments: Path | str, out: Path) -> str:
@@ -257,15 +255,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     options = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--steps", "12"]
     names = ["--nproc", "2", "--compare", "adamw,onebit-lamb", "--freeze-step", "5", "--text", str(out / "text.txt")]
-    command = [*COMMAND, "train", *options, *names, "--out", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = fusedonebit("train", *options, *names, "--out", str(out))
     assert result.returncode == 0, result.stderr
     return out
 
 
 @pytest.mark.long
 def test_what_train_leaves_behind_becomes_a_page(trained: Path):
-    result = subprocess.run([*COMMAND, "report", str(trained)], capture_output=True, text=True, timeout=60)
+    result = fusedonebit("report", str(trained))
     assert result.returncode == 0, result.stderr
     data = data_of((trained / "report.html").read_text())
     adamw, lamb = data["runs"]

@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-
-from fusedonebit.apps import cli
+from launched import Ended, fusedonebit
 
 COMMAND = [sys.executable, "-m", "fusedonebit", "train"]
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
 
 
-def train(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *SMALL, *arguments], capture_output=True, text=True, timeout=timeout)
+def train(*arguments: str) -> Ended:
+    return fusedonebit("train", *SMALL, *arguments)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -243,17 +242,11 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--resume"], "--resume found no checkpoint"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str):
     (tmp_path / "empty").write_text("")
     (tmp_path / "short").write_text("too short")
     names = {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
-    try:
-        status: object = cli.main(
-            ["train", *SMALL, *(names.get(a, a) for a in arguments), "--out", str(tmp_path / "out")]
-        )
-    except SystemExit as ended:  # of argparse
-        status = ended.code
-    told = capsys.readouterr().err
+    status, _, told = train(*(names.get(a, a) for a in arguments), "--out", str(tmp_path / "out"))
     assert status == 2
     assert "Traceback" not in told
     assert len([line for line in told.splitlines() if message in line]) == 1
