@@ -12,9 +12,9 @@ help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        train every task of the convergence lab with every optimizer (hours; can be stopped and goes on)"
 	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
-	@echo "make test       run the test suite (minutes)"
+	@echo "make test       run the test suite (5 minutes on 2 cores)"
 	@echo "make test-long   those that make test leaves out because they take seconds: whole grids, whole programs (10 minutes)"
-	@echo "make test-compiler   those tests that need a C compiler, or do more with one; make test has them where there is one"
+	@echo "make test-compiler   those tests that need a C compiler or chromium, or do more with one; make test has them too"
 	@echo "make test-mpi   those tests that need Open MPI (apt-get install openmpi-bin), with mpi4py, which it installs"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
@@ -30,9 +30,10 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch and triton into $(VENV): minutes, the first time"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "setuptools>=61" wheel torch triton
+	$(BIN)/python -m pip install --constraint constraints.txt "setuptools>=61" wheel torch triton
 	@echo "installing fusedonebit and what its commands and tests need"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[train,lab,dev]"
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable \
+		".[train,lab,dev]"
 	@touch $@
 
 setup: $(READY)
@@ -48,13 +49,14 @@ netlab: $(READY)
 
 # Two workers: most tests are one process of one thread.
 test: $(READY)
+	@echo "running about 5,000 tests on 2 processes: some 5 minutes; first both import torch and collect them"
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
 test-compiler: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels or needs_compiler"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels or needs_compiler or needs_browser"
 
 $(VENV)/.mpi: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi]"
