@@ -38,9 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     later = _later(items)
     if config.getoption("--long"):
-        left_out = [item for item in items if item not in later or item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item in later and not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in later])
+        items[:] = [item for item in items if item in later]
         return
     minutes = pytest.mark.skip(reason="takes minutes: run `make test-full`")
     seconds = pytest.mark.skip(reason="takes seconds: run `make test-long`")
@@ -55,7 +54,7 @@ def _later(items: list[pytest.Item]) -> set[pytest.Item]:
     """The cases of tests marked ``long`` that ``make test`` leaves out; see the marker in pyproject.toml."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") and not item.get_closest_marker("full"):
             cases.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
     later: set[pytest.Item] = set()
     for several in cases.values():

@@ -125,6 +125,7 @@ def sent_in(rank: int, world_size: int, name: str, micros: int) -> dict[str, tup
     return seen
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_accumulation_sends_a_quarter_and_only_at_the_boundary(name):
     pairs = zip(run_ranks(sent_in, 2, name, MICROS), run_ranks(sent_in, 2, name, 1), strict=True)

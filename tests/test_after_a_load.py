@@ -82,6 +82,7 @@ def check(told: list[tuple[str, str, bool]], name: str = TOLD) -> None:
         assert still
 
 
+@pytest.mark.long(but=2)
 @EACH
 @pytest.mark.parametrize("steps", [2, 6])
 def test_one_other_element_on_one_rank_stops_all_and_names_the_tensor(name, steps):
@@ -108,6 +109,7 @@ def test_one_other_element_on_one_rank_stops_all_and_names_the_tensor(name, step
     assert ends[0] == ends[1]
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", ["onebit-adam", "lamb", "marsit-sgd", "lion"])
 def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
     def run(rank: int, transport: Transport) -> list[int]:

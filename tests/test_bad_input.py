@@ -203,6 +203,7 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
     model.bias.requires_grad_(True)
 
 
+@pytest.mark.long(but=15)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("freeze_step", [100, 1], ids=["warmup", "compression"])
 @pytest.mark.parametrize(
@@ -270,6 +271,7 @@ def test_looking_at_a_foreign_parameter_says_so():
             look(torch.zeros(4))
 
 
+@pytest.mark.long
 def test_importing_costs_less_than_a_second_beyond_torch():
     # Of the processor: on a busy machine the clock on the wall tells something else.
     code = "import time, torch; t = time.process_time(); import fusedonebit; print(time.process_time() - t)"

@@ -127,6 +127,7 @@ PLACES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long(but=4)
 @CODINGS
 @PLACES
 def test_signsgd_takes_the_majority_of_the_signs_and_a_tie_is_up(topology, world_size, coding):
@@ -143,6 +144,7 @@ def test_signsgd_takes_the_majority_of_the_signs_and_a_tie_is_up(topology, world
     assert (ties > 0) == (world_size % 2 == 0)
 
 
+@pytest.mark.long(but=3)
 @CODINGS
 @PLACES
 def test_ef_signsgd_is_the_mean_of_scaled_signs_and_nothing_is_lost(topology, world_size, coding):
@@ -266,6 +268,7 @@ def on_ranks(rank: int, world_size: int, name: str, coding: str, kind: str, topo
     return prints
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("topology", "world_size"), [*(("ring", w) for w in (*WORLD_SIZES, 3)), ("torus", 4)])
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_parameters_are_bit_identical_on_all_ranks_after_every_round(name, topology, world_size):
@@ -280,6 +283,7 @@ def codings(rank: int, world_size: int, name: str) -> list[str]:
     return [on_ranks(rank, world_size, name, coding, "sgd", "ring")[-1] for coding in ("elias", "fixed")]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["signsgd", "ef-signsgd", "ssdm"])
 def test_the_coding_changes_nothing_but_the_bytes(name):
     for elias, fixed in run_ranks(codings, 3, name):
@@ -297,6 +301,7 @@ def torch_transport() -> Transport:
     return TorchTransport(None, torch.device("cpu"))
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_gloo_ranks_and_simulated_ranks_get_the_same(name, world_size):
@@ -344,6 +349,7 @@ def gaussian(rank: int) -> Tensor:
     return torch.randn(MANY, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("name", ["ef-signsgd", "ssdm", "signsgd"])
 def test_sums_of_fixed_width_take_as_many_bits_as_their_values_need(name, world_size):

@@ -78,7 +78,7 @@ def train(rank: int, world_size: int, name: str, extra: str, replayed: bool) -> 
     return run.outcome()
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("extra", EXTRAS)
 @EACH_ONEBIT
 def test_replayed_steps_equal_steps_under_a_changing_learning_rate(name, extra):

@@ -92,6 +92,7 @@ def made(monkeypatch):
     return entries
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("options", [{}, {"buckets": 20}], ids=["whole", "20 buckets"])
 @pytest.mark.parametrize("name", MAKE)

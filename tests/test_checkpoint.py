@@ -94,7 +94,7 @@ CUTS = [(4, "warmup"), (7, "warmup"), (8, "compression"), (13, "compression")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.long(but=14)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "world_size", "cut", "phase", "dtype"),
     [
@@ -114,6 +114,7 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
         assert same_state
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [8, 9])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -129,6 +130,7 @@ def test_resuming_right_after_skipped_first_steps_of_the_compression(name, optio
         assert result == (True, True, "compression")
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("scale_scope", ["layer", "block"])
 def test_resuming_keeps_every_scale(name, scale_scope):
@@ -153,6 +155,7 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
     assert told == before
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [7, 13])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -175,6 +178,7 @@ def auto_options() -> dict:
     return {"freeze_step": "auto", "betas": (0.5, 0.5)}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "cut"),
     [*(("onebit-adam", cut) for cut in range(3, 14, 2)), *(("onebit-lamb", cut) for cut in (5, 9, 13))],
@@ -197,6 +201,7 @@ def test_the_automatic_freeze_is_pending_at_some_of_these_cuts(name):
     assert optimizer.phase == "compression"
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_saving_and_looking_change_no_later_step(name):
     results = []
@@ -222,6 +227,7 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     return through_a_file(optimizer.state_dict())
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     "options",
     [{}, *({"precondition": p, "ternary": t} for p, t in ((True, True), (False, True), (True, False)))],
@@ -349,6 +355,7 @@ def start_compressed(rank: int, world_size: int, name: str, saved_by: str) -> tu
     return prints, average, first.stats(layers=True)["layers"]["average"], fingerprint(make())
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", LAMBS)
 @pytest.mark.parametrize("saved_by", ["lamb", "onebit-lamb"])
 def test_freeze_step_0_starts_compressed_from_a_checkpoint_of_lamb(name, saved_by):

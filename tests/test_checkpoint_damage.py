@@ -195,6 +195,7 @@ def damaged_folders(good: Path, where: Path, count: int, name: str) -> list[str]
     return folders
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "wrote", "reads", "count"),
     [
@@ -314,6 +315,7 @@ IMPOSSIBLE = [
 ]
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(("name", "steps", "change", "text"), IMPOSSIBLE)
 def test_what_no_run_can_have_is_refused_on_all_ranks_also_without_checksums(name, steps, change, text):
     def damaged(trial: int, rank: int, data: bytes) -> Any:
@@ -346,6 +348,7 @@ def test_adamws_impossible_values_are_refused_on_all_ranks(value):
         assert "exp_avg_sq of parameter 1 in the checkpoint must" in message
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("name", "steps"), CASES)
 def test_a_checkpoint_without_checksums_of_an_earlier_version_loads(name, steps):
     def work(rank: int, transport: Any) -> tuple[bool, bool]:

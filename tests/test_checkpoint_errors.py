@@ -196,7 +196,7 @@ FOR_LAMB = {
 }
 
 
-@pytest.mark.long(but=11)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "make_wrong", "texts"),
     [("onebit-adam", *case) for case in (FOR_ANY | FOR_ADAM).items()]
@@ -211,6 +211,7 @@ def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_
         assert unchanged
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("saved_by", "name", "text"),
     [
@@ -228,6 +229,7 @@ def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing
         assert unchanged
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("option", ["precondition", "ternary"])
 @pytest.mark.parametrize("value", [False, True])
@@ -240,6 +242,7 @@ def test_a_compressed_checkpoint_of_another_setting_raises_on_every_rank_and_cha
         assert unchanged
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("was", "now"), [(2, 1), (2, 4), (4, 2)])
 def test_one_ranks_file_of_another_world_size_says_so(was, now):
     files = run_ranks(saved_state, was, "onebit-adam", torch.float32)
@@ -259,6 +262,7 @@ def warmup_at_another_world_size(rank: int, world_size: int, name: str, saved: d
     return fingerprint(parameters(optimizer)), optimizer.state[parameters(optimizer)[0]]["exp_avg"].clone(), layers
 
 
+@pytest.mark.long(but=2)
 @EACH
 def test_a_checkpoint_of_the_warmup_loads_at_any_world_size(name):
     optimizer = construct(name, make(), freeze_step=100)

@@ -109,6 +109,7 @@ SAVING = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("case", "text"), SAVING.items())
 def test_a_rank_that_can_not_save_makes_all_raise_and_say_why(tmp_path, case, text):
     results = run_ranks(fail_to_save, 2, case, str(tmp_path / "saved"), group_timeout=GROUP_TIMEOUT)
@@ -159,6 +160,7 @@ LOADING = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("case", "text"), LOADING.items())
 def test_a_rank_that_can_not_load_makes_all_raise_and_say_why(tmp_path, case, text):
     results = run_ranks(fail_to_load, 2, case, str(tmp_path / "saved"), group_timeout=GROUP_TIMEOUT)
@@ -245,6 +247,7 @@ def through_flattened(rank: int, world_size: int, name: str, steps: int) -> tupl
     return kind, message, everything(optimizer) == everything(resumed)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("name", "steps", "loads"),
     [("adam", 2, True), ("adam", 6, False), ("lamb", 2, False), ("lamb", 6, False), ("zero-one", 5, False)],

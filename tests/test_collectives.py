@@ -111,7 +111,7 @@ def averages(rank: int, world_size: int, scope: str, norm: str, ternary: bool) -
     return Run(rank, reduce, with_zeros if ternary else None)
 
 
-@pytest.mark.long(but=52)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", SCOPES)
@@ -209,6 +209,7 @@ def traffic(rank: int, world_size: int, scope: str) -> list[tuple[int, ...]]:
     return seen
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("scope", "slots"), [("global", 1), ("layer", 3), ("block", 3)])
 def test_a_call_is_two_collectives_of_one_message_to_each_other_rank(scope, slots):
     # The tensors of each chunk's blocks: 0 0 0 2 3 | 4 4 4 4 4.
@@ -217,6 +218,7 @@ def test_a_call_is_two_collectives_of_one_message_to_each_other_rank(scope, slot
         assert seen == [(2, 2, 2 * message, 2 * message), (2, 2, 2 * message, 4 * message)]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_bytes_grow_with_the_ranks_and_shrink_with_the_chunks(world_size):
     message = 32 + 16 + 16 + -(-10 // world_size) * 128 // 8
@@ -286,6 +288,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("how", "flag", "text"), REASONS, ids=[reason[0] for reason in REASONS])
 def test_one_rank_makes_all_skip_the_step_and_nothing_is_lost(how, flag, text, world_size):

@@ -96,7 +96,7 @@ def test_300_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, kind,
     assert last < 1e-6
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @EACH
 def test_a_whole_training_step_is_one_graph(name):
     compiled, eager = Run(name), Run(name)
@@ -141,7 +141,7 @@ def train_ranks(rank: int, world_size: int, name: str, compiled: bool, whole: bo
     return parameters
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "whole"])
 @EACH
 def test_compiled_ranks_equal_eager_ranks(name, whole):
@@ -151,6 +151,7 @@ def test_compiled_ranks_equal_eager_ranks(name, whole):
     assert_equal(compiled[0], compiled[1])
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_parameters_that_need_copies_are_updated_in_a_graph(name):
     def make() -> tuple[list[nn.Parameter], object]:

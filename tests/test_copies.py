@@ -59,6 +59,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.long(but=4)
 @WAYS
 @STAGES
 @EACH
@@ -74,6 +75,7 @@ def test_a_model_and_its_optimizer_are_copied_together(name, steps, way):
     assert equal(train(model, optimizer, 4, seed=1), moved)
 
 
+@pytest.mark.long(but=8)
 @WAYS
 @EACH
 @pytest.mark.filterwarnings("ignore:after so few updates")
@@ -136,6 +138,7 @@ def test_hooks_are_not_copied(name):
     assert calls == []
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_deep_copy_works_over_the_same_ranks(name):
     def program(rank: int, transport: Any) -> tuple[list[Tensor], ...]:

@@ -116,6 +116,7 @@ MOMENTS: list[Any] = [
 ]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "cut", "dtype", "options", "phase"), MOMENTS, ids=str)
 def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(tmp_path, name, cut, dtype, options, phase):
     results = run_ranks(resume, 2, name, cut, dtype, options, str(tmp_path / "saved"))
@@ -218,6 +219,7 @@ def by_torchs_calls(rank: int, world_size: int, name: str, folder: str) -> list[
     return differing(everything(model, optimizer), everything(again, resumed))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
 def test_torchs_own_calls_do_with_a_template(tmp_path, name):
     assert run_ranks(by_torchs_calls, 2, name, str(tmp_path / "saved")) == [[], []]
@@ -262,6 +264,7 @@ def save_asynchronously(rank: int, world_size: int, name: str, folder: str) -> l
     return differing(everything(again, resumed), at_the_call)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
 def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path, name):
     assert run_ranks(save_asynchronously, 2, name, str(tmp_path / "saved")) == [[], []]
@@ -284,6 +287,7 @@ def through_full_state(rank: int, world_size: int, name: str) -> tuple[list[str]
     return differing(everything(model, optimizer), everything(again, resumed)), sorted(on_cpu)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
 def test_a_full_state_has_all_rows_and_loads_without_options(name):
     results = run_ranks(through_full_state, 2, name)
@@ -378,6 +382,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("case", "text"), WRONG.items())
 def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(tmp_path, case, text):
     results = run_ranks(load_wrong, 2, case, str(tmp_path / "saved"), group_timeout=20)

@@ -43,7 +43,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, folder: str) -> tupl
     return phase, differing(everything(model, optimizer), found), len(found)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "cut"), [("adam", 18), ("adam", 6), ("lamb", 18)])
 def test_on_the_same_grid_a_run_goes_on_bit_for_bit(tmp_path, name, cut):
     for phase, differ, count in run_ranks(resume, 4, name, cut, str(tmp_path / "saved")):
@@ -68,6 +68,7 @@ def pass_on(rank: int, world_size: int, name: str, folder: str, onward: str) -> 
     return kept
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", pytest.param("lamb", marks=pytest.mark.full)])
 def test_with_other_numbers_of_replicas_nothing_is_lost(tmp_path, name):
     folders = [str(tmp_path / str(i)) for i in range(3)]

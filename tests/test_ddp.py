@@ -153,6 +153,7 @@ def check(ranks: list[dict], name: str, final: str = "compression") -> None:
 MANY = 0.0005  # megabytes: several buckets
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_the_bits_are_those_without_ddp_and_everything_is_sent_once(name):
     ranks = run_ranks(side_by_side, 2, name, {})
@@ -226,6 +227,7 @@ def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
         assert [bool(calls) for calls in seen["backward"]] == [True, False] * (FREEZE // 2) + [False] * (STEPS - FREEZE)
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_a_re_warm_up_has_the_bits_of_one_without_ddp(name):
     ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {"rewarm_every": 10, "rewarm_steps": 10})
@@ -265,6 +267,7 @@ def mixed(rank: int, world_size: int, name: str) -> tuple[list[str], str, float,
     return bits, attached[1].phase, max(apart[:FREEZE]), apart[-1]
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_layers_of_16_bits_train_and_stay_equal_on_all_ranks(name):
     ranks = run_ranks(mixed, 2, name)

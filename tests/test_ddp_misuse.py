@@ -87,13 +87,14 @@ def warned(rank: int, world_size: int, name: str, how: str) -> tuple[list[int], 
     return steps, set(told)
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_step_and_no_savings_are_told(name):
     told = {(True, True)}
     assert run_ranks(warned, 2, name, "averaged by DDP") == [([0] * SEEDS, told), ([], told)]
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 @pytest.mark.parametrize(("world_size", "how"), [(2, "local"), (2, "attached"), (1, "averaged by DDP")])
 def test_nobody_warns_of_other_gradients(name, world_size, how):

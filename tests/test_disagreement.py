@@ -121,6 +121,7 @@ def build_differently(rank: int, world_size: int, case: str, name: str = "onebit
     return caught(lambda: build(case, rank, name))
 
 
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -276,6 +277,7 @@ def fail_on_one_rank(
     return *outcome, still, fingerprint(params)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "case", "steps"),
     [
@@ -316,7 +318,7 @@ def bad_number(rank: int, world_size: int, name: str, steps: int, value: float, 
     return outcome, still, (stats["step"], stats["skipped_steps"]), warned, fingerprint(params)
 
 
-@pytest.mark.long(but=16)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize(
     ("name", "steps", "value"),
@@ -359,6 +361,7 @@ def other_lr(rank: int, world_size: int, name: str, steps: int, tensor_lr: bool)
     return *outcome, still, fingerprint(params)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "steps", "tensor_lr", "world_size"),
     [

@@ -235,7 +235,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
     return "", "", False
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "steps", "what", "text"),
     [

@@ -43,6 +43,7 @@ def parameters() -> list[Parameter]:
     return [Parameter(torch.randn(shape, generator=draw)) for shape in ((300,), (9, 13))]
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("resumed", [False, True], ids=["straight on", "through a checkpoint"])
 @pytest.mark.parametrize("case", CASES)

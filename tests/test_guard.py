@@ -79,7 +79,7 @@ def norms(rank: int, transport, name: str, options: dict) -> list[tuple[float, f
     return found
 
 
-@pytest.mark.long(but=18)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 @pytest.mark.parametrize("precondition", [False, True], ids=["momentum", "preconditioned"])
@@ -140,6 +140,7 @@ def check_vetoes(runs: list[dict], schedule: list[tuple[str, ...]]) -> int:
     return vetoed
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{}, {"ternary": True}, PAPER | {"scale_norm": "l1"}], ids=str)
 @EACH_ONEBIT
 def test_a_veto_changes_no_parameter_and_loses_nothing(name, options):
@@ -170,6 +171,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_no_veto():
 # ---------------------------------------------------------------- what follows
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 3])
 @EACH_ONEBIT
 def test_rewarm_warms_up_again_for_rewarm_steps_updates(name, world_size):
@@ -285,6 +287,7 @@ def drift(rank: int, transport, spike: float) -> tuple[float, float]:
     return sum(moved[40:60]) / 20, sum(moved[260:280]) / 20
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("spike", [1e3, 1e5])
 def test_one_bad_batch_does_not_slow_training_down_for_good(spike):
     with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):
@@ -352,6 +355,7 @@ def test_deepspeeds_numerics_are_refused_at_the_first_compressed_step_where_some
     assert unguarded[0][2] > 1e3 * results[0][2]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("ternary", [False, True])
 def test_the_defaults_are_never_refused_there(ternary):
     for first, stats, largest in SimulatedGroup(2).run(lambda rank, t: minimise(rank, t, {"ternary": ternary})):
@@ -385,6 +389,7 @@ def straight_and_resumed(name: str, guard: str, cut: int) -> list[OneBitOptimize
     return runs
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("guard", ["rewarm", "warn"])
 @pytest.mark.parametrize("cut", [FREEZE + 2, FREEZE + 3, FREEZE + 4], ids=["before", "right after", "later"])
 @EACH_ONEBIT

@@ -14,6 +14,7 @@ from fusedonebit.comm.message import Flag
 from fusedonebit.triton_kernels import FlatLayout, using
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.kernels
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("op", ["momentum_compress", "server_reduce"])

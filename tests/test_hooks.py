@@ -57,6 +57,7 @@ def test_a_pre_hook_of_loading_sees_what_was_saved(name, steps):
     assert header_of(seen[0]) == header_of(saved)
 
 
+@pytest.mark.long(but=8)
 @STAGES
 @EACH
 def test_what_a_pre_hook_of_loading_changes_is_loaded(name, steps):
@@ -181,6 +182,7 @@ def test_what_others_keep_in_the_state_outlives_the_freeze_and_new_groups(name):
     assert optimizer.state[model.weight]["depth"] == 3
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("when", ["before", "after"])
 @EACH
 def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(name, when):

@@ -318,6 +318,7 @@ def nothing_here(rank: int, world_size: int, name: str) -> dict:
     return {"x": flat(parameters(optimizer)), "stats": optimizer.stats()}
 
 
+@pytest.mark.long(but=1)
 @EACH_NAME
 def test_ranks_without_any_element_take_part(name):
     runs = run_ranks(nothing_here, 4, name)

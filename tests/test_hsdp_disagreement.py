@@ -134,6 +134,7 @@ def step_differently(rank: int, world_size: int, what: str, at: int) -> list[tup
     return told
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("at", [1, 5], ids=["warmup", "compression"])
 @pytest.mark.parametrize("what", ["shape", "lr of one rank", "lr of one column"])
 def test_a_step_that_one_rank_takes_differently_is_no_step_on_any(what, at):
@@ -175,6 +176,7 @@ def move_with_masks(rank: int, world_size: int, as_dtensors: bool) -> list[tuple
     return [(bool(m[w].all()), bool(m[~w].any())) for m, w in zip(moved, parts, strict=True)]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("as_dtensors", [True, False])
 def test_masks_are_dtensors_or_what_each_rank_holds(as_dtensors):
     for found in run_ranks(move_with_masks, 4, as_dtensors):

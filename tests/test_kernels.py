@@ -43,7 +43,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
     return 1024 if max(sizes) > 10_000 else 128
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
@@ -57,6 +57,7 @@ def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
         assert_equal_backends("momentum_compress", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_preconditioned_momentum_compress_equals_its_twin(inside):
     def make() -> tuple:
@@ -77,6 +78,7 @@ def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_their_
     assert_equal_backends("momentum_compress", make)
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("norm", ["l1", "l2", "contractive"])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -99,7 +101,7 @@ def test_finish_flags_dropped_elements_as_its_twin_does():
     assert_equal_backends("finish", make)
 
 
-@pytest.mark.long(but=25)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
@@ -126,7 +128,7 @@ def test_a_server_that_keeps_nothing_equals_its_twin_and_one_without_residual(wo
     assert all(torch.equal(without[i], kept[i]) for i in (9, 10, 11))
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_apply_momentum_equals_its_twin(sizes, dtype):
@@ -141,7 +143,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
                 assert_equal_backends("apply_momentum", make)
 
 
-@pytest.mark.long(but=9)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_adam_update_equals_its_twin(sizes, dtype):
@@ -157,6 +159,7 @@ def test_adam_update_equals_its_twin(sizes, dtype):
             assert_equal_backends("adam_update", make)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_flatten_equals_its_twin(sizes, dtype):
@@ -169,6 +172,7 @@ def test_flatten_equals_its_twin(sizes, dtype):
         assert_equal_backends("flatten", make)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_gradient_squares_equal_their_twin(sizes, dtype):
@@ -288,6 +292,7 @@ def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, NotRun(name))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("tensors", "options"), [(3, {}), (302, {}), (3000, {}), (302, PAPER)], ids=["3", "302", "3000", "302, paper"]
 )

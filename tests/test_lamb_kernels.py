@@ -38,7 +38,7 @@ def put_special(tensors: list[Tensor], values: tuple[float, ...] = SPECIAL) -> N
             tensor.view(-1)[i * 37 % tensor.numel()] = value
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_lamb_update_equals_its_twin(sizes, dtype):
@@ -51,6 +51,7 @@ def test_lamb_update_equals_its_twin(sizes, dtype):
         assert_equal_backends("lamb_update", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lamb_update_and_move_of_special_numbers_equal_their_twins(dtype):
     def make(name: str) -> Callable[[], tuple]:
@@ -70,6 +71,7 @@ def test_lamb_update_and_move_of_special_numbers_equal_their_twins(dtype):
         assert_equal_backends(name, make(name))
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("deepspeed", [False, True])
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", LAYER_SIZES)
@@ -88,7 +90,7 @@ def test_lamb_coefficient_equals_its_twin(sizes, world_size, deepspeed):
         assert_equal_backends("lamb_coefficient", make)
 
 
-@pytest.mark.long(but=11)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_lamb_move_equals_its_twin(sizes, dtype):
@@ -101,7 +103,7 @@ def test_lamb_move_equals_its_twin(sizes, dtype):
         assert_equal_backends("lamb_move", make)
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
 def test_lamb_ratio_equals_its_twin(sizes, world_size):
@@ -129,7 +131,7 @@ def test_lamb_ratio_equals_its_twin_in_every_way_and_dtype(sizes, world_size, dt
             )
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", RATIO_WAYS)
 def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_its_twin(way):
     def make() -> tuple:
@@ -147,6 +149,7 @@ def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_its_twin(way):
     assert_equal_backends("lamb_ratio", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", LAYER_SIZES)
 def test_lamb_rescale_equals_its_twin(sizes, world_size):
@@ -301,6 +304,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("tensors", [3, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_launches_the_same_few_kernels_whatever_the_number_of_tensors(kind, tensors, monkeypatch):

@@ -288,6 +288,7 @@ def check_lamb_ratio_arguments(p: Problem, arguments: tuple) -> None:
     assert equal_copies(copies((p.params, frozen, bits, scale, started, p.coef)), unchanged)
 
 
+@pytest.mark.long(but=26)
 @either_variant
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("started", [0, 1])
@@ -297,6 +298,7 @@ def test_lamb_ratio_is_its_formula(sizes, block, world_size, started, ternary, d
     check_lamb_ratio(Problem(sizes, world_size, block, ternary=ternary), started, deepspeed=deepspeed)
 
 
+@pytest.mark.long(but=24)
 @eps_inside
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("deepspeed", [False, True])
@@ -324,6 +326,7 @@ def test_lamb_ratio_of_momentum_in_units_of_one_over_denom_is_that_of_the_moment
     assert equal_copies(*outcomes)
 
 
+@pytest.mark.long(but=13)
 @pytest.mark.parametrize("live", LIVE[1:])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("block", BLOCK_SIZES)
@@ -412,6 +415,7 @@ def check_lamb_rescale(p: Problem, arguments: tuple) -> Tensor:
     return layers
 
 
+@pytest.mark.long(but=23)
 @either_variant
 @pytest.mark.parametrize("blend", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

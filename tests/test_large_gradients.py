@@ -75,6 +75,7 @@ def run(name: str, value: float, **options: Any) -> list[tuple]:
     return SimulatedGroup(2).run(lambda rank, transport: train(rank, transport, name, value, **options))
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @EVERY
 def test_an_element_whose_square_overflows_is_no_more_than_an_infinite_one(name):
@@ -85,6 +86,7 @@ def test_an_element_whose_square_overflows_is_no_more_than_an_infinite_one(name)
             assert np.array_equal(expected, found)
 
 
+@pytest.mark.long(but=4)
 @QUIET
 @EVERY
 def test_smaller_ones_are_used(name):
@@ -93,6 +95,7 @@ def test_smaller_ones_are_used(name):
         assert all(np.isfinite(part).all() for part in found[:-1])
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("name", ["onebit-adam", "lamb", "zero-one, local steps", "marsit-adam", "lion"])
 @pytest.mark.parametrize("exponent", [20, -20])
@@ -121,6 +124,7 @@ def clipped_momentum(rank: int, transport: Any, name: str, spoiled: float, at: i
     return flat([optimizer.momentum(p) for p in params]) + residuals(optimizer, params), optimizer.stats()["grad_norm"]
 
 
+@pytest.mark.long(but=4)
 @QUIET
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf"), 1e25])
 @pytest.mark.parametrize("name", ["onebit-adam, plain", "onebit-lamb", "zero-one", "marsit-sgd", "marsit-adam", "lion"])
@@ -134,6 +138,7 @@ def test_a_bad_element_does_not_let_the_others_pass_unclipped(name, spoiled):
         assert np.abs(kept).max() < 10  # unclipped: about 1e5
 
 
+@pytest.mark.long(but=6)
 @QUIET
 @pytest.mark.parametrize("at", [2, 8], ids=["warm-up", "compression"])
 @pytest.mark.parametrize("name", MAKE)

@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.long(but=17)
 @pytest.mark.parametrize("steps", [0, 1, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_state_and_parameters_are_freed_with_the_optimizer(name, steps):

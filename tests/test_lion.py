@@ -54,6 +54,7 @@ def transcription(workers: int, steps: int) -> np.ndarray:
     return x
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_follows_the_paper_line_by_line(workers):
     for found, _ in SimulatedGroup(workers).run(train):
@@ -75,6 +76,7 @@ def lion(params: list, grads: list[list], maximize: bool = False) -> list[torch.
     return moments
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("aggregation", ["majority", "mean"])
 def test_one_worker_is_lion_bit_for_bit(aggregation, maximize):
@@ -103,6 +105,7 @@ def on_real_ranks(rank: int, world_size: int, aggregation: str) -> tuple[np.ndar
     return found, optimizer.stats()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("aggregation", ["majority", "mean"])
 def test_ranks_are_bit_identical_and_send_a_bit_each_way(aggregation):
     results = run_ranks(on_real_ranks, 3, aggregation)
@@ -184,6 +187,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
         assert momentum.isfinite().all()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("aggregation", ["majority", "mean"])
 def test_a_step_that_a_scaler_skips_leaves_no_trace(aggregation):
     def run(rank, transport, overflows):
@@ -221,6 +225,7 @@ def resumed(rank: int, transport, at: int, aggregation: str) -> bool:
     return bool(np.array_equal(whole, flat(params)))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("aggregation", ["majority", "mean"])
 def test_resumes_bit_for_bit(aggregation):
     for at in (1, 5):

@@ -12,6 +12,7 @@ from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
 pytestmark = pytest.mark.kernels
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("world_size", [7, 8, 9, 16, 21])
 def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_size, ternary):
@@ -22,6 +23,7 @@ def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_siz
     assert_equal_backends("server_reduce", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 @pytest.mark.parametrize("world_size", [1, 3, 40])
 def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_size, norm):
@@ -40,6 +42,7 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
     assert_equal_backends("finish", make)
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("where", [0, 50, -1])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 def test_finish_flags_every_message_of_hundreds_wherever_an_element_was_dropped(scope, where):

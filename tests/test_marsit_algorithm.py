@@ -239,7 +239,7 @@ TORCH = {
 PLACES = [("ring", 3), ("torus", 4), ("owner", 3), ("ring", 1)]
 
 
-@pytest.mark.long(but=9)
+@pytest.mark.long(but=1)
 @EACH
 @pytest.mark.parametrize("local_steps", [1, 3])
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
@@ -253,6 +253,7 @@ def test_every_line_of_the_algorithms_in_float64(name, topology, world_size, loc
         assert min(found.agreeing, found.split) > 100
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_without_full_precision_the_compensation_goes_on_from_the_first_round(name):
     options = TORCH[name] | {"full_precision_every": 0, "compensation_limit": None, "global_ratio": 0.7}
@@ -261,6 +262,7 @@ def test_without_full_precision_the_compensation_goes_on_from_the_first_round(na
     compare(name, ranks, [TORCH[name]], ratio=0.7, k=0, what=f"{name}, K=0")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
 @EACH
 def test_the_compensation_is_clipped_in_units_of_the_global_step(name, limit):
@@ -276,6 +278,7 @@ def test_the_compensation_is_clipped_in_units_of_the_global_step(name, limit):
     assert clipped > 100
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", ["float", "tensor"])
 @EACH
 def test_both_stepsizes_follow_a_schedule(name, kind):
@@ -293,6 +296,7 @@ def test_both_stepsizes_follow_a_schedule(name, kind):
     compare(name, ranks, [TORCH[name]], ratio=0.7, k=6, local_steps=2, what=f"{name}, lr as a {kind}")
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_groups_have_their_own_hyper_parameters(name):
     other = {"momentum": 0.5} if name == "sgd" else {"betas": (0.6, 0.9), "eps": 1e-3}
@@ -319,6 +323,7 @@ def test_a_group_has_its_own_global_ratio(name):
             np.testing.assert_allclose(step, ratio * 1e-2, rtol=1e-6, atol=4e-7)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("local_steps", [1, 2])
 @EACH
 def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(name, local_steps):
@@ -347,7 +352,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(name, local_ste
 # ---------------------------------------------------------------- what is linear
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -397,6 +402,7 @@ def test_one_worker_in_full_precision_is_adamw():
 # ---------------------------------------------------------------- 16 bits
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("local_steps", [1, 2])
 @EACH
 def test_bfloat16_parameters_without_masters_are_rounded_once_a_round(name, local_steps):
@@ -416,6 +422,7 @@ def test_bfloat16_parameters_without_masters_are_rounded_once_a_round(name, loca
     assert still > 0, "rounding must show, or the test is no test"
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("local_steps", [1, 2])
 @EACH
 def test_masters_of_bfloat16_parameters_follow_the_algorithm_exactly(name, local_steps):

@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize(("options", "world_size", "steps"), CASES, ids=str)
 @EACH
@@ -165,6 +165,7 @@ def other_lr(rank: int, world_size: int, topology: str, steps: int, key: str) ->
     return *outcome, still, fingerprint(parameters(optimizer))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("steps", [2, 3], ids=["one-bit", "full precision"])
 @EACH_PLACE
 def test_another_hyper_parameter_on_one_rank_is_caught_on_all_and_training_can_go_on(topology, world_size, steps):
@@ -254,6 +255,7 @@ def fail_on_one_rank(rank: int, world_size: int, options: dict, at: int) -> tupl
     return kinds, message, fingerprint(parameters(optimizer)), optimizer.stats()["skipped_steps"]
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("options", "world_size", "at"),
     [

@@ -90,6 +90,7 @@ def scale_losses(
     return {"scales": scales, "prints": prints, "step": stats["step"], "skipped": stats["skipped_steps"], "bits": equal}
 
 
+@pytest.mark.long(but=1)
 @EACH_PLACE
 @EACH
 def test_an_overflow_on_one_rank_skips_the_round_on_all_and_leaves_no_trace(name, topology, world_size):
@@ -109,6 +110,7 @@ def unscaled(rank: int, world_size: int, name: str) -> tuple[list[str], list[str
     return tuple(scale_losses(rank, world_size, name, {}, (), scaled)["prints"] for scaled in (False, True))
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_gradients_are_unscaled_before_they_count(name):
     for plain, scaled in run_ranks(unscaled, 2, name):
@@ -139,6 +141,7 @@ def full_ignores(step: int, line: str) -> bool:
     return step % 4 != 0 or "compensation" not in line
 
 
+@pytest.mark.long(but=1)
 @EACH
 def test_an_overflow_changes_neither_parameters_nor_moments_on_any_rank(name):
     for still, others in run_ranks(overflow_leaves, 2, name):
@@ -170,6 +173,7 @@ def with_ddp(rank: int, world_size: int, name: str, options: dict, wrapped: bool
     return prints, sent_in_backward
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{}, {"local_steps": 2}], ids=str)
 @EACH
 def test_ddp_averages_nothing_and_the_bits_are_those_without_it(name, options):
@@ -204,6 +208,7 @@ def compiled(rank: int, world_size: int, name: str, options: dict, compiles: boo
     return prints
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{}, {"local_steps": 2, "topology": "owner"}], ids=str)
 @EACH
 def test_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, options):
@@ -354,6 +359,7 @@ def test_momentum_that_comes_later_is_refused_instead_of_ignored():
         train(optimizer, 0, 1)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("every", [0, 1])
 def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every):
     param = Parameter(torch.full((1000,), 4.0, dtype=torch.bfloat16))

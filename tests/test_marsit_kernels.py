@@ -37,7 +37,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------- the local update
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_local_update_equals_its_twin(sizes, world_size):
@@ -52,6 +52,7 @@ def test_local_update_equals_its_twin(sizes, world_size):
         assert_equal_backends("local_update", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("kind", "dtype"), list(zip(KINDS, DTYPES, strict=True)))
 def test_local_update_of_bad_gradients_equals_its_twin_and_tells_the_chunk(kind, dtype):
     for hold in (0, 1):
@@ -68,6 +69,7 @@ def test_local_update_of_bad_gradients_equals_its_twin_and_tells_the_chunk(kind,
         assert arguments[-1].tolist() == [0 if hold else NONFINITE, 0, 0]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_their_moments(kind):
     p = problem((1000,), 1, 128)
@@ -86,6 +88,7 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
         assert torch.equal(arguments[8][:1000][still], kept[:1000][still])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_local_update_of_some_chunks_equals_its_twin_and_leaves_the_others(kind):
     for first, last in ((0, 1), (1, 3), (3, 4), (2, 2)):
@@ -115,6 +118,7 @@ def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_their_twin(
         assert_equal_backends("local_update", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_count_has_no_compensation_does_not_move_and_may_have_bad_gradients(kind, moves):
@@ -165,6 +169,7 @@ def test_local_update_of_any_layout_and_mask_equals_its_twin(drawn):
 CHUNKS = [128, 384, 16_512, 32_768, 70_400]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_merge_signs_equals_its_twin_for_any_threshold(threshold):
     layout = FlatLayout((2 * 384,), 2, 128)
@@ -172,7 +177,7 @@ def test_merge_signs_equals_its_twin_for_any_threshold(threshold):
         assert_equal_backends("merge_signs", lambda r=rows, s=seed: merge_arguments(layout, r, threshold, s))
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_merge_signs_equals_its_twin_at_any_length(chunk, rows):
@@ -222,7 +227,7 @@ def test_a_merge_unites_flags_and_notes_which_checked_word_differs(backend):
         assert torch.equal(theirs, sent)
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("chunk", [384, 16_512])
 def test_pick_owned_and_place_owned_equal_their_twins(chunk, world_size):
@@ -232,6 +237,7 @@ def test_pick_owned_and_place_owned_equal_their_twins(chunk, world_size):
     assert_equal_backends("place_owned", lambda: placed_arguments(layout))
 
 
+@pytest.mark.long(but=1)
 @BOTH
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_place_has_one_owner_whoever_asks(backend, world_size):
@@ -248,6 +254,7 @@ def test_every_place_has_one_owner_whoever_asks(backend, world_size):
     assert all(torch.equal(planes[0], other) for other in planes)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_add_values_equals_its_twin(sizes, dtype):
@@ -261,6 +268,7 @@ def test_add_values_equals_its_twin(sizes, dtype):
         assert_equal_backends("add_values", make)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("sizes", SIZES[-2:])
 def test_add_values_rounds_stochastically_as_its_twin(sizes):
     def make() -> tuple:
@@ -274,7 +282,7 @@ def test_add_values_rounds_stochastically_as_its_twin(sizes):
 # ---------------------------------------------------------------- Bernoulli draws
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("threshold", [*map(threshold_of, range(2, 10)), 1, 1 << 20, 3 << 30, (1 << 32) - 1])
 def test_a_draw_is_1_with_exactly_its_probability_at_every_place_of_a_word(threshold):
     words, part = 1_000_000, 4096
@@ -341,7 +349,7 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
     return [optimizer.stats()["backend"], *(p.detach() for p in params), *(optimizer.compensation(p) for p in params)]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     ("name", "topology", "options"),

@@ -83,6 +83,7 @@ def deviations(way: tuple[str, int, int | None], kind: type = MarsitAllReduce) -
     return worst, chi_square
 
 
+@pytest.mark.long(but=1)
 @each(*RINGS, *TORUSES, *OWNERS)
 def test_a_bit_is_1_as_often_as_the_workers_bits_are_in_every_segment_and_whoever_has_them(way):
     worst, chi_square = deviations(way)
@@ -124,6 +125,7 @@ def test_the_law_holds_in_every_segment_with_a_million_draws_for_each(way):
         assert z.abs().max() <= MOST
 
 
+@pytest.mark.long(but=1)
 @each(*RINGS[1:], *TORUSES)
 def test_with_the_rank_in_place_of_the_position_the_law_is_seen_to_be_broken(way):
     worst, chi_square = deviations(way, ByRank)
@@ -142,6 +144,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 INDEPENDENT = [("ring", 4, None), ("ring", 5, None), ("torus", 4, 2), ("torus", 9, 3), ("owner", 5, None)]
 
 
+@pytest.mark.long(but=1)
 @each(*INDEPENDENT)
 def test_neighbours_are_uncorrelated_and_sums_vary_as_binomial_ones(way):
     x = standardised(draw(way, seed=1))  # with seed 0 one of all these 345 lags is at 4.02, with other seeds none
@@ -156,6 +159,7 @@ def test_neighbours_are_uncorrelated_and_sums_vary_as_binomial_ones(way):
         assert abs(float((squares - n).sum() / variance.sum().sqrt())) <= MOST, n
 
 
+@pytest.mark.long(but=1)
 @each(*INDEPENDENT)
 def test_rounds_seeds_segments_patterns_and_places_in_a_word_are_drawn_for_themselves(way):
     x = standardised(draw(way, rounds=2))
@@ -169,6 +173,7 @@ def test_rounds_seeds_segments_patterns_and_places_in_a_word_are_drawn_for_thems
     assert float((place.sum(1) / math.sqrt(place.shape[1])).abs().max()) <= MOST
 
 
+@pytest.mark.long(but=1)
 @each(*OWNERS[1:])
 def test_with_owners_each_worker_gives_one_of_the_m_bits_at_each_place_of_the_segments(way):
     who = patterns(way[1])

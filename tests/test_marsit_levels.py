@@ -53,6 +53,7 @@ def in_levels(rank: int, world_size: int, kind: str) -> list[list[torch.Tensor]]
     return seen
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_marsit_on_each_part_with_nodes_as_workers_bit_for_bit(kind):
     ranks = run_ranks(in_levels, 4, kind)

@@ -94,7 +94,7 @@ def check(ranks: list[dict[str, Any]], k: int, local_steps: int, what: str) -> N
     assert len({seen["own"][0] for seen in ranks}) == len(ranks), "momentum is each worker's own"
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
 @EACH
 def test_parameters_are_bit_identical_after_every_round_and_full_precision_leaves_no_compensation(
@@ -113,6 +113,7 @@ def test_eight_ranks_too(topology, rows):
     check(ranks, 3, 2, f"{topology} of 8, rows={rows}")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
 @EACH
 def test_gloo_ranks_and_simulated_ranks_get_the_same_bits(name, topology, world_size):
@@ -131,6 +132,7 @@ def draws(rank: int, world_size: int, topology: str, seeds: tuple[int, ...]) -> 
     return prints
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("topology", ["ring", "owner"])
 def test_a_seed_gives_the_same_run_again_and_another_seed_another(topology):
     for prints in run_ranks(draws, 2, topology, (5, 5, 6)):
@@ -161,7 +163,7 @@ LOOK = {"_allgather_base_": 1}
 """Whether all ranks' first gradients are the same; once."""
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @EACH
 @pytest.mark.parametrize(
     ("world_size", "options", "expected"),

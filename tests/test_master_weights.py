@@ -84,6 +84,7 @@ def beside_float32(rank: int, world_size: int, name: str, dtype: torch.dtype) ->
     return {"rounded": rounded, "equal": equal, "prints": prints, "phase": halves.stats()["phase"]}
 
 
+@pytest.mark.long(but=1)
 @EACH_HALF
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_masters_are_what_float32_parameters_would_be_on_both_ranks_across_the_freeze(name, dtype):
@@ -166,6 +167,7 @@ def overwrite(p: Parameter, how: str) -> None:
             p.data = torch.full_like(p, 3.0)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("step", [2, 6], ids=["warm-up", "compression"])
 @pytest.mark.parametrize("how", ["in place", "in part", "other memory"])
@@ -243,6 +245,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, d
     return found == expected and all(map(torch.equal, masters(straight), masters(again)))
 
 
+@pytest.mark.long(but=1)
 @EACH_HALF
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
 @pytest.mark.parametrize(("name", "cut"), [("onebit-adam", 5), ("onebit-adam", 12), ("onebit-lamb", 12), ("lamb", 5)])

@@ -69,7 +69,7 @@ def test_documented_config_has_no_unexplained_key_and_is_a_program(name, numeric
     compile(script, name, "exec")
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("numerics", ["recommended", "deepspeed"])
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_script_of_a_documented_config_trains(name, numerics):
@@ -215,6 +215,7 @@ def rates(name: str, count: int) -> list[float]:
     return seen
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_has_deepspeeds_learning_rate_in_every_step(name):
     recorded = SCHEDULES[name]["rates"]

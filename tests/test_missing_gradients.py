@@ -120,6 +120,7 @@ def test_the_warm_up_equals_adamw_whatever_gradients_are_none(world_size):
         assert worst <= 1e-6
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", named(AVERAGING, OWN))
 def test_what_no_rank_has_a_gradient_of_stays_to_the_bit(name, world_size):
@@ -160,6 +161,7 @@ def ends_of(make: Make, world_size: int, steps: int, given: Callable[[int, int, 
     return SimulatedGroup(world_size).run(work)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", named(AVERAGING, OWN, ZERO_ONE))
 def test_none_on_some_ranks_is_zeros_there(name):
     def missing(rank: int, step: int, i: int) -> bool:
@@ -201,6 +203,7 @@ def test_between_renewals_zero_one_leaves_parameters_and_what_is_owed(name):
     SimulatedGroup(2).run(work)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", IN_ROUNDS)
 def test_a_whole_round_without_a_gradient_leaves_all_as_it_was(name):
     away = 3  # whose gradients are None in every round but the first three
@@ -232,6 +235,7 @@ def test_a_whole_round_without_a_gradient_leaves_all_as_it_was(name):
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "zero-one", pytest.param("marsit adam", marks=pytest.mark.full)])
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(name):
     make, steps = (AVERAGING | OWN | ZERO_ONE)[name], 11

@@ -258,6 +258,7 @@ def train_with_silent_layer(rank: int, transport: Transport, kind: str) -> dict:
     return {"finite": finite, "unit": flat([state["unit"] for state in states.values()]), "m": m, "moved": moved}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", ["mean", "keep", "cancelled"])
 def test_layer_without_momentum_at_the_freeze_takes_no_part_in_the_scaling(kind):
     run, without = (simulate(train_with_silent_layer, 2, which)[0] for which in (kind, "absent"))

@@ -77,13 +77,14 @@ def example(name: str) -> list[tuple]:
 # ---------------------------------------------------------------- registration
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_op_is_registered_cleanly(name):
     for arguments in example(name):
         torch.library.opcheck(getattr(torch.ops.fusedonebit, name).default, arguments)
 
 
+@pytest.mark.long(but=15)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_fake_tensors_pass_through_an_op_untouched(name):
     with FakeTensorMode() as mode:
@@ -196,6 +197,7 @@ def check_momentum_compress(p: Problem, exp_avg_sq: Tensor | None = None, eps_in
         assert (c[p.live] == 0).sum() > p.live.sum() / 20 - 5, "zeros must be there to be seen"
 
 
+@pytest.mark.long(but=21)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -204,6 +206,7 @@ def test_momentum_compress_is_its_formula(size, world_size, dtype, ternary):
     check_momentum_compress(Problem((size,), world_size, 1024, dtype=dtype, ternary=ternary))
 
 
+@pytest.mark.long(but=23)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("variance", ["unit", "eps outside", "eps inside"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -38,6 +38,7 @@ def rounding(expected: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 # ---------------------------------------------------------------- finish
 
 
+@pytest.mark.long(but=23)
 @pytest.mark.parametrize("norm", SCALE_NORMS)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -96,6 +97,7 @@ def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     np.testing.assert_allclose(agreement[1], np.broadcast_to(most, squares.shape), rtol=1e-6)
 
 
+@pytest.mark.long(but=16)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("skip", [0, 1, 6])
 @pytest.mark.parametrize("scope", SCOPES)
@@ -135,6 +137,7 @@ def check_moved(p: Problem, before: Problem, expected: np.ndarray, terms: np.nda
     assert np.array_equal(moved[~p.live], before.flat(before.params)[~p.live])
 
 
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_size
@@ -211,6 +214,7 @@ def test_padding_never_enters_a_moment():
 # ---------------------------------------------------------------- flatten
 
 
+@pytest.mark.long(but=26)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @every_size

@@ -47,6 +47,7 @@ def find(optimizer: Any, rank: int, start: int) -> tuple[str, str, int, bool]:
     return "", "", 8, True
 
 
+@pytest.mark.long(but=7)
 @EACH
 @pytest.mark.parametrize("wrong", [skip, repeat])
 @pytest.mark.parametrize("steps", [1, 6])
@@ -172,6 +173,7 @@ MAY_DIFFER = [
 ]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "marsit-adam"])
 def test_what_ranks_may_do_differently_raises_no_alarm(name):
     def run(rank: int, transport: Transport) -> None:

@@ -165,12 +165,14 @@ def test_overlap_changes_no_bit():
     assert runs[0]["guard"][5]["skipped_steps"] == runs[0]["a NaN on rank 0"][5]["skipped_steps"] == 1
 
 
+@pytest.mark.long(but=1)
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_overlap_changes_no_bit_of_lamb_either(name, world_size):
     check_equal(name, world_size, list(CASES) if world_size == 4 else list(OF_LAMB))
 
 
+@pytest.mark.long
 def test_overlap_changes_no_bit_on_four_ranks():
     check_equal("onebit-adam", 4, ["unused parameters", "a NaN on rank 0"])
 

@@ -70,6 +70,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @CASES
 @pytest.mark.parametrize("loud", [1e12, 1.7e19, 1e25])
@@ -91,6 +92,7 @@ def test_a_gradient_too_large_to_count_costs_them_nothing_in_later_steps_either(
         assert imbalance(ranks, t)[0] <= 1e-5 * quiet_terms
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @CASES
 @pytest.mark.parametrize("skipped", [False, True])
@@ -105,6 +107,7 @@ def test_quiet_tensors_conserve_what_they_owe_in_every_step(options, skipped, lo
     assert worst <= 1e-6
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("scope", ["layer", "block"])
 @pytest.mark.parametrize("loud", [1.7e19, 1e25])

@@ -91,6 +91,7 @@ PAGES: dict[str, tuple[str | bytes, str | bytes | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(but=12)
 @pytest.mark.parametrize("how", PAGES)
 def test_damaged_records_are_passed_over_and_the_rest_is_a_page(how, tmp_path, capsys):
     metrics, starts = PAGES[how]

@@ -77,7 +77,7 @@ def check_stages(results: list[list[tuple]], bad: tuple) -> None:
     assert len({fingerprint(make(*SHAPES)), *(bits for *_, bits in results[0])}) == before + 1
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("bad", [(), (0, 4, 7, 8, 9, 12, 20, 24)], ids=["no skips", "skips"])
 @VARIANTS
 def test_each_stage_has_its_exact_number_of_updates_and_ranks_stay_bit_identical(name, options, bad):
@@ -88,6 +88,7 @@ def test_each_stage_has_its_exact_number_of_updates_and_ranks_stay_bit_identical
     check_stages(results, bad)
 
 
+@pytest.mark.long(but=1)
 @ADAM_AND_LAMB
 def test_real_ranks_go_through_two_cycles_as_simulated_ones_do(name):
     real = run_ranks(two_cycles, 2, name, {}, ())
@@ -128,6 +129,7 @@ def thaw_once(rank: int, transport, name: str, options: dict) -> dict:
     return {"before": before, "served": part, "after": after, "traffic": traffic, "layout": optimizer.layout}
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("beta1", [0.9, 0.3])
 @VARIANTS
 def test_the_thaw_folds_all_residuals_into_the_momentum(name, options, beta1):
@@ -157,6 +159,7 @@ def test_without_momentum_there_is_no_re_warm_up_to_put_residuals_into(name):
     assert all(bool(torch.isfinite(p).all()) for p in parameters(optimizer))
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @ADAM_AND_LAMB
 def test_a_thaw_costs_one_all_reduce(name, world_size):
@@ -228,6 +231,7 @@ def layers_through_a_cycle(rank: int, transport, name: str, options: dict) -> li
     return found
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("name", ["onebit-lamb", "onebit-lamb-frozen"])
 def test_in_a_stretch_lamb_has_no_ratio_averages_go_on_and_units_are_made_anew(name, precondition):
@@ -266,6 +270,7 @@ def dead_then_alive(rank: int, transport, name: str, precondition: bool) -> list
     return found
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [False, True])
 @EACH_ONEBIT
 def test_tensors_that_were_left_out_are_back_in_the_stretch(name, precondition):
@@ -324,7 +329,7 @@ def resume(rank: int, transport, name: str, cut: int, options: dict) -> list[boo
     return [*equal, told[0] == told[1]]
 
 
-@pytest.mark.long(but=12)
+@pytest.mark.long(but=1)
 @CUTS
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -22,6 +22,7 @@ UNEVEN = (5000, 0, 300, 70000, 12)
 HUGE = model.transformer(1e11)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.parametrize("ranks", [2, 64, 1024])
 @pytest.mark.parametrize("sizes", [UNEVEN, model.transformer(3e5)], ids=["uneven", "transformer"])
@@ -46,6 +47,7 @@ def test_scales_counted_without_a_table_are_those_of_the_table(ranks, block):
         assert model.segments(layout) == (int(layout.scale_segments("block")[-1]) + 1, own, most)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.filterwarnings("ignore:after so few updates", "ignore:the average")
 def test_a_step_takes_as_many_operations_on_any_number_of_ranks_and_none_has_a_square_of_them(optimizer):

@@ -62,6 +62,7 @@ RESUMED = pytest.mark.parametrize("resumed", [False, True], ids=["", "through a 
 QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 
 
+@pytest.mark.long(but=2)
 @QUIET
 @SCALED
 @RESUMED
@@ -102,6 +103,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @SCALED
 @RESUMED
@@ -159,6 +161,7 @@ ZERO_ONE = {
 }
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("make", [partial(MarsitSGD, full_precision_every=4), partial(ZeroOneAdam, **ZERO_ONE)])
 def test_ranks_agree_on_rounds_though_one_has_looked_early(make):

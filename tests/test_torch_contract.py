@@ -133,6 +133,7 @@ def goes_right(problem: Problem, optimizer: Any, make: Any, schedulers: Any = ()
 # ---------------------------------------------------------------- training
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
 @EACH_DTYPE
 @EACH
@@ -142,6 +143,7 @@ def test_goes_in_the_right_direction(name, dtype, contiguous, each):
         goes_right(problem, make(problem.params), make)
 
 
+@pytest.mark.long(but=7)
 @EACH_DTYPE
 @EACH
 def test_goes_in_the_right_direction_with_torchs_schedulers(name, dtype, each):
@@ -165,6 +167,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize(
     "schedule", ["cosine", *(pytest.param(s, marks=pytest.mark.full) for s in SCHEDULES if s != "cosine")]
 )
@@ -228,6 +231,7 @@ def test_a_tensor_learning_rate_does_what_a_number_does(name, each):
         assert lr == 0.0625
 
 
+@pytest.mark.long(but=7)
 @EACH
 def test_parameters_of_several_dtypes_train_together(name, each):
     for make in each(name, torch.bfloat16):
@@ -316,6 +320,7 @@ def test_zero_grad_forgets_or_zeroes(name, each):
         assert all(p.grad is None for p in problem.params)
 
 
+@pytest.mark.long(but=5)
 @EACH
 def test_empty_tensors_train_along(name, each):
     for make in each(name, torch.float32):
@@ -404,6 +409,7 @@ def test_profilers_see_the_step_by_its_name(name, each):
 # ---------------------------------------------------------------- state_dict and copies
 
 
+@pytest.mark.long(but=6)
 @EACH_DTYPE
 @EACH
 def test_a_restored_run_goes_on_bit_for_bit(name, dtype, each):
@@ -459,6 +465,7 @@ def test_older_and_foreign_forms_of_a_state_dict_load(name, each):
         problem.train(resumed, 2)
 
 
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 @EACH_DTYPE
 @EACH
@@ -492,6 +499,7 @@ def test_nothing_holds_an_optimizer_that_is_given_up(name, each):
 # ---------------------------------------------------------------- groups and mistakes
 
 
+@pytest.mark.long(but=5)
 @EACH
 def test_groups_can_be_added(name, each):
     for make in each(name, torch.float32):
@@ -566,6 +574,7 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long(but=26)
 @pytest.mark.parametrize("what", REFUSED)
 @EACH_OF_OURS
 def test_what_is_refused_says_so(name, what, each):

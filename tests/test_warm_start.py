@@ -106,6 +106,7 @@ def test_groups_are_corrected_by_their_own_betas_and_from_when_they_were_added()
         torch.testing.assert_close(optimizer.state[found]["exp_avg_sq"].double(), expected, rtol=2e-7, atol=0.0)
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize(("saved_by", "steps"), [("lamb", 14), ("onebit-lamb", 6), ("onebit-lamb", 14)])
 @pytest.mark.parametrize("name", LAMBS)
@@ -166,6 +167,7 @@ def start_on_ranks(rank: int, world_size: int, name: str, saved: dict, freeze_st
     return seen
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("freeze_step", [0, 5])
 @EACH_ONEBIT
 def test_ranks_that_start_from_another_world_sizes_checkpoint_are_bit_identical(name, freeze_step):
@@ -182,6 +184,7 @@ def test_real_ranks_start_bit_identical():
     assert results[0] == results[1]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [2, 7])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -325,6 +328,7 @@ def floored(rank: int, transport, name: str, floor: float | None, precondition: 
     return v, frozen, fingerprint(frozen)
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("floor", [0.0, 0.01, 0.5, None])
 @EACH_ONEBIT

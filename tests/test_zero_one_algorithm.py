@@ -225,7 +225,7 @@ def compare(ranks: list, rounds: tuple[int, ...], options: dict, what: str, mask
     assert max(worst.values()) <= LIMIT
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("variance_floor", [0.0, 0.01])
 @pytest.mark.parametrize("precondition", [True, False])
@@ -235,7 +235,7 @@ def test_every_line_of_algorithm_1_in_float64(precondition, variance_floor, worl
     compare(ranks, ROUNDS, options, f"{world_size} ranks, precondition {precondition}, floor {variance_floor}")
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("block_size", [128, 1024])
 @pytest.mark.parametrize(("scale_norm", "scale_scope"), [("l2", "global"), ("l1", "layer"), ("contractive", "block")])
 def test_scales_of_any_norm_and_scope_and_blocks_of_any_size(scale_norm, scale_scope, block_size):
@@ -246,6 +246,7 @@ def test_scales_of_any_norm_and_scope_and_blocks_of_any_size(scale_norm, scale_s
     compare(ranks, ROUNDS, options, f"{scale_norm}, {scale_scope}, blocks of {block_size}, padding {padding}")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("precondition", "kind"), [(True, "tensor"), (False, "float")])
 def test_the_learning_rate_may_change_in_every_step(precondition, kind):
     def change(optimizer: ZeroOneAdam, step: int) -> None:

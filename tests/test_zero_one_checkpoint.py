@@ -283,6 +283,7 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
     return *outcome, still and optimizer.stats()["step"] == 3
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("case", "text"),
     [

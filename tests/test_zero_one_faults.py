@@ -83,6 +83,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     return settled | {"later": fingerprint([*parameters(optimizer), *momenta(optimizer)])}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @EACH_PLACE
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_round_on_all_and_nothing_is_lost(place, nonfinite):
@@ -164,7 +165,7 @@ def overflow(rank: int, world_size: int, place: str, attach: bool) -> dict[str, 
     return {"scales": scales, "prints": prints, "skipped": skipped}
 
 
-@pytest.mark.long(but=9)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("attach", [False, True], ids=["bare", "ddp"])
 @EACH_PLACE
 def test_an_overflow_on_one_rank_lowers_the_scale_on_all_and_parameters_stay_equal(place, attach):
@@ -270,6 +271,7 @@ def spoil(rank: int, world_size: int, place: str, case: str) -> dict[str, Any]:
     return {"outcomes": outcomes, "still": still, "later": fingerprint(parameters(optimizer))}
 
 
+@pytest.mark.long(but=1)
 @EACH_PLACE
 def test_a_bad_gradient_or_setting_on_one_rank_is_raised_by_all_where_they_meet(place):
     for case, own, text in (
@@ -287,6 +289,7 @@ def test_a_bad_gradient_or_setting_on_one_rank_is_raised_by_all_where_they_meet(
         assert text in said
 
 
+@pytest.mark.long(but=1)
 @EACH_PLACE
 def test_hyper_parameters_that_differ_in_one_step_are_found_where_ranks_meet(place):
     for case in ("weight_decay", "betas"):

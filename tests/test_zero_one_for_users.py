@@ -56,6 +56,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(options):
             assert not mask.any() or mean > 0.01
 
 
+@pytest.mark.long(but=1)
 @SCOPES
 @pytest.mark.parametrize("given", [None, 0.0], ids=["none", "zeros"])
 def test_a_parameter_that_never_has_a_gradient_stays_and_one_with_zeros_only_decays(options, given):

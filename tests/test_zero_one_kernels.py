@@ -87,7 +87,7 @@ def test_rebuild_momentum_equals_its_twin(sizes, world_size):
         assert_equal_backends("rebuild_momentum", make)
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lion_compress_equals_its_twin(sizes, world_size, dtype):

@@ -52,6 +52,7 @@ def check_local_step(p: Problem, way: tuple[bool, bool, bool, bool], inside: boo
 # ---------------------------------------------------------------- local_step
 
 
+@pytest.mark.long(but=25)
 @EACH_WAY
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
@@ -59,6 +60,7 @@ def test_local_step_is_its_formula(size, dtype, way):
     assert not check_local_step(Problem((size,), 1, 1024, dtype=dtype), way)
 
 
+@pytest.mark.long(but=19)
 @EACH_WAY
 @pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -151,6 +153,7 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
 # ---------------------------------------------------------------- rebuild_momentum
 
 
+@pytest.mark.long(but=13)
 @pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -184,6 +187,7 @@ def check_lion_compress(p: Problem, step: int = 7, hold: int = 0) -> reference.V
     return expected
 
 
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("hold", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

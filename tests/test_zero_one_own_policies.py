@@ -77,6 +77,7 @@ def disagree(rank: int, world_size: int, case: str) -> tuple[int, type | None, s
     return step, *outcome, again[0] is outcome[0], time.monotonic() - begin, equal
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(
     ("case", "text"),
     [

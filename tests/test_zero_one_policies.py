@@ -41,6 +41,7 @@ def follow(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[st
     return seen
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "scale_scope": "global"}], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_and_momenta_are_equal_on_all_ranks_after_each_round_and_differ_within(world_size, options):

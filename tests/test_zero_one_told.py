@@ -85,6 +85,7 @@ def count(rank: int, world_size: int, name: str) -> int:
     return optimizer.stats()["bytes_total"] - start
 
 
+@pytest.mark.long
 def test_bytes_against_fp32_and_onebit_adam():
     sent = {name: run_ranks(count, 2, name)[0] for name in ("fp32", "onebit", "zero-one")}
     for name, total in sent.items():
