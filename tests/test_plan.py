@@ -1,7 +1,8 @@
-"""The planner: its formulas by hand, what was held out from its fit, its command, and topology="auto"."""
+"""The planner: its formulas by hand, what was held out from its fit, its command, and the choice of a topology."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import subprocess
@@ -302,7 +303,7 @@ def test_a_network_that_makes_no_sense_is_refused(name, value, message):
         Network(**{"between": 1e9, name: value})
 
 
-# ---------------------------------------------------------------- topology="auto"
+# ---------------------------------------------------------------- Marsit's topology
 
 # Each wins somewhere: bytes, hops, and where nothing costs anything the first of them.
 NETWORKS = {
@@ -313,7 +314,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 64, 1024])
-def test_auto_is_the_cheapest_of_the_three(world_size):
+def test_the_chosen_topology_is_the_cheapest_of_the_three(world_size):
     for network in (TYPICAL, *NETWORKS.values()):
         if world_size > network.gpus_per_node and world_size % network.gpus_per_node:
             continue
@@ -332,67 +333,42 @@ def make(numel: int = 100) -> list[Parameter]:
     ("optimizer", "world_size", "topology"),
     [(MarsitSGD, 4, "owner"), (MarsitAdam, 4, "torus"), (MarsitSGD, 4, "ring"), (MarsitAdam, 1, "ring")],
 )
-def test_auto_trains_as_the_topology_that_it_names(optimizer, world_size, topology):
-    def train(rank, transport, **options):
-        params = make()
-        made = optimizer(params, 1e-2, process_group=transport, full_precision_every=0, **options)
-        for step in range(2):
-            params[0].grad = torch.sin(torch.arange(100.0) * (rank + 1) + step)
-            made.step()
-        return params[0].detach(), repr(made)
+def test_marsit_takes_the_chosen_topology(optimizer, world_size, topology):
+    chosen = choose_topology(100, world_size, NETWORKS[topology])
+    assert chosen == topology
 
-    network = NETWORKS[topology]
-    auto = SimulatedGroup(world_size).run(lambda r, t: train(r, t, topology="auto", network=network))
-    named = SimulatedGroup(world_size).run(lambda r, t: train(r, t, topology=topology))
-    for (x, said), (y, _) in zip(auto, named, strict=True):
-        assert torch.equal(x, y)
-        assert f"topology: {topology} (auto), full precision never" in said
-
-
-def test_ranks_that_were_told_of_other_networks_get_an_error():
     def build(rank, transport):
-        with pytest.raises(ValueError, match=r"network is Network.* on rank 0 but Network.* on rank 1"):
-            MarsitSGD(make(), topology="auto", network=Network((rank + 1) * 1e9), process_group=transport)
+        return repr(optimizer(make(), 1e-2, process_group=transport, full_precision_every=0, topology=chosen))
+
+    for said in SimulatedGroup(world_size).run(build):
+        assert f"topology: {topology}, full precision never" in said
+
+
+def test_ranks_that_chose_for_other_networks_get_an_error():
+    def build(rank, transport):
+        network = NETWORKS["owner" if rank else "ring"]
+        with pytest.raises(ValueError, match=r"topology is 'ring' on rank 0 but 'owner' on rank 1"):
+            MarsitSGD(make(), topology=choose_topology(100, 4, network), process_group=transport)
 
     SimulatedGroup(2).run(build)
 
 
-def test_a_group_added_later_keeps_the_topology():
-    network = Network(1e6, gpus_per_node=1, between_latency=1e-3, base=1e-2)
-    assert [choose_topology(d, 4, network) for d in (100, 10**6)] == ["torus", "owner"]
-
-    def build(rank, transport):
-        optimizer = MarsitSGD(make(), topology="auto", network=network, process_group=transport)
-        optimizer.add_param_group({"params": make(10**6)})
-        return repr(optimizer)
-
-    assert all("topology: torus (auto)" in said for said in SimulatedGroup(4).run(build))
+def test_workers_that_do_not_fill_the_nodes_are_an_error():
+    with pytest.raises(ValueError, match="multiple of the 2 GPUs per node"):
+        choose_topology(100, 3, Network(1e9, gpus_per_node=2))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"network": "fast", "topology": "auto"},
-            TypeError,
-            "network must be a fusedonebit.apps.plan.Network or None, got s",
-        ),
-        ({"network": TYPICAL}, ValueError, 'network must be None unless topology is "auto"'),
-        ({"topology": "auto", "rows": 2}, ValueError, "rows must be None unless topology is"),
-        ({"topology": "auto", "network": Network(1e9, gpus_per_node=2)}, ValueError, "multiple of the 2 GPUs per node"),
-    ],
-)
-def test_bad_arguments_of_auto_are_named(options, error, message):
-    def build(rank, transport):
-        with pytest.raises(error, match=message):
-            MarsitSGD(make(), process_group=transport, **options)
-
-    SimulatedGroup(3).run(build)
+def test_the_library_itself_chooses_nothing():
+    with pytest.raises(ValueError, match=r"topology must be .*ring.*torus.*owner.*, got 'auto'"):
+        MarsitSGD(make(), topology="auto")
 
 
-def test_train_takes_auto_for_marsit_alone(capsys):
+def test_train_takes_auto_for_marsit_alone_and_records_what_it_is(tmp_path, capsys):
     assert main(["train", "--compare", "marsit,ssdm", "--topology", "auto"]) == 2
     assert "--topology auto is marsit's alone, got it with ssdm" in capsys.readouterr().err
+    tiny = ["--model", "tiny", "--steps", "2", "--batch-size", "1", "--seq-len", "8", "--out", str(tmp_path)]
+    assert main(["train", "--optimizer", "marsit", "--topology", "auto", *tiny]) == 0
+    assert json.loads((tmp_path / "starts.jsonl").read_text())["settings"]["topology"] == choose_topology(100, 1)
 
 
 def test_importing_the_package_and_its_costs_does_not_import_what_draws():

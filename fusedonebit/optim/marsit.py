@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..apps.plan import TYPICAL, Network, choose_topology
 from ..comm import MarsitAllReduce, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.ring_topology import TOPOLOGIES
@@ -30,8 +29,7 @@ GLOBAL_RATIO = {"sgd": 0.3, "adam": 1.0}
 class MarsitOptions(RoundOptions):
     """Settings of Marsit. See ``MarsitSGD`` for their meaning."""
 
-    topology: Topology | Literal["auto"]
-    network: Network | None
+    topology: Topology
     rows: int | None
     full_precision_every: int
     compensation_limit: float | None
@@ -41,13 +39,7 @@ class MarsitOptions(RoundOptions):
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
         # Which torus there is depends on the world size, which is looked at when buffers are made.
-        check_choice("topology", self.topology, (*TOPOLOGIES, "auto"))
-        if self.network is not None and not isinstance(self.network, Network):
-            raise TypeError(
-                f"network must be a fusedonebit.apps.plan.Network or None, got {type(self.network).__name__}"
-            )
-        if self.network is not None and self.topology != "auto":
-            raise ValueError(f'network must be None unless topology is "auto", got {self.network!r}')
+        check_choice("topology", self.topology, TOPOLOGIES)
         check_count("full_precision_every", self.full_precision_every)
         check_count("seed", self.seed)
         limit = self.compensation_limit
@@ -60,36 +52,20 @@ class MarsitOptimizer(RoundOptimizer):
     """What ``MarsitSGD`` and ``MarsitAdam`` share: all but the local update."""
 
     options: MarsitOptions
-    _topology: Topology | None = None
 
     def _check_group(self, group: dict[str, Any], name: str = "") -> None:
         super()._check_group(group, name)
         options, world_size = self.options, self._transport.world_size
-        topology = "ring" if options.topology == "auto" else options.topology  # neither has rows, and a ring always is
-        check_topology(topology, options.rows, world_size, options.full_precision_every, options.seed)
-        if options.network is not None:
-            options.network.place(world_size)
-
-    def _choose_topology(self, parameters: int, world_size: int) -> Topology:
-        """Of "auto" the planner's choice, for the parameters at construction: groups added later don't change it."""
-        options = self.options
-        if options.topology != "auto":
-            return options.topology
-        network = options.network
-        if self._levels is not None:  # workers are nodes then, and its ranks share what a node sends
-            inside, network = self._levels[1].world_size, network or TYPICAL
-            network = replace(network, gpus_per_node=1, between=network.between / inside)
-        return choose_topology(parameters, world_size, network)
+        check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
     def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> MarsitAllReduce:
         options = self.options
-        self._topology = self._topology or self._choose_topology(layout.real_numel, transport.world_size)
         return MarsitAllReduce(
             layout,
             transport,
             device=self.device,
             live=live,
-            topology=self._topology,
+            topology=options.topology,
             rows=options.rows,
             full_precision_every=options.full_precision_every,
             compensation_limit=options.compensation_limit,
@@ -99,9 +75,8 @@ class MarsitOptimizer(RoundOptimizer):
     def _described(self) -> list[str]:
         options = self.options
         often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
-        chosen = " (auto)" if options.topology == "auto" else ""
         return [
-            f"topology: {self._topology}{chosen}, full precision {often}",
+            f"topology: {options.topology}, full precision {often}",
             f"local_steps: {options.local_steps}",
         ]
 
@@ -135,9 +110,7 @@ class MarsitSGD(MarsitOptimizer):
             larger: what it can't carry away piles up in the compensation.
         topology: "ring": 2(M - 1) hops. "torus": rows and columns, fewer hops. "owner": no hops and half the
             bytes: whose bit counts is drawn beforehand, alike on all ranks, and one all-gather
-            brings those bits. "auto": the one whose 1-bit rounds are estimated to be the fastest; ``repr`` tells
-            which, docs/performance.md how.
-        network: For topology "auto": a ``fusedonebit.apps.plan.Network``; None: ``fusedonebit.apps.plan.TYPICAL``.
+            brings those bits. ``fusedonebit.apps.plan.choose_topology`` estimates which is the fastest.
         rows: Of a torus; None: the most that is not above the columns.
         full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.
         compensation_limit: Largest compensation of a coordinate, in units of eta_s; None: without limit, the
@@ -181,8 +154,7 @@ class MarsitSGD(MarsitOptimizer):
         weight_decay: float = 0.0,
         *,
         global_ratio: float = GLOBAL_RATIO["sgd"],
-        topology: Topology | Literal["auto"] = "ring",
-        network: Network | None = None,
+        topology: Topology = "ring",
         rows: int | None = None,
         full_precision_every: int = 100,
         compensation_limit: float | None = 1.0,
@@ -213,7 +185,6 @@ class MarsitSGD(MarsitOptimizer):
             hierarchy_dtype=hierarchy_dtype,
             local_steps=local_steps,
             topology=topology,
-            network=network,
             rows=rows,
             full_precision_every=full_precision_every,
             compensation_limit=compensation_limit,
@@ -245,7 +216,7 @@ class MarsitAdam(MarsitOptimizer):
         weight_decay: Decoupled, as in AdamW.
         global_ratio: eta_s / eta_l; see ``MarsitSGD``.
         bias_correction: Adam's.
-        topology, network, rows, full_precision_every, compensation_limit, local_steps, seed: As for ``MarsitSGD``.
+        topology, rows, full_precision_every, compensation_limit, local_steps, seed: As for ``MarsitSGD``.
         maximize, mask, nonfinite, max_grad_norm, master_weights, broadcast_parameters: As for ``MarsitSGD``.
         block_size, stochastic_rounding, process_group, mesh, hierarchy, hierarchy_dtype: As for ``MarsitSGD``.
 
@@ -262,8 +233,7 @@ class MarsitAdam(MarsitOptimizer):
         weight_decay: float = 1e-2,
         *,
         global_ratio: float = GLOBAL_RATIO["adam"],
-        topology: Topology | Literal["auto"] = "ring",
-        network: Network | None = None,
+        topology: Topology = "ring",
         rows: int | None = None,
         full_precision_every: int = 100,
         compensation_limit: float | None = 1.0,
@@ -295,7 +265,6 @@ class MarsitAdam(MarsitOptimizer):
             hierarchy_dtype=hierarchy_dtype,
             local_steps=local_steps,
             topology=topology,
-            network=network,
             rows=rows,
             full_precision_every=full_precision_every,
             compensation_limit=compensation_limit,

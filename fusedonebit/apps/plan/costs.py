@@ -75,7 +75,7 @@ class Network:
 
 
 TYPICAL = Network(between=12.5e9)
-"""What ``topology="auto"`` assumes where it is told nothing: 100 Gbit/s a node, NVLink inside."""
+"""What ``choose_topology`` assumes where it is told nothing: 100 Gbit/s a node, NVLink inside."""
 
 
 # ---------------------------------------------------------------- full precision
@@ -263,17 +263,23 @@ def has_torus(gpus: int) -> bool:
 
 
 def choose_topology(parameters: int, world_size: int, network: Network | None = None) -> Topology:
-    """The cheapest topology of Marsit's 1-bit rounds; of equals the first of ring, torus, owner.
+    """Choose the topology whose 1-bit rounds cost Marsit the least; of equals the first of ring, torus, owner.
 
     A pure function: ranks that agree on its arguments agree on the topology.
 
     Args:
         parameters: Of the model.
-        world_size: M.
-        network: None: ``TYPICAL``, with as many GPUs per node as 8 and M have in common.
+        world_size: M. With ``hierarchy=`` workers are nodes: how many of them there are.
+        network: None: ``TYPICAL``, with as many GPUs per node as 8 and M have in common. With ``hierarchy=`` of L
+            ranks a node ``Network(between=rate / L, gpus_per_node=1)``, as they share what the node sends.
 
     Raises:
         ValueError: if the workers don't fill the network's nodes.
+
+    Example::
+
+        topology = plan.choose_topology(sum(p.numel() for p in model.parameters()), dist.get_world_size())
+        optimizer = MarsitSGD(model.parameters(), lr=0.1, topology=topology)
     """
     if network is None:
         network = replace(TYPICAL, gpus_per_node=math.gcd(world_size, TYPICAL.gpus_per_node))

@@ -84,7 +84,7 @@ class Run:
             job.lr_warmup_steps,
             job.steps,
             math.gcd(job.steps, job.eval_every, job.save_every),
-            job.topology,
+            self._topology(),
             job.full_precision_every,
             job.local_steps,
             job.seed,
@@ -94,6 +94,13 @@ class Run:
         self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
         self.settings = settings
+
+    def _topology(self) -> Topology:
+        if self.job.topology != "auto":
+            return self.job.topology
+        from ..plan import choose_topology
+
+        return choose_topology(sum(p.numel() for p in self.model.parameters()), self.world_size)
 
     def _lr_factor(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / max(self.job.lr_warmup_steps, 1))
@@ -121,7 +128,8 @@ class Run:
     def _recorder(self) -> Recorder:
         job = dataclasses.asdict(self.job)
         own = ("optimizers", "out", "resume")  # what says nothing about the run itself
-        settings = {key: value for key, value in job.items() if key not in own} | {"lr": self.settings.lr}
+        settings = {key: value for key, value in job.items() if key not in own}
+        settings |= {"lr": self.settings.lr, "topology": self.settings.topology}
         return Recorder(
             self.job.out,
             self.optimizer,
