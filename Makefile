@@ -19,7 +19,7 @@ help:
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
-	@echo "make lint       ruff and mypy"
+	@echo "make lint       ruff, mypy, and import-linter: who may import whom"
 	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
 	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
 	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton; OUT=folder"
@@ -91,6 +91,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p fusedonebit
+	$(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

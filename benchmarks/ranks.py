@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedonebit.apps.train.model import SIZES, ByteTransformer
+from fusedonebit.apps.transformer import SIZES, ByteTransformer
 
 from . import deepspeed_peer
 from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, THEIRS, Step, adamw, backends, check, note_deepspeed, parameters

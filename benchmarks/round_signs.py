@@ -36,7 +36,7 @@ def _watch(worker: Worker, steps: int) -> dict[str, float]:
     rights = {name: [0, 0] for name in PEERS}
     made = {name: make(optimizer.layout, worker.transport) for name, make in PEERS.items()}  # type: ignore[attr-defined]
     for step in range(steps):
-        worker._step(step)
+        worker.step(step)
         if step % EVERY == 0:
             updates = [optimizer.momentum(p) for p in optimizer.param_groups[0]["params"]]  # type: ignore[attr-defined]
             true = _sum(updates, worker.transport)

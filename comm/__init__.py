@@ -15,7 +15,7 @@ from .hierarchical import HierarchicalAllReduce
 from .hierarchical_rounds import HierarchicalRounds
 from .marsit import MarsitAllReduce
 from .message import Flag, Messages, Word, describe_mismatch
-from .ring_topology import Topology
+from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
 from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport
@@ -45,4 +45,5 @@ __all__ = [
     "checksum",
     "describe_mismatch",
     "make_transport",
+    "torus_rows",
 ]

@@ -107,7 +107,11 @@ def _stage(ranks: list[int], index: int, segments: tuple[slice, ...], lane: int)
 
 
 def torus_rows(world_size: int, rows: int | None) -> int:
-    """R of a torus of M workers, with C = M / R columns; both are at least 2.
+    """Find R of a torus of M workers, with C = M / R columns; both are at least 2.
+
+    Args:
+        world_size: M.
+        rows: R, to be checked; None: the most that is not above the columns.
 
     Raises:
         ValueError: if there is no such torus.

@@ -28,8 +28,8 @@ version = release = fusedonebit.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 nitpicky = True
 nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so that nothing is read from a network
-    (r"py:.*", r"(torch|dist|os|MPI|collections|contextlib|enum|typing)\..*"),
-    (r"py:.*", r"Tensor|DeviceMesh|TypeError, ValueError"),
+    (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
+    (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
     (r"py:.*", r"Aggregation|Coding|Options|Family|.*\.simulated\.T"),  # behind TYPE_CHECKING, or a type variable
 ]
 smartquotes_action = "D"  # quotes stay straight

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .comm import CollectiveError, DisagreementError
 from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
-from .integrations import amp, ddp
+from .integrations import amp, ddp, recording
 from .integrations.buffers import broadcast_buffers
 from .integrations.recording import Recorder
 from .optim import policies
@@ -52,6 +52,7 @@ __all__ = [
     "dcp",
     "ddp",
     "policies",
+    "recording",
 ]
 
 

@@ -18,11 +18,6 @@ def warn(text: str) -> None:
     warnings.warn(text, FusedOneBitWarning, stacklevel=level)
 
 
-def printable(text: str) -> str:
-    """The text in one line, with nothing in it that a terminal obeys."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 class NonFiniteGradientError(FloatingPointError):
     """A gradient had NaN or Inf elements on some rank and ``nonfinite="raise"`` was asked for."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fusedonebit.apps import corpus
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.lab.report import table, verdicts
-from fusedonebit.apps.train import data
 
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
 PLAN = ["plan", "--params", "340M", "--gpus", "256", "--gpus-per-node", "4", "--network", "4.1Gbps"]
@@ -87,7 +87,7 @@ def test_text_that_is_no_file_is_refused_at_once(text, tmp_path, capsys):
 
 
 def test_no_more_of_a_text_is_read_than_fits(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(data, "LARGEST", 1000)
+    monkeypatch.setattr(corpus, "LARGEST", 1000)
     told = refused(capsys, "train", "--text", text, "--out", str(tmp_path / "out"))
     assert told == f"fusedonebit: --text {text} has more than 1,000 bytes; give a part of it"
 

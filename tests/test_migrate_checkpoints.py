@@ -334,5 +334,5 @@ def test_what_one_rank_can_t_load_no_rank_loads(different):
     said = run_ranks(one_rank_fails, 2, different)
     print(said)
     assert "loaded" not in said
-    text = "the checksum of weights 0" if different else "exp_avg of parameter 0 has 7 elements"
+    text = "the checksum of master of parameter 0" if different else "exp_avg of parameter 0 has 7 elements"
     assert any(text in line for line in said)

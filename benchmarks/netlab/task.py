@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fusedonebit.apps.train.data import Corpus, load_text
-from fusedonebit.apps.train.model import ByteTransformer, Size
+from fusedonebit.apps.corpus import Corpus, load_text
+from fusedonebit.apps.transformer import ByteTransformer, Size
 
 BETAS, LR = (0.9, 0.99), 1e-3
 

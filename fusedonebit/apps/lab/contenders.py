@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ... import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
+from ... import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, policies
 from ...comm import CompressedAllReduce, Transport
 from ...core.options import VARIANCE_FLOOR, Options
 from ...optim.averaging import AdamUpdate, AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
-from ...optim.policies import AlignedRounds, DoublingRounds, DoublingVariance
 from ...triton_kernels import TAIL, Coef, freeze
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam, BaselineSGD
@@ -143,10 +142,10 @@ def _onebit_adam(of: Setting, **numerics: Any) -> Any:
 def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
     """The variance is renewed in five sixths of 1-bit Adam's warm-up; rounds are long where lr is small."""
     steps = of.task.steps
-    rounds = DoublingRounds(after=2 * of.freeze_step, scaler=steps // 10, most=most)
+    rounds = policies.DoublingRounds(after=2 * of.freeze_step, scaler=steps // 10, most=most)
     options: dict[str, Any] = {
-        "variance_policy": DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step),
-        "sync_policy": AlignedRounds(rounds, math.gcd(*(int(share * steps) for share in EVALUATED))),
+        "variance_policy": policies.DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step),
+        "sync_policy": policies.AlignedRounds(rounds, math.gcd(*(int(share * steps) for share in EVALUATED))),
         "process_group": of.transport,
     } | numerics
     return ZeroOneAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...errors import FusedOneBitWarning
-from ..extras import missing
+from ... import FusedOneBitWarning
+from ..arguments import missing
 from .report import named, table, traffic, verdicts
 from .run import Key, run
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...comm import SimulatedGroup, Transport
-from ...core.optimizer import DistributedOptimizer
 from .contenders import CONTENDERS, EVALUATED, Setting
 from .tasks import TASKS, Trial
 
@@ -55,7 +54,7 @@ def earlier_states(key: Key, optimizer: str) -> list[dict[str, Any]]:
     def until_the_freeze(rank: int, transport: Transport) -> list[dict[str, Any]]:
         worker = Worker(earlier, start, rank, transport)
         for step in range(worker.freeze_step + 1):
-            worker._step(step)
+            worker.step(step)
         return [optimizer.state_dict() for optimizer in worker.optimizers]
 
     return SimulatedGroup(key.workers).run(until_the_freeze)[0]
@@ -98,13 +97,13 @@ class Worker:
         metrics: list[float] = []
         evaluate = {int(share * self.task.steps) for share in EVALUATED}
         for step in range(self.task.steps):
-            losses.append(self._step(step))
+            losses.append(self.step(step))
             if not math.isfinite(losses[-1]):
                 break
             if step + 1 in evaluate:
                 metrics.append(self.trial.metric())
         complete = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
-        told = [o.stats() for o in self.optimizers if isinstance(o, DistributedOptimizer)]
+        told = [o.stats() for o in self.optimizers if hasattr(o, "stats")]
         return {
             "metric": sum(metrics) / len(metrics) if complete else None,
             "diverged_at": diverged_at(losses, self.freeze_step),
@@ -117,7 +116,7 @@ class Worker:
             "rounds": sum(stats.get("rounds", stats["step"]) for stats in told),
         }
 
-    def _step(self, step: int) -> float:
+    def step(self, step: int) -> float:
         """One step of all optimizers; returns the sum of their losses, averaged over the workers."""
         draw = torch.Generator().manual_seed((self.key.seed * 1_000_003 + step) * 4099 + self.rank)
         mean = torch.zeros(1)

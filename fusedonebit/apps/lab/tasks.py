@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ..train.data import Corpus, load_text
-from ..train.model import ByteTransformer, Size
+from ..corpus import Corpus, load_text
+from ..transformer import ByteTransformer, Size
 from .nets import NOISE, Discriminator, Generator, ResNetLike, VggLike, mlp, small_weights
 
 SEQ_LEN = 32

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint import FORMAT, KEY
-from ...comm import agree, checksum
-from ...core.consensus import failure
-from ...core.optimizer import DistributedOptimizer
-from ...errors import warn
+from ... import FusedOneBitWarning
 from .values import count, floats, mapping, number, sequence
+
+KEY = "fusedonebit"
+"""Under which the first of the ``param_groups`` in a ``state_dict()`` has what is no tensor, as JSON."""
 
 GROUP_KEYS = {
     "lr": "lr",
@@ -60,7 +60,7 @@ class Taken:
         phase: Of the next step: ``"warmup"`` or ``"compression"``; of 0/1 Adam ``"rounds"``, as its policies say.
         lost: What DeepSpeed did not write, in words; empty if nothing.
         loss_scale: For ``GradScaler(init_scale=)``; None where there was none.
-        schedule_steps: For ``scheduler.last_epoch`` of a schedule of ``fusedonebit migrate``; None likewise.
+        schedule_steps: For ``last_epoch`` of what ``schedule`` makes; None likewise.
     """
 
     updates: int
@@ -87,7 +87,7 @@ class _Read:
 
 
 def load_deepspeed(
-    optimizer: DistributedOptimizer,
+    optimizer: torch.optim.Optimizer,
     checkpoint: Mapping[str, Any] | str | Path,
     model: torch.nn.Module | None = None,
 ) -> Taken:
@@ -107,35 +107,40 @@ def load_deepspeed(
     Raises:
         OSError, TypeError, ValueError: on every rank, if it can't be read, or is of another model or optimizer.
     """
-    mine: Exception | None = None
-    saved: dict[str, Any] = {}
-    read, taken, before, facts = None, None, None, []
+    read: _Read | None = None
+    taken: Taken | None = None
+    before = None if model is None else copy.deepcopy(model.state_dict())
+
+    def translate(*_: object) -> dict[str, Any]:
+        nonlocal read, taken
+        try:
+            whole = checkpoint if isinstance(checkpoint, Mapping) else _from_disk(Path(checkpoint))
+            read = _read(optimizer, whole)
+            saved = _ours(optimizer, read, _freeze_step(optimizer, whole))
+            taken = _taken(optimizer, read, whole)
+            if model is not None:
+                if "module" not in whole:
+                    raise ValueError('model must be None for a checkpoint without "module": load its weights yourself')
+                model.load_state_dict(mapping(whole["module"], "module"))
+            return saved
+        except Exception as error:
+            raise _clear(error) from None
+
+    # In a hook, because what one rank's raises is an error on all of them.
+    hook = optimizer.register_load_state_dict_pre_hook(translate, prepend=True)
     try:
-        whole = checkpoint if isinstance(checkpoint, Mapping) else _from_disk(Path(checkpoint))
-        read = _read(optimizer, whole)
-        saved = _ours(optimizer, read, _freeze_step(optimizer, whole))
-        taken = _taken(optimizer, read, whole)
-        facts = _facts(read)
-        if model is not None:
-            if "module" not in whole:
-                raise ValueError('model must be None for a checkpoint without "module": load its weights yourself')
-            before = copy.deepcopy(model.state_dict())
-            model.load_state_dict(mapping(whole["module"], "module"))
-    except Exception as caught:  # whatever it is: the other ranks must not wait
-        mine = _clear(caught)
-    try:
-        hint = "give every rank the same checkpoint"
-        error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
-        if error is not None or read is None or taken is None:
-            raise error or RuntimeError("nothing was read")
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict({})
     except Exception:
         if model is not None and before is not None:
             model.load_state_dict(before)
         raise
+    finally:
+        hook.remove()
+    assert read is not None
+    assert taken is not None
     _take_weights(optimizer, read)
     if taken.lost:
-        warn(str(taken))
+        warnings.warn(str(taken), FusedOneBitWarning, stacklevel=2)
     return taken
 
 
@@ -149,16 +154,8 @@ def _clear(error: Exception) -> Exception:
     return ValueError(f"the checkpoint can't be taken up: {reason}")
 
 
-def _facts(read: _Read) -> list[tuple[str, str]]:
-    """What all ranks must have read alike."""
-    tensors = {f"weights {i}": weights for i, weights in read.masters.items()}
-    tensors |= {f"{key} of parameter {i}": s[key] for i, s in read.states.items() for key in LEAST if key in s}
-    facts = [(f"the checksum of {what}", str(checksum(tensor.contiguous()))) for what, tensor in tensors.items()]
-    return [("the number of steps", str(read.step)), *facts]
-
-
 @torch.no_grad()
-def _take_weights(optimizer: DistributedOptimizer, read: _Read) -> None:
+def _take_weights(optimizer: torch.optim.Optimizer, read: _Read) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, weights in read.masters.items():
         params[i].copy_(weights)
@@ -207,8 +204,9 @@ def _file_of(folder: Path) -> Path:
     return files[0]
 
 
-def _read(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> _Read:
-    if optimizer._shards.count > 1:
+def _read(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> _Read:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if any(hasattr(p, "to_local") and p.to_local().numel() != p.numel() for p in params):
         raise ValueError(
             "load_deepspeed needs whole parameters, but they are sharded; load before fully_shard, then save"
         )
@@ -241,14 +239,14 @@ def _wrapped(whole: Mapping[str, Any]) -> Any:
     return whole["optimizer"] if "module" in whole else whole
 
 
-def _check_kind(optimizer: DistributedOptimizer, kind: str) -> None:
+def _check_kind(optimizer: torch.optim.Optimizer, kind: str) -> None:
     mine = type(optimizer).__name__.removeprefix("DeepSpeed")  # what from_deepspeed makes of 0/1 Adam
     if mine != kind and (mine, kind) != ("ZeroOneAdam", "OneBitAdam"):
         raise ValueError(f"the checkpoint is of DeepSpeed's {kind}, which {mine} can't go on from; construct a {kind}")
 
 
 def _by_parameter(
-    optimizer: DistributedOptimizer, inner: Mapping[str, Any], weights: Sequence[Any] | None, flat: bool
+    optimizer: torch.optim.Optimizer, inner: Mapping[str, Any], weights: Sequence[Any] | None, flat: bool
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
     """State, and float32 weights if there are any, by the number of the parameter; flat buffers are cut."""
     states: dict[int, dict[str, Any]] = {}
@@ -310,7 +308,7 @@ def _cut(value: Any, parts: Sequence[tuple[int, Tensor]], what: str, least: floa
     return [piece.view(p.shape) for piece, (_, p) in zip(pieces, parts, strict=True)]
 
 
-def _freeze_step(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> int | None:
+def _freeze_step(optimizer: Any, whole: Mapping[str, Any]) -> int | None:
     """After how many updates its variance was frozen; None: not by number."""
     config = whole.get("ds_config")
     block = config.get("optimizer") if isinstance(config, Mapping) else None
@@ -325,10 +323,10 @@ def _freeze_step(optimizer: DistributedOptimizer, whole: Mapping[str, Any]) -> i
 # ---------------------------------------------------------------- writing ours
 
 
-def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> dict[str, Any]:
+def _ours(optimizer: torch.optim.Optimizer, read: _Read, frozen: int | None) -> dict[str, Any]:
     """A warm-up's checkpoint; where ``freeze_step`` has been reached, the next step begins with the freeze."""
     updates = max(read.step - 1, 0)
-    header: dict[str, Any] = {"format": FORMAT, "algorithm": type(optimizer).__name__, "phase": "warmup"}
+    header: dict[str, Any] = {"algorithm": type(optimizer).__name__, "phase": "warmup"}
     header |= {"updates": updates, "skipped": 0}
     header["variance_step"] = float(updates if frozen is None else min(updates, frozen))
     if read.kind == "OneBitLamb":
@@ -337,7 +335,6 @@ def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> d
     first = 0
     for own, theirs in zip(optimizer.param_groups, read.groups, strict=True):
         group = {ours: theirs[key] for key, ours in GROUP_KEYS.items() if key in theirs and ours in own}
-        optimizer._check_group({**own, **group}, f"group {len(groups)} of the checkpoint")
         groups.append(group | {"params": list(range(first, first + len(own["params"])))})
         first += len(own["params"])
     groups[0][KEY] = json.dumps(header)
@@ -345,21 +342,21 @@ def _ours(optimizer: DistributedOptimizer, read: _Read, frozen: int | None) -> d
     for i, state in read.states.items():
         if "exp_avg" in state:
             states[i] = {"step": torch.tensor(float(updates)), **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}
-            states[i] |= _of_lamb(optimizer, state) if read.kind == "OneBitLamb" else {}
+            states[i] |= _of_lamb(state) if read.kind == "OneBitLamb" else {}
             states[i] |= {"master": read.masters[i]} if i in read.masters else {}
     return {"state": states, "param_groups": groups}
 
 
-def _of_lamb(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _of_lamb(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """c_avg, and once frozen the scale of the momentum."""
     average = number(state["lamb_coeff_freeze"], "lamb_coeff_freeze")
     kept = {"layer": torch.tensor([average, 1.0, average])}
-    if any(spec.name == "unit" for spec in optimizer.specs()) and "scaling_coeff" in state:
+    if "scaling_coeff" in state:
         kept["unit"] = torch.tensor(number(state["scaling_coeff"], "scaling_coeff"))
     return kept
 
 
-def _taken(optimizer: DistributedOptimizer, read: _Read, whole: Mapping[str, Any]) -> Taken:
+def _taken(optimizer: Any, read: _Read, whole: Mapping[str, Any]) -> Taken:
     updates = max(read.step - 1, 0)
     freeze = getattr(optimizer.options, "freeze_step", None)
     compressed = isinstance(freeze, int) and updates >= freeze

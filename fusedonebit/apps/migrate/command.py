@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+from ..arguments import printable
 from .config import Fate
-from .reading import read
 
 UNKNOWN_KEYS = 1
+HELP = "what a DeepSpeed config becomes, key by key"
+DESCRIPTION = (
+    "Print the call of OneBitAdam, OneBitLamb or ZeroOneAdam that stands for a DeepSpeed config, and say of every key "
+    "what becomes of it. Exit status 1: some key is unknown; 2: a bad file."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
-    add = parser.add_argument
-    add("config", metavar="ds_config.json", help="a DeepSpeed config, or its optimizer block; - is the standard input")
-    add(
-        "--numerics",
-        choices=("recommended", "deepspeed"),
-        default="recommended",
-        help="this package's defaults, which do not diverge where DeepSpeed's do, or DeepSpeed's own formulas",
-    )
+    """Add the arguments."""
+    text = "a DeepSpeed config, or its optimizer block; - is the standard input"
+    parser.add_argument("config", metavar="ds_config.json", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script and what became of each key; 1 if some key is unknown.
+    """Print what each key becomes; return 1 if some key is unknown.
 
     Raises:
         InputError: if the config can't be read or makes no sense.
     """
-    from .script import translate
+    from .reading import read
+    from .settings import translate
 
     config = read(arguments.config)
-    sys.stdout.write(translate(config, arguments.numerics))
+    print("\n".join(map(printable, [*translate(config), ""])))
+    print("\n".join(config.ledger()))
     return UNKNOWN_KEYS if config.count(Fate.UNKNOWN) else 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .config import Config
 
 _BATCHES = "a matter of your DataLoader"
@@ -20,7 +18,7 @@ _AVERAGE = "gradients are averaged in float32 here, which needs no scaling befor
 REASONS = {
     # batches
     "train_batch_size": "follows from the DataLoader's batch size, accumulation steps and ranks",
-    "managed_gradient_accumulation": "the loop in the script counts micro-batches itself; step() is called at the end",
+    "managed_gradient_accumulation": "your loop counts micro-batches itself; step() is called at the end",
     "dataloader_drop_last": f"{_BATCHES}: drop_last=",
     "data_efficiency": _DATA,
     "curriculum_learning": _DATA,
@@ -74,24 +72,21 @@ REASONS = {
 }
 """By top-level key. A block counts as a whole."""
 
-ZERO_KEYS = {
-    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
-    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "grad_hooks"),
-    *("elastic_checkpoint", "offload_param", "offload_optimizer", "zenflow", "sub_group_size", "cpu_offload_param"),
-    *("cpu_offload_use_pin_memory", "cpu_offload", "cpu_offload_params", "ignore_unused_parameters", "legacy_stage1"),
-    *("round_robin_gradients", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
-    *("zero_quantized_nontrainable_weights", "zeropp_loco_param", "mics_shard_size"),
-    *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint"),
-    *("override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks"),
-    *("save_muon_momentum_buffer_in_memory", "leaf_module"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
-    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-    *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-    *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
-    *("stage3_allgather_sequential", "prefetch_bucket_size", "param_persistence_threshold"),
-    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+HYSTERESIS = "GradScaler halves the scale at every overflow, at once"
+DETAILS = {
+    "fp16.hysteresis": HYSTERESIS,
+    "fp16.consecutive_hysteresis": HYSTERESIS,
+    "fp16.min_loss_scale": "GradScaler has no least scale; look at scaler.get_scale()",
+    "fp16.auto_cast": "autocast takes inputs of any type; with model.half(), cast your inputs",
+    "fp16.fp16_master_weights_and_grads": "about ZeRO-Offload; masters are float32 here",
+    "bf16.bf16_master_weights_and_grads": "masters are float32 here; without any: stochastic_rounding=True",
+    "bf16.bf16_optimizer_states": "state is float32 here; frozen_dtype=torch.bfloat16 halves the frozen variance",
+    "torch_autocast.lower_precision_safe_modules": "about the type of messages, which are float32 or bits here",
 }
-"""Of ``zero_optimization``."""
+for _block in ("bf16", "bfloat16"):
+    DETAILS[f"{_block}.immediate_grad_update"] = "gradients accumulate in p.grad"
+    DETAILS[f"{_block}.check_grad_overflow"] = "every step looks for NaN and Inf here: nonfinite="
+"""Of mixed precision."""
 
 SHARDING = (
     "state is not sharded over the ranks that exchange bits; sharded inside a node goes with "
@@ -109,31 +104,28 @@ def explain(config: Config) -> None:
 
 
 def _explain_sum(config: Config) -> None:
-    operation: Any = config.value("gradient_allreduce_op", "text", "mean")
-    if operation == "sum":
-        config.explained("gradient_allreduce_op", "gradients are averaged: multiply the loss by the number of ranks")
-    elif operation == "mean":
-        config.explained("gradient_allreduce_op", "nothing to do: gradients are averaged here")
-    else:
+    operation = config.get("gradient_allreduce_op", "mean")
+    texts = {
+        "sum": "gradients are averaged: multiply the loss by the number of ranks",
+        "mean": "nothing to do: gradients are averaged here",
+    }
+    if not isinstance(operation, str) or operation not in texts:
         raise config.error("gradient_allreduce_op", '"mean" or "sum"', operation)
+    config.explained("gradient_allreduce_op", texts[operation])
 
 
 def _explain_zero(config: Config) -> None:
-    if isinstance(config.values.get("zero_optimization"), bool):
+    if isinstance(config.get("zero_optimization"), bool):
         config.explained("zero_optimization", SHARDING)  # of DeepSpeed's first versions
         return
-    block = config.block("zero_optimization")
-    stage: Any = config.value("zero_optimization.stage", "whole >= 0", 0)
-    for key in block:
-        path = f"zero_optimization.{key}"
-        if key == "stage" and stage == 0:
-            config.explained(path, "nothing to do: stage 0 shards nothing, which is how it is here")
-        elif key == "stage":
-            config.explained(path, SHARDING)
-        elif "offload" in key and key in ZERO_KEYS:
-            config.explained(path, _SPARE)
-        elif key in ZERO_KEYS:
-            config.explained(path, "about ZeRO's shards and their messages; there are none here")
+    config.block("zero_optimization")
+    stage = config.number("zero_optimization.stage", 0, 3, int)
+    nothing = "nothing to do: stage 0 shards nothing, which is how it is here"
+    config.explained("zero_optimization.stage", SHARDING if stage else nothing)
+    for key in config.block("zero_optimization"):
+        if "offload" in key:
+            config.explained(f"zero_optimization.{key}", _SPARE)
+    config.explained("zero_optimization", "about ZeRO's shards and their messages; there are none here")
 
 
 def _explain_data_types(config: Config) -> None:

@@ -1,194 +1,210 @@
-"""DeepSpeed's learning-rate schedules as torch's."""
+"""DeepSpeed's learning-rate schedules, with the same rate in every step, and torch's that it knows by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from . import torch_schedules
-from .config import Config
-from .optimizers import Call
+import torch
+from torch.optim import lr_scheduler
 
-PARAMS = "scheduler.params."
-
-# DeepSpeed's schedulers set the first rate when they are constructed, and number n - 1 in their n-th step.
-RISE = {
-    "log": "math.log(step + 1) / math.log({warmup})",
-    "linear": "step / {warmup}",
-}
+Rate = Callable[[int, float], float]
+"""The learning rate after so many updates, of a group whose own is the second argument."""
 
 
-@dataclass
-class Schedule:
-    """Lines that make ``scheduler``, after the optimizer's, and what they need imported."""
+def schedule(optimizer: torch.optim.Optimizer, block: Mapping[str, Any]) -> lr_scheduler.LRScheduler:
+    """Make the schedule of a DeepSpeed config's ``"scheduler"`` block.
 
-    lines: list[str] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
+    Call its ``step`` after each ``optimizer.step()``; DeepSpeed's waits where the loss scale has overflowed.
 
-
-def translate(config: Config, call: Call) -> Schedule | None:
-    """The scheduler of the config, None if it has none; may set the optimizer's learning rate.
+    Args:
+        optimizer: Its learning rates become those of the schedule, where that has its own (``warmup_max_lr``).
+        block: ``{"type": ..., "params": {...}}``: one of DeepSpeed's five schedules, or one of torch's whose
+            arguments are plain values. A cycle's momentum stays as it is.
 
     Raises:
-        InputError: for another scheduler than those of the two tables, or a bad value.
+        ValueError: for another schedule, or for what it does not take.
     """
-    if config.values.get("scheduler") is None:
-        config.explained("scheduler", "nothing to do: there is none")
-        return None
-    config.block("scheduler")
-    config.block("scheduler.params")
-    name: Any = config.value("scheduler.type", "text")
-    if name in torch_schedules.ARGUMENTS:
-        return Schedule(torch_schedules.translate(config, name))
-    if name not in SCHEDULES:
-        torchs = f"or of torch.optim.lr_scheduler {', '.join(torch_schedules.ARGUMENTS)}"
-        raise config.error("scheduler.type", f"one of {', '.join(SCHEDULES)}, {torchs}", name)
-    config.carried("scheduler.type", "torch's LambdaLR, with the same learning rate in every step")
-    config.explained(PARAMS + "last_batch_iteration", "load_deepspeed() says where a schedule stood")
-    return SCHEDULES[name](config, call)
+    kind, given = block.get("type"), dict(block.get("params") or {})
+    if kind in TORCHS:
+        try:
+            made: lr_scheduler.LRScheduler = getattr(lr_scheduler, kind)(optimizer, **given)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = [*str(error).replace("__init__()", "").splitlines(), type(error).__name__][0]
+            raise ValueError(f"params must be what torch's {kind} takes: {reason}") from error
+        return made
+    if not isinstance(kind, str) or kind not in RULES:
+        raise ValueError(f"type must be one of {', '.join(RULES)}, or of torch's {', '.join(TORCHS)}, got {kind!r}")
+    given.pop("last_batch_iteration", None)
+    _check(RULES[kind], given)
+    own, rate = RULES[kind](**given)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] if own is None else own
+        if not group["lr"] > 0:
+            raise ValueError(f"the schedule's learning rate must be > 0, got {group['lr']!r}")
+        group.pop("initial_lr", None)
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    return lr_scheduler.LambdaLR(optimizer, [partial(_share, rate, peak) for peak in peaks])
 
 
-def _lambda(function: list[str], comment: str) -> Schedule:
-    return Schedule(
-        [
-            "",
-            "",
-            "def rate(update):",
-            f"    # {comment}",
-            *(f"    {line}" for line in function),
-            "",
-            "",
-            "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
-        ],
-        ["import math"] if any("math." in line for line in function) else [],
-    )
+def _share(rate: Rate, peak: float, update: int) -> float:
+    return rate(update, peak) / peak
 
 
-def _take_rate(config: Config, call: Call, source: str, key: str) -> None:
-    """The schedule's own rate goes before the optimizer's."""
-    given = call.arguments["lr"]
-    if given != source:
-        call.arguments["lr"] = source
-        call.comments["lr"] = f"{key} of the schedule, which replaces params.lr ({given})"
-        config.explained("optimizer.params.lr", f"{key} of the schedule replaces it, as in DeepSpeed", again=True)
+def parameters(kind: str) -> list[str]:
+    """Name what may stand in the ``params`` of a schedule."""
+    known = list(inspect.signature(RULES[kind] if kind in RULES else getattr(lr_scheduler, kind)).parameters)
+    return known if kind in RULES else [name for name in known if name not in ("optimizer", "last_epoch")]
 
 
-def _rise(config: Config) -> tuple[str, str]:
-    """Over how many updates it rises, and the share that it has reached at ``step``, as source."""
-    steps = config.source(PARAMS + "warmup_num_steps", "whole >= 0", 1000)
-    kind = config.value(PARAMS + "warmup_type", "text", "log")
-    for key in ("warmup_num_steps", "warmup_type"):
-        config.carried(PARAMS + key, "in rate()")
-    steps = str(max(2, int(steps))) if steps.isdigit() else f"max(2, {steps})"  # as in DeepSpeed
-    return steps, RISE.get(kind, RISE["log"]).format(warmup=steps)  # of another type DeepSpeed warns
+def _check(rule: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    known = inspect.signature(rule).parameters
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"params must be of {', '.join(known)}, got {key!r}")
+        expected, fits = KINDS[known[key].annotation.removesuffix(" | None")]
+        if not fits(value):
+            raise ValueError(f"{key} must be {expected}, got {value!r}")
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise ValueError(f"{key} must be {KINDS[parameter.annotation][0]}, but there is none")
 
 
-def _total(config: Config) -> str:
-    if config.value(PARAMS + "total_num_steps", "whole >= 1") is None:
-        raise config.error(PARAMS + "total_num_steps", "a whole number >= 1", None)
-    config.carried(PARAMS + "total_num_steps", "in rate()")
-    return config.source(PARAMS + "total_num_steps", "whole >= 1")
-
-
-def _between(config: Config, call: Call, after: str, comment: str, high: float | None) -> Schedule:
-    """Rises between two learning rates; what the share is ``after`` that, as source."""
-    steps, rise = _rise(config)
-    low = config.source(PARAMS + "warmup_min_lr", "number >= 0", 0.0)
-    if config.has(PARAMS + "warmup_max_lr") or high is not None:
-        _take_rate(config, call, config.source(PARAMS + "warmup_max_lr", "number > 0", high), "warmup_max_lr")
-    config.carried(PARAMS + "warmup_min_lr", "in rate()")
-    config.carried(PARAMS + "warmup_max_lr", f"{call.name}(lr=)")
-    lines = ["step = max(update - 1, 0)", f"share = {rise} if step < {steps} else {after.format(warmup=steps)}"]
-    least = f"{low} / {call.arguments['lr']}"
-    zero = low in ("0", "0.0")
-    return _lambda([*lines, "return share" if zero else f"return {least} + (1 - {least}) * share"], comment)
-
-
-def _warmup_lr(config: Config, call: Call) -> Schedule:
-    return _between(config, call, "1.0", "WarmupLR: rises, then stays", None)
-
-
-def _warmup_decay_lr(config: Config, call: Call) -> Schedule:
-    total = _total(config)
-    fall = f"max(0.0, ({total} - step) / max(1, {total} - {{warmup}}))"
-    return _between(config, call, fall, "WarmupDecayLR: rises, then falls in a line to 0", 0.001)
-
-
-def _warmup_cosine_lr(config: Config, call: Call) -> Schedule:
-    total = _total(config)
-    steps, rise = _rise(config)
-    low = config.source(PARAMS + "warmup_min_ratio", "number >= 0", 0.0)
-    least = config.source(PARAMS + "cos_min_ratio", "number >= 0", 0.0001)
-    for key in ("warmup_min_ratio", "cos_min_ratio"):
-        config.carried(PARAMS + key, "in rate()")
-    lines = [
-        "step = update - 1",
-        "if step < 0:",
-        "    return 0.0",
-        f"if step < {steps}:",
-        f"    return {low} + (1 - {low}) * {rise}",
-        f"progress = min(1.0, (step - {steps} + 1) / max(1, {total} - {steps}))",
-        f"return {least} + (1 - {least}) * (1 + math.cos(math.pi * progress)) / 2",
-    ]
-    return _lambda(lines, "WarmupCosineLR: rises, then falls along a cosine")
-
-
-def _range_test(config: Config, call: Call) -> Schedule:
-    low = config.source(PARAMS + "lr_range_test_min_lr", "number > 0", 1e-3)
-    size = config.source(PARAMS + "lr_range_test_step_size", "whole >= 1", 2000)
-    rate = config.source(PARAMS + "lr_range_test_step_rate", "number", 1.0)
-    stairs = config.value(PARAMS + "lr_range_test_staircase", "flag", False)
-    for key in ("step_size", "step_rate", "staircase"):
-        config.carried(f"{PARAMS}lr_range_test_{key}", "in rate()")
-    config.carried(f"{PARAMS}lr_range_test_min_lr", f"{call.name}(lr=)")
-    _take_rate(config, call, low, "lr_range_test_min_lr")
-    share = f"update // {size}" if stairs else f"update / {size}"
-    return _lambda([f"return 1 + {rate} * ({share})"], "LRRangeTest: rises for ever")
-
-
-MOMENTUM = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
-
-
-def _one_cycle(config: Config, call: Call) -> Schedule:
-    low = config.value(PARAMS + "cycle_min_lr", "number > 0")
-    high = config.value(PARAMS + "cycle_max_lr", "number > 0")
-    for key, value in (("cycle_min_lr", low), ("cycle_max_lr", high)):
-        if value is None:
-            raise config.error(PARAMS + key, "a number > 0", None)
-    first = config.value(PARAMS + "cycle_first_step_size", "whole >= 1", 2000)
-    second = config.value(PARAMS + "cycle_second_step_size", "whole >= 0", first)
-    decay = config.value(PARAMS + "decay_lr_rate", "number >= 0", 0.0)
-    every = config.value(PARAMS + "decay_step_size", "whole >= 0", 0)
-    stairs = config.value(PARAMS + "cycle_first_stair_count", "whole >= 0", 0)
-    falling = config.value(PARAMS + "cycle_second_stair_count", "whole >= 0", stairs)
-    for key in ("cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "decay_lr_rate", "decay_step_size"):
-        config.carried(PARAMS + key, "in rate()")
-    for key in ("cycle_first_stair_count", "cycle_second_stair_count"):
-        config.carried(PARAMS + key, "in rate()")
-    config.carried(PARAMS + "cycle_min_lr", f"{call.name}(lr=)")
-    for key in MOMENTUM:
-        config.explained(
-            PARAMS + key, "only the learning rate goes in a cycle; betas stay, as the frozen variance does"
-        )
-    _take_rate(config, call, repr(low), "cycle_min_lr")
-    rise, fall = f"update / {first}", f"({first + second} - update) / {max(second, 1)}"
-    rise = f"math.floor({rise} * {stairs}) / {stairs}" if stairs else rise
-    fall = f"math.floor({fall} * {falling}) / {falling}" if falling else fall
-    end = f"1 / (1 + {decay} * (update - {first + second}) / {every})" if decay and every else "1.0"
-    lines = [
-        f"if update < {first + second}:",
-        f"    share = {rise} if update <= {first} else {fall}",
-        f"    return 1 + ({high} / {low} - 1) * share",
-        f"return {end}",
-    ]
-    return _lambda(lines, "OneCycle: up and down again, then decays; DeepSpeed's betas went in a cycle, too")
-
-
-SCHEDULES: dict[str, Callable[[Config, Call], Schedule]] = {
-    "WarmupLR": _warmup_lr,
-    "WarmupDecayLR": _warmup_decay_lr,
-    "WarmupCosineLR": _warmup_cosine_lr,
-    "LRRangeTest": _range_test,
-    "OneCycle": _one_cycle,
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "int": ("a whole number >= 0", lambda value: type(value) is int and 0 <= value <= 10**15),
+    "float": ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= 10**15),
 }
+"""By the annotations below."""
+
+
+# ---------------------------------------------------------------- DeepSpeed's five
+# They set the first rate when they are constructed, and that of n - 1 in their n-th step.
+
+
+def _rise(steps: int, kind: str) -> tuple[int, Callable[[int], float]]:
+    """Make the share of the way up, and the steps that it takes: at least 2. An unknown kind is "log", as there."""
+    least = max(2, steps)
+    if kind == "linear":
+        return least, lambda step: step / least
+    return least, lambda step: math.log(step + 1) / math.log(least)
+
+
+def _between(low: float, steps: int, kind: str, total: int | None) -> Rate:
+    """Rise from ``low`` to the group's own rate; stay there, or fall in a line to 0 at ``total``."""
+    steps, rise = _rise(steps, kind)
+
+    def rate(update: int, peak: float) -> float:
+        step = max(update - 1, 0)
+        share = 1.0 if total is None else max(0.0, (total - step) / max(1, total - steps))
+        return low + (peak - low) * (rise(step) if step < steps else share)
+
+    return rate
+
+
+def warmup_lr(
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> tuple[float | None, Rate]:
+    """Rise between two rates, then stay."""
+    return warmup_max_lr, _between(warmup_min_lr, warmup_num_steps, warmup_type, None)
+
+
+def warmup_decay_lr(
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> tuple[float | None, Rate]:
+    """Rise between two rates, then fall in a line to 0."""
+    return warmup_max_lr, _between(warmup_min_lr, warmup_num_steps, warmup_type, total_num_steps)
+
+
+def warmup_cosine_lr(
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> tuple[float | None, Rate]:
+    """Rise to the optimizer's own rate, then fall along a cosine."""
+    steps, rise = _rise(warmup_num_steps, warmup_type)
+
+    def rate(update: int, peak: float) -> float:
+        step = update - 1
+        if step < 0:
+            return 0.0
+        if step < steps:
+            return peak * (warmup_min_ratio + (1 - warmup_min_ratio) * rise(step))
+        progress = min(1.0, (step - steps + 1) / max(1, total_num_steps - steps))
+        return peak * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+    return None, rate
+
+
+def lr_range_test(
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> tuple[float | None, Rate]:
+    """Rise for ever."""
+
+    def rate(update: int, peak: float) -> float:
+        share = update / max(1, lr_range_test_step_size)
+        return peak * (1 + lr_range_test_step_rate * (math.floor(share) if lr_range_test_staircase else share))
+
+    return lr_range_test_min_lr, rate
+
+
+def one_cycle(
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    decay_lr_rate: float = 0.0,
+    decay_step_size: int = 0,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> tuple[float | None, Rate]:
+    """Rise and fall again, then decay."""
+    first = cycle_first_step_size
+    second = first if cycle_second_step_size is None else cycle_second_step_size
+    stairs = cycle_first_stair_count
+    falling = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+
+    def rate(update: int, peak: float) -> float:
+        beyond = update - first - second
+        if beyond >= 0:
+            return peak / (1 + decay_lr_rate * beyond / decay_step_size) if decay_step_size else peak
+        share, steps = (update / max(first, 1), stairs) if update <= first else (-beyond / max(second, 1), falling)
+        share = math.floor(share * steps) / steps if steps else share
+        return peak + (cycle_max_lr - peak) * share
+
+    return cycle_min_lr, rate
+
+
+RULES: dict[str, Callable[..., tuple[float | None, Rate]]] = {
+    "WarmupLR": warmup_lr,
+    "WarmupDecayLR": warmup_decay_lr,
+    "WarmupCosineLR": warmup_cosine_lr,
+    "LRRangeTest": lr_range_test,
+    "OneCycle": one_cycle,
+}
+
+TORCHS = (
+    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR"),
+    *("CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
+)
+"""Those of torch whose arguments are plain values."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..extras import missing
+from ..arguments import InputError, missing, need, positive, whole
 from .costs import TYPICAL, Network
 from .units import parse_bandwidth, parse_count
 
@@ -15,16 +14,20 @@ if TYPE_CHECKING:
     from .report import Plan
 
 
-class InputError(ValueError):
-    """What was asked can't be planned; one line that says why."""
+HELP = "what a step's messages cost on your network, and whether to compress them"
+DESCRIPTION = (
+    "Estimate what the messages of one optimizer step cost, uncompressed and compressed, on 2 to 16,384 GPUs; name the "
+    "cheapest, and say where compressing does not pay."
+)
+MOST = 10**6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Add the flags."""
     add = parser.add_argument
     add("--params", type=parse_count, required=True, metavar="N", help="parameters of the model: 340M, 1.3B")
-    add("--gpus", type=_whole, required=True, metavar="N", help="in all")
-    add("--gpus-per-node", type=_whole, default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
+    add("--gpus", type=whole(1, MOST), required=True, metavar="N", help="in all")
+    add("--gpus-per-node", type=whole(1, MOST), default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
     add(
         "--network",
         type=parse_bandwidth,
@@ -33,17 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what one NODE sends to others, all cards together, best as measured: 4.1Gbps, 12.5GB/s, 8x400Gbps",
     )
     add("--nvlink", type=parse_bandwidth, default="200GB/s", metavar="RATE", help="what one GPU sends within its node")
-    add("--step-ms", type=_milliseconds, metavar="MS", help="what a step takes without messages")
+    add("--step-ms", type=positive("milliseconds"), metavar="MS", help="what a step takes without messages")
     add(
         "--latency-us",
-        type=_microseconds,
+        type=positive("microseconds"),
         default=TYPICAL.between_latency * 1e6,
         metavar="US",
         help="of a hop between nodes",
     )
     add(
         "--full-precision-every",
-        type=_count,
+        type=whole(0, MOST),
         default=100,
         metavar="K",
         help="rounds of marsit of which one is of full precision; 0: none",
@@ -57,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: if what was asked makes no sense together.
     """
+    need("rich")
     from rich.console import Console
 
     from .report import Plan, show
@@ -84,31 +88,3 @@ def _draw(plan: Plan, out: Path) -> Path:
     except OSError as error:
         raise InputError(f"--out {out} can't be written: {error.strerror or error}") from error
     return out / "plan.png"
-
-
-def _whole(text: str, least: int = 1) -> int:
-    if not text.strip().isdecimal() or int(text) < least or int(text) > 10**6:
-        raise argparse.ArgumentTypeError(f"must be a whole number of {least} to 1,000,000, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _milliseconds(text: str) -> float:
-    return _positive(text, "milliseconds")
-
-
-def _microseconds(text: str) -> float:
-    return _positive(text, "microseconds")
-
-
-def _positive(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of {unit} > 0, got {text!r}")
-    return value

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from ...comm.ring_topology import TOPOLOGIES, Topology, torus_rows
+from ...comm import Topology, torus_rows
 
 FP32, BF16 = 4, 2
 TREE_BANDWIDTH = 0.92
@@ -284,5 +284,5 @@ def choose_topology(parameters: int, world_size: int, network: Network | None = 
     if network is None:
         network = replace(TYPICAL, gpus_per_node=math.gcd(world_size, TYPICAL.gpus_per_node))
     network.place(world_size)
-    possible = [name for name in TOPOLOGIES if name != "torus" or has_torus(world_size)]
+    possible = [name for name in get_args(Topology) if name != "torus" or has_torus(world_size)]
     return min(possible, key=lambda name: METHODS[f"marsit-{name}"].seconds(parameters, world_size, network))

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import printable
+from ..arguments import InputError, printable
 from .page import build
-from .read import InputError, read_runs, size_of
+from .read import read_runs, size_of
 from .tables import in_bytes
 
+HELP = "one page of what runs have recorded"
+DESCRIPTION = (
+    "Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, bytes, "
+    "compression error, layers over time, settings and versions."
+)
 PATIENCE = 2.0
 """Seconds after which progress is shown."""
 
@@ -21,7 +26,7 @@ NAME = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     add = parser.add_argument
     add("folders", nargs="+", metavar="DIR", help="with metrics.jsonl, as train --out or a Recorder leaves it")
     add("--out", metavar="FILE", help=f"the page (default: DIR/{NAME}; of several folders {NAME} here)")

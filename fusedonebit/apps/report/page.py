@@ -10,6 +10,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from ... import __version__
 from . import tables
 from .read import Run, Series
 from .reduce import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
@@ -39,14 +40,13 @@ def build(runs: Sequence[Run], title: str, progress: Callable[[], None] = lambda
         progress: Called after each run.
     """
     data, maps = _data(runs, progress)
-    versions = _version()
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     folders = ", ".join(dict.fromkeys(str(run.folder) for run in runs))
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     parts = {
         "title": escape(title),
         "style": _file("page.css"),
-        "subtitle": escape(f"{count} from {folders}. Made {now} by fusedonebit {versions}."),
+        "subtitle": escape(f"{count} from {folders}. Made {now} by fusedonebit {__version__}."),
         "notices": _notices(runs),
         "summary": tables.results(runs),
         "settings": tables.settings(runs),
@@ -130,9 +130,3 @@ def _inside_script(data: Any) -> str:
 
 def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip("\n")
-
-
-def _version() -> str:
-    from ... import __version__
-
-    return __version__

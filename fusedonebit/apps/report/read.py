@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...integrations.recording import METRICS, STARTS, read_lines
+from ... import recording
+from ..arguments import InputError
 
 NOT_NUMBERS = ("optimizer", "step", "phase", "layers")
 MOST_OWN = 12
@@ -27,10 +28,6 @@ LARGEST = 1e250
 
 COUNTS = ("bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
 """Of these a value that is not finite tells nothing, and is left out."""
-
-
-class InputError(Exception):
-    """Something the user gave can't be used; the text says it in one line."""
 
 
 @dataclass
@@ -147,24 +144,24 @@ def size_of(folders: Sequence[str]) -> int:
 
 def _metrics_of(given: str) -> Path:
     path = Path(given)
-    what = f"a folder with {METRICS}, as `fusedonebit train --out` and fusedonebit.Recorder leave it"
-    if path.is_file() and path.name == METRICS:
+    what = f"a folder with {recording.METRICS}, as `fusedonebit train --out` and fusedonebit.Recorder leave it"
+    if path.is_file() and path.name == recording.METRICS:
         return path
     if not path.is_dir():
         found = "a file" if path.exists() else "no such folder"
         raise InputError(f"DIR must be {what}, got {given!r}: {found}; check the path")
-    if not (path / METRICS).is_file():
-        inside = sorted(str(p.parent) for p in path.glob(f"*/{METRICS}"))[:5]
+    if not (path / recording.METRICS).is_file():
+        inside = sorted(str(p.parent) for p in path.glob(f"*/{recording.METRICS}"))[:5]
         hint = f"did you mean {' '.join(inside)}?" if inside else "check the path, or wait for the run's first step"
         raise InputError(f"DIR must be {what}, got {given!r} without one; {hint}")
-    return path / METRICS
+    return path / recording.METRICS
 
 
 def _read_folder(path: Path, progress: Callable[[int], None]) -> list[Run]:
     folder, damaged, seen = path.parent, 0, 0
     runs: dict[str, Run] = {}
     try:
-        for number, (line, record) in enumerate(read_lines(path)):
+        for number, (line, record) in enumerate(recording.read_lines(path)):
             seen += len(line) + 1
             if number % 1000 == 0:
                 progress(seen)
@@ -181,13 +178,13 @@ def _read_folder(path: Path, progress: Callable[[int], None]) -> list[Run]:
                 runs[name] = Run(name, folder)
             runs[name].take(step, record)
         progress(seen)
-        _read_starts(folder / STARTS, runs)
+        _read_starts(folder / recording.STARTS, runs)
     except OSError as error:
         raise InputError(f"DIR {folder} can't be read: {error.strerror or error}") from error
     if not runs:
         found = f"{damaged} lines that are no records" if damaged else "nothing"
         raise InputError(
-            f"DIR must hold at least one record in {METRICS}, got {found} in {path}; "
+            f"DIR must hold at least one record in {recording.METRICS}, got {found} in {path}; "
             "wait for the run's first step, or leave this folder out"
         )
     for run in runs.values():
@@ -199,7 +196,7 @@ def _read_folder(path: Path, progress: Callable[[int], None]) -> list[Run]:
 def _read_starts(path: Path, runs: dict[str, Run]) -> None:
     if not path.is_file():
         return  # written before there was a header
-    for _, start in read_lines(path):
+    for _, start in recording.read_lines(path):
         name = start.get("optimizer") if start else None
         if start and isinstance(name, str) and name in runs:
             runs[name].starts.append(start)

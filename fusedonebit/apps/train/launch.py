@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..extras import missing
+from ..arguments import missing
 from .display import print_table, summarise
 from .run import FREEZE, Job, read_metrics, train_all
 

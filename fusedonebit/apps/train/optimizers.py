@@ -10,10 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from ... import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, policies
 from ...comm import Topology, make_transport
-from ...core.inspection import fp32_bytes
-from ...optim.policies import AlignedRounds, DoublingRounds, DoublingVariance
 from ..lab.baselines import AGGREGATIONS, BaselineAdam
 
 Parameters = Iterable[tuple[str, Tensor]]
@@ -49,7 +47,6 @@ class AveragedAdamW(torch.optim.AdamW):
         super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
         self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
-        self._parameters = sum(p.numel() for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,7 +72,7 @@ class AveragedAdamW(torch.optim.AdamW):
             "bytes_step": traffic.bytes_step,
             "bytes_total": traffic.bytes_total,
             "collectives_step": traffic.collectives_step,
-            "bytes_fp32": fp32_bytes(self._parameters, self._transport.world_size),
+            "bytes_fp32": traffic.bytes_step,
         }
 
 
@@ -99,15 +96,15 @@ def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimi
     """The variance is renewed until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
     assert settings.freeze_step != "auto"  # refused with this one
     frozen, doubled = settings.freeze_step, max(1, settings.steps // 10)
-    rounds = DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))
+    rounds = policies.DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))
     return ZeroOneAdam(
         params,
         settings.lr,
         BETAS,
         EPS,
         WEIGHT_DECAY,
-        variance_policy=DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen),
-        sync_policy=AlignedRounds(rounds, settings.looked_at_every),
+        variance_policy=policies.DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen),
+        sync_policy=policies.AlignedRounds(rounds, settings.looked_at_every),
     )
 
 

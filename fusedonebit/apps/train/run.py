@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...comm import Topology
-from ...comm.ring_topology import torus_rows
-from ...integrations.recording import METRICS, Recorder, read_lines
-from .data import Corpus, InputError, load_text
+from ... import Recorder, recording
+from ...comm import Topology, torus_rows
+from ..arguments import InputError
+from ..corpus import Corpus, load_text
+from ..transformer import SIZES, ByteTransformer
 from .display import Display
-from .model import SIZES, ByteTransformer
 from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Settings
 
 HELD_OUT_BATCHES = 8
@@ -56,7 +56,7 @@ class Job:
     @property
     def metrics(self) -> Path:
         """One JSON object per line and measured step."""
-        return Path(self.out) / METRICS
+        return Path(self.out) / recording.METRICS
 
 
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
@@ -219,7 +219,7 @@ def latest_step(job: Job, name: str, world_size: int) -> int:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file; a last line cut short is passed over."""
-    return (record for _, record in read_lines(path) if record is not None)
+    return (record for _, record in recording.read_lines(path) if record is not None)
 
 
 def check(job: Job, world_size: int) -> None:

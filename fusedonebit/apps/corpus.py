@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .arguments import InputError
+
 HELD_OUT = 0.1
 """Share of the text that is never trained on: the end of each of ``PIECES`` equal pieces."""
 
@@ -16,10 +18,6 @@ PIECES = 16
 
 LARGEST = 2**30
 """Bytes of one file: each process holds all text in memory, twice while it reads."""
-
-
-class InputError(Exception):
-    """Something the user gave can't be used; the text says it in one line."""
 
 
 class Corpus:
@@ -70,10 +68,7 @@ def load_text(files: Sequence[str]) -> Tensor:
         from pydoc_data.topics import topics
 
         return _bytes("\n\n".join(topics.values()).encode())
-    parts = []
-    for name in files:
-        parts.append(_read(name))
-    return _bytes(b"\n\n".join(parts))
+    return _bytes(b"\n\n".join(map(_read, files)))
 
 
 def _read(name: str) -> bytes:

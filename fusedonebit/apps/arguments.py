@@ -1,0 +1,68 @@
+"""What the applications' command lines share: one-line errors, numbers, packages that may be missing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+
+PACKAGES = {"sklearn": "scikit-learn"}
+"""Names on the package index, where modules are called otherwise."""
+
+
+class InputError(Exception):
+    """Something the user gave can't be used; the text says it in one line."""
+
+
+def need(*modules: str) -> None:
+    """Raise InputError if one of these can't be imported."""
+    if absent := missing(*modules):
+        raise InputError(f"this command needs {absent}")
+
+
+def missing(*modules: str) -> str:
+    """Say which of these can't be imported, and what installs them: packages by name, as this one is on no index.
+
+    Returns:
+        "" if all are there.
+    """
+    absent = [PACKAGES.get(module, module) for module in modules if find_spec(module) is None]
+    return f"{' and '.join(absent)}: pip install {' '.join(absent)}" if absent else ""
+
+
+def printable(text: str) -> str:
+    """Put a text into one line, with nothing in it that a terminal obeys."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def listed(names: str | None) -> list[str]:
+    """Take ``A,B`` apart, each name once."""
+    return list(dict.fromkeys(name.strip() for name in names.split(","))) if names else []
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Make the type of an argument that is a whole number."""
+    expected, limit = (f">= {least}", math.inf) if most is None else (f"of {least} to {most:,}", most)
+
+    def parse(text: str) -> int:
+        if not text.strip().removeprefix("-").isdecimal() or not least <= int(text) <= limit:
+            raise argparse.ArgumentTypeError(f"must be a whole number {expected}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def positive(unit: str = "") -> Callable[[str], float]:
+    """Make the type of an argument that is a finite number > 0, of a unit."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number {f'of {unit} ' if unit else ''}> 0, got {text!r}")
+        return value
+
+    return parse

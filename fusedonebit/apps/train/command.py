@@ -1,0 +1,105 @@
+"""The body of ``fusedonebit train``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+from ..arguments import InputError, listed, need, positive, whole
+
+HELP = "train a byte-level transformer"
+DESCRIPTION = "Train a byte-level transformer language model on several processes, with the optimizer of choice."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add, count = parser.add_argument, whole(1)
+    add("--text", nargs="+", default=[], metavar="FILE", help="text to learn (default: Python's documentation topics)")
+    add(
+        "--optimizer",
+        default="onebit-adam",
+        metavar="NAME",
+        help="adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, onebit-lamb-frozen, marsit, or one of "
+        "those that Marsit is measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
+    )
+    add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
+    add("--nproc", type=count, default=1, help="processes to start (not with torchrun)")
+    add("--steps", type=count, default=500, help="updates")
+    add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
+    add("--topology", choices=("ring", "torus", "owner", "auto"), default="ring", help="of marsit's rounds")
+    help_every = "rounds of marsit of which one is of full precision; 0: none"
+    add("--full-precision-every", type=whole(0), default=100, metavar="K", help=help_every)
+    help_local = "steps of a round of marsit and the like; of zero-one-adam the most (at least 4)"
+    add("--local-steps", type=count, default=1, help=help_local)
+    add("--model", default="small", help="tiny, small, medium or large")
+    add("--batch-size", type=count, default=16, help="sequences per process")
+    add("--seq-len", type=count, default=64, help="bytes per sequence")
+    help_lr = "peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, LAMB 2e-2, Lion 1e-3)"
+    add("--lr", type=positive(), default=None, help=help_lr)
+    add("--seed", type=whole(0), default=0, help="of the initial values and the batches")
+    add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, pictures and checkpoints")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--eval-every", type=count, default=50, help="steps between held-out losses")
+    add("--save-every", type=count, default=100, help="steps between checkpoints")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check everything that can be checked beforehand, then train.
+
+    Raises:
+        InputError: for what can't work.
+    """
+    need("rich")
+    from . import launch
+    from .run import Job, check
+
+    nproc = _world_size(arguments.nproc)
+    given = vars(arguments).copy()
+    for key in ("command", "optimizer", "compare", "nproc", "text", "freeze_step"):
+        del given[key]
+    _check_model(arguments.model)
+    job = Job(
+        optimizers=_names(arguments),
+        text=tuple(arguments.text),
+        freeze_step=max(1, arguments.steps // 5) if arguments.freeze_step is None else arguments.freeze_step,
+        lr_warmup_steps=max(1, arguments.steps // 20),
+        **given,
+    )
+    check(job, nproc)
+    return launch.run(job, nproc)
+
+
+def _world_size(nproc: int) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+        raise InputError(f"--nproc must be at most the number of GPUs, {torch.cuda.device_count()}, got {nproc}")
+    return nproc
+
+
+def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
+    from .optimizers import OPTIMIZERS
+
+    flag, names = (
+        ("--compare", listed(arguments.compare)) if arguments.compare else ("--optimizer", [arguments.optimizer])
+    )
+    for name in names:
+        if name not in OPTIMIZERS:
+            raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
+    return tuple(names)
+
+
+def _check_model(name: str) -> None:
+    from ..transformer import SIZES
+
+    if name not in SIZES:
+        raise InputError(f"--model must be one of {', '.join(SIZES)}, got {name!r}")
+
+
+def _freeze_step(text: str) -> int | str:
+    try:
+        return text if text == "auto" else whole(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 or auto, got {text!r}") from None
