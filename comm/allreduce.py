@@ -310,9 +310,6 @@ class CompressedAllReduce:
         self.server.finish(self.served)
         # A header damaged on its way here is seen here only: pass on what was seen.
         self.served.words[:, Word.FLAGS] = self.flags
-        squares, most = self.agreement
-        # A chunk of padding has none to tell.
-        self.served.signal[:] = squares.sum() / (most * self.live.numel[self._own]).sum()
 
     def _receive(self) -> None:
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
@@ -357,18 +354,15 @@ class CompressedAllReduce:
         for side in (self.worker, self.server):
             side.forget()
 
-    def signals(self) -> tuple[float, float]:
-        """How the last step went, equal on all ranks, for no extra collective; waits for the device.
+    def residual_ratio(self) -> float:
+        """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
 
-        Returns:
-            The workers' residuals (root of the mean square of their norms) over the norm of the result;
-            and how far the workers' signs agree: 1 where all are equal, 1/W where they are coin flips.
+        Equal on all ranks, for no extra collective; waits for the device.
         """
         errors = self.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
         result = (self.scale.double().square() * self.live.numel).sum().sqrt()
-        agreement = self.gathered.signal.double().nanmean()
         ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
-        return float(ratio), float(agreement)
+        return float(ratio)
 
     def squares_by_block(self) -> Tensor:
         """|e|^2 of this rank's residual and of the result in the last step: float64 [2, B]. Reads no element."""

@@ -40,7 +40,7 @@ class Word(IntEnum):
     SENDER = 5
     FLAGS = 6
     SIGNAL = 7
-    """Bits of a float32. A worker tells the norm of its residual, a server how far signs agree."""
+    """Bits of a float32: the norm of a worker's residual."""
 
 
 CHECKED = 5

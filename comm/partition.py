@@ -140,11 +140,9 @@ class PartedAllReduce:
         compensated, worker, server = (sum(column) ** 0.5 for column in zip(*squares, strict=True))
         return compensated, worker, server
 
-    def signals(self) -> tuple[float, float]:
-        """See ``CompressedAllReduce``: means over the parts that are here."""
-        told = [part.signals() for part in self.parts]
-        ratio, agreement = (sum(column) / len(told) for column in zip(*told, strict=True))
-        return ratio, agreement
+    def residual_ratio(self) -> float:
+        """See ``CompressedAllReduce``: the mean over the parts that are here."""
+        return sum(part.residual_ratio() for part in self.parts) / len(self.parts)
 
     def squares_by_block(self) -> Tensor:
         """See ``CompressedAllReduce``; 0 in blocks of parts that are not here."""

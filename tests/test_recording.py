@@ -55,9 +55,8 @@ def test_rank_0_alone_writes_steps_signals_layers_and_how_the_run_was_started(tm
     assert sent == sum(r["bytes_step"] for r in records[1:]) > 0
     for r in records:
         compressed = r["phase"] == "compression"
-        assert ("residual_over_momentum" in r) == ("sign_agreement" in r) == compressed
+        assert ("residual_over_momentum" in r) == compressed
     assert 0 < records[-1]["residual_over_momentum"] < 100
-    assert 0.5 <= records[-1]["sign_agreement"] <= 1
     seen = {r["step"]: r["layers"] for r in records if "layers" in r}
     assert list(seen) == ([4, 6, 8] if name == "adam" else [2, 4, 6, 8])
     assert seen[8]["name"] == ["embed", "head.bias"]

@@ -46,7 +46,6 @@ def test_a_page_has_every_curve_mark_phase_map_and_table(tmp_path: Path):
     for told in records[4:]:
         told |= {
             "residual_over_momentum": 0.9,
-            "sign_agreement": 0.6,
             "layers": layers,
             "tokens_per_s": 1000,
             "lr": 0.1,
@@ -62,14 +61,13 @@ def test_a_page_has_every_curve_mark_phase_map_and_table(tmp_path: Path):
     data = data_of(page)
     (run,) = data["runs"]
     assert {*run["curves"]} >= {"loss", "mean", "held_out_loss", "bytes_step", "bytes_total", "fp32_total", "lr"}
-    assert {*run["curves"]} >= {"residual_over_momentum", "sign_agreement", "tokens_per_s", "perplexity"}
+    assert {*run["curves"]} >= {"residual_over_momentum", "tokens_per_s", "perplexity"}
     assert run["curves"]["loss"]["x"] == [1, 2, 3, 4, 5, 7, 8]
     assert run["curves"]["loss"]["bad"] == [6]
     assert run["curves"]["held_out_loss"] == {"x": [8], "y": [0.3], "bad": [], "b": [800]}
     assert run["curves"]["fp32_total"] == {"x": [1, 8], "y": [3200, 25600]}
     assert run["skips"] == [[6, 1, 1]]
     assert run["bands"] == [[1, 3, "warmup"], [4, 8, "compression"]]
-    assert run["workers"] == 2
     assert data["own"] == ["perplexity"]
     assert [(m["kind"], m["layers"]) for m in data["heats"]] == [
         ("residual_over_momentum", ["embed", "head"]),
@@ -129,7 +127,7 @@ def test_three_runs_of_100000_steps_and_60_layers_are_a_page_below_2_mb(tmp_path
             for i in range(1, 100_001):
                 told = record(i, loss=3 / i**0.2 + chance.gauss(0, 0.1), lr=1e-3 * chance.random())
                 told |= {"tokens_per_s": chance.gauss(1e5, 1e3), "bytes_step": chance.randrange(10**6)}
-                told |= {"residual_over_momentum": chance.random(), "sign_agreement": chance.random()}
+                told |= {"residual_over_momentum": chance.random()}
                 told |= {"phase": ("local", "one-bit")[i % 2], "skipped_steps": i // 50}
                 if i % 500 == 0:
                     rows = ([chance.lognormvariate(0, 1) for _ in names] for _ in range(2))
@@ -266,9 +264,9 @@ def test_what_train_leaves_behind_becomes_a_page(trained: Path):
     assert result.returncode == 0, result.stderr
     data = data_of((trained / "report.html").read_text())
     adamw, lamb = data["runs"]
-    assert (adamw["label"], lamb["label"], adamw["workers"]) == ("adamw", "onebit-lamb", 2)
+    assert (adamw["label"], lamb["label"]) == ("adamw", "onebit-lamb")
     assert lamb["bands"] == [[1, 5, "warmup"], [6, 12, "compression"]]
-    assert lamb["curves"]["sign_agreement"]["x"] == list(range(6, 13))
+    assert lamb["curves"]["residual_over_momentum"]["x"] == list(range(6, 13))
     assert lamb["curves"]["held_out_loss"]["x"] == [4, 8, 12]
     residual, ratio = data["heats"]
     assert (residual["kind"], residual["steps"]) == ("residual_over_momentum", list(range(6, 13)))
@@ -321,7 +319,7 @@ def test_a_browser_draws_what_is_strange_without_an_error_and_runs_nothing_of_it
     write(tmp_path / "a", [record(i, name=EVIL, phase=EVIL, layers=layers, loss=math.nan) for i in (1, 2, 3)])
     write(tmp_path / "b", [{"optimizer": "bare", "step": 7}])
     write(tmp_path / "c", [record(i, loss=-1.0, bytes_total=0, bytes_step=0) for i in (1, 2)])
-    write(tmp_path / "d", [record(5, loss=3.0, sign_agreement=0.5, residual_over_momentum=0, layers=layers)])
+    write(tmp_path / "d", [record(5, loss=3.0, residual_over_momentum=0, layers=layers)])
     for i, folders in enumerate((["b"], ["c"], ["a", "b", "c", "d"])):
         report(*(tmp_path / name for name in folders), out=tmp_path / f"{i}.html")
         dom, console = open_page(

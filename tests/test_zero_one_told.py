@@ -36,7 +36,7 @@ def tell(rank: int, world_size: int) -> tuple[list[dict], str]:
     return seen, repr(optimizer)
 
 
-LAST = ("worker_error_norm", "compensated_norm", "residual_over_momentum", "sign_agreement")
+LAST = ("worker_error_norm", "compensated_norm", "residual_over_momentum")
 """What is told of the last synchronisation in bits."""
 
 

@@ -30,9 +30,6 @@ FORMAT = 1
 STEP_KEYS = ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
 """What is recorded of ``stats()`` where it is told at all."""
 
-SIGNALS = ("residual_over_momentum", "sign_agreement")
-"""What is recorded of it where something was compressed: elsewhere both are 0."""
-
 LONGEST_LINE = 1 << 24
 """Bytes; layers by the ten thousand take fewer."""
 
@@ -167,8 +164,8 @@ class Recorder:
             if self._bytes_before is None:
                 self._bytes_before = self._last_bytes if record["bytes_total"] < self._last_bytes else 0
             record["bytes_total"] += self._bytes_before
-        if any(told.get(key) for key in SIGNALS):
-            record |= {key: _short(told[key]) for key in SIGNALS if key in told}
+        if ratio := told.get("residual_over_momentum"):
+            record["residual_over_momentum"] = _short(ratio)
         if "layers" in told:
             layers = {key: [_short(_layer_name(x)) for x in row] for key, row in told["layers"].items() if any(row)}
             if len(layers) > 1:  # in the warm-up of 1-bit Adam there is nothing but names

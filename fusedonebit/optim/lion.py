@@ -198,9 +198,8 @@ class OneBitLion(DistributedOptimizer):
         self._reduce.resume(header["digests"] if same else [0])
 
     def stats(self) -> dict[str, Any]:
-        """What ``DistributedOptimizer.stats`` does, and sign_agreement: 1 where all vote alike, 1/W for coin flips."""
-        told = self._reduce.signals()[1] if self._outcomes.attempts else 0.0
-        return super().stats() | {"sign_agreement": told, "wire_bytes": self._reduce.wire_bytes}
+        """What ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
+        return super().stats() | {"wire_bytes": self._reduce.wire_bytes}
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}"]

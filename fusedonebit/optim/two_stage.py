@@ -491,15 +491,15 @@ class OneBitOptimizer(AveragingOptimizer):
             wire_bytes (what only serves within a step: messages and partial sums), both allocated;
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
-            which things are compressed; residual_over_momentum and sign_agreement (of the last
-            compressed step, see ``CompressedAllReduce.signals``); dead_tensors (names);
+            which things are compressed; residual_over_momentum (of the last compressed step, see
+            ``CompressedAllReduce.residual_ratio``); dead_tensors (names);
             dead_coordinates (with v == 0 at the freeze, in other tensors). With ``layers`` also "layers", lists
             with one entry per tensor: name, and residual_over_momentum (of this rank's residual, of sharded
             parameters and of nodes' parts what is here).
         """
         reduce = self._reduce
         compensated, worker_error, server_error = reduce.norms()
-        over_momentum, agreement = reduce.signals() if self._phase == "compression" else (0.0, 0.0)
+        over_momentum = reduce.residual_ratio() if self._phase == "compression" else 0.0
         told = super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
@@ -507,7 +507,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": over_momentum,
-            "sign_agreement": agreement,
             "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in inspection.scratch_of(self)),
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,

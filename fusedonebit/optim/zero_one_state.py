@@ -378,12 +378,12 @@ class ZeroOneState(AdamUpdate):
         Returns:
             What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), renewals (of the variance,
             among them), local_steps (done in this round), round_steps (its length); wire_bytes,
-            worker_error_norm, server_error_norm, compensated_norm, residual_over_momentum and sign_agreement as
-            ``OneBitAdam`` tells them, of the last synchronisation in bits.
+            worker_error_norm, server_error_norm, compensated_norm and residual_over_momentum as ``OneBitAdam``
+            tells them, of the last synchronisation in bits.
         """
         reduce, done = self._reduce, self._progress()
         compensated, _, server_error = reduce.norms()
-        over_momentum, agreement = reduce.signals() if done.rounds > done.renewals else (0.0, 0.0)
+        over_momentum = reduce.residual_ratio() if done.rounds > done.renewals else 0.0
         if self._as_floats and float(self._result_norm) > 0:
             errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
             over_momentum = float(errors.square().mean().sqrt() / self._result_norm)
@@ -397,7 +397,6 @@ class ZeroOneState(AdamUpdate):
             "worker_error_norm": float(reduce.to_servers.signal[0]),  # within a round c has grown since
             "server_error_norm": server_error,
             "residual_over_momentum": over_momentum,
-            "sign_agreement": agreement,
         }
 
     def _described(self) -> list[str]:

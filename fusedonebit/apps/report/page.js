@@ -18,12 +18,6 @@ const spread = (key) => {
 };
 const sent = data.runs.some((run) => run.curves.bytes_total && run.curves.bytes_total.y.some((y) => y > 0));
 
-const coinFlips = (run) => {
-  const curve = run.curves.sign_agreement;
-  if (!curve || !run.workers) return [];
-  return [{ x: [curve.x[0], curve.x[curve.x.length - 1]], y: [1 / run.workers, 1 / run.workers], style: "ideal" }];
-};
-
 const SPECS = [
   {
     key: "loss", title: "Loss", x: "steps", format: number, marks: true, log: spread("loss"), of: lossLines("x"), when: has("loss"),
@@ -46,11 +40,6 @@ const SPECS = [
     key: "residual", title: "Compression error", x: "steps", format: number, log: spread("residual_over_momentum"), zero: true,
     of: (run) => line(run, "residual_over_momentum"), when: has("residual_over_momentum"),
     note: "The workers' residuals over the norm of the averaged momentum.",
-  },
-  {
-    key: "agreement", title: "Sign agreement", x: "steps", format: number, log: false,
-    of: (run) => [...line(run, "sign_agreement"), ...coinFlips(run)], when: has("sign_agreement"),
-    note: "1: all workers' signs are equal. Dotted: 1/W, coin flips among W workers.",
   },
   {
     key: "tokens", title: "Tokens per second", x: "steps", format: count, log: false, zero: true,

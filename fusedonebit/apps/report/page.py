@@ -16,7 +16,7 @@ from .read import Run, Series
 from .reduce import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
 
 CURVES = ["loss", "held_out_loss", "bytes_step", "bytes_total", "bytes_fp32", "residual_over_momentum"]
-CURVES += ["sign_agreement", "tokens_per_s", "lr"]
+CURVES += ["tokens_per_s", "lr"]
 
 KNOWN = (*CURVES, "skipped_steps", "vetoed_steps", "rewarms")
 """What is not a user's own number."""
@@ -75,7 +75,6 @@ def _data(runs: Sequence[Run], progress: Callable[[], None]) -> tuple[dict[str, 
 
 def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
     curves: dict[str, dict[str, Any]] = {}
-    workers = run.header.get("world_size")
     for key in (*CURVES, *own):
         series = run.get(key)
         if not series.steps:
@@ -97,7 +96,6 @@ def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
         "label": run.label,
         "first": run.first_step,
         "last": run.last_step,
-        "workers": workers if isinstance(workers, int) else None,
         "curves": curves,
         "bands": bands(run),
         "skips": skips(run),
