@@ -358,7 +358,6 @@ def into_another_world_size(rank: int, transport, name: str, saved: dict, values
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:all ranks had the same gradients")
 @EACH_ONEBIT
 def test_a_stretchs_checkpoint_resumes_on_another_number_of_ranks(name):
     alone = rewarming(name)

@@ -146,7 +146,6 @@ def decays(rank: int, transport: Transport, deepspeed: bool) -> tuple[list[float
     return [float(off), *ratios], momentum
 
 
-@pytest.mark.filterwarnings("ignore:all ranks had the same gradients")
 def test_weight_decay_is_none_of_the_momentum_and_deepspeeds_is():
     for (off, *ratios), momentum in SimulatedGroup(2).run(lambda r, t: decays(r, t, False)):
         print(f"decay by the exact product, off by {off:.1e} (limit 2e-6); momentum at most {max(momentum)}")

@@ -34,7 +34,7 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "collectives_step": transport.traffic.collectives_step,
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
-        "averaged_already": optimizer._first_look.averaged,
+        "averaged_already": bool(optimizer._averaged_elsewhere),
         "collectives_inside": optimizer._inside.traffic.collectives_step,
         "bytes_inside": optimizer._inside.traffic.bytes_step,
         "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),

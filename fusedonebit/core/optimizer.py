@@ -22,7 +22,7 @@ from ..triton_kernels.launch import tables_of
 from . import consensus as construction
 from . import copies, inspection
 from . import reducers as cuts
-from .first_look import FirstLook, warn_of_averages
+from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
@@ -108,7 +108,7 @@ class DistributedOptimizer(Keeper):
         self._published: set[str] = set()  # names of entries of ``state`` that are ours
         self._ddp_attached = False
         self._steps = StepCount(self._list.owners, self.device if self.options.capturable else None)
-        self._first_look = FirstLook(self._transport, self._compresses)
+        self._averaged_elsewhere: bool | None = None  # until the first step
         self._rows = Rows(self._transport, self._shards, self.device)
         _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self._block_size = block_size
@@ -317,7 +317,7 @@ class DistributedOptimizer(Keeper):
         except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self._nothing] * len(self._list), caught
-        saw_averages = self._look_at(grads, captured)
+        saw_averages = not captured and self._notice_averages(grads)
         # Who can't take the step claims to have all gradients: then nobody leaves a tensor out on its account.
         self._missing = () if error is not None else self._list.missing(grads)
         with self._list.standing_in(self._list.params if params is None else params):
@@ -336,17 +336,16 @@ class DistributedOptimizer(Keeper):
         if saw_averages and self._transport.rank == self._shards.transport.rank == 0:
             warn_of_averages()
 
-    def _look_at(self, grads: Sequence[Tensor], captured: bool) -> bool:
-        """Whether gradients are seen, now, to be averages that somebody else has made; their bytes count from then."""
-        if captured or self._ddp_attached:
+    def _notice_averages(self, grads: Sequence[Tensor]) -> bool:
+        """Count what DDP without our hook has sent; return whether it has just been noticed, at the first step."""
+        if self._ddp_attached:
             return False
-        looking = self._first_look.pending
+        looking, ranks = self._averaged_elsewhere is None, self._transport.world_size
         if looking:
-            with self._breaking(), self._transport.traffic.apart():
-                self._first_look.look(grads)
-        if self._first_look.averaged:
-            self._transport.traffic.add(self._first_look.sent(grads))
-        return looking and self._first_look.averaged
+            self._averaged_elsewhere = self._compresses and ranks > 1 and ddp_averages(self._list.owners)
+        if self._averaged_elsewhere:
+            self._transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
+        return looking and bool(self._averaged_elsewhere)
 
     def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
         """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
@@ -501,8 +500,8 @@ class DistributedOptimizer(Keeper):
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others, with what DDP sends if it averages, attached or not); averaged_already (whether all ranks had the
-            same gradients in the first step, without ``ddp.attach``); collectives_inside and bytes_inside (of the
+            others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP averages
+            gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside (of the
             last step, between ranks that hold other shards, or are of one node); state_bytes (allocated); freeze_step
             (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
         """
