@@ -8,34 +8,48 @@ by its own name.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
-from .hierarchical import HierarchicalAllReduce
-from .hierarchical_rounds import HierarchicalRounds
+from .hierarchical import HierarchicalAllReduce, HierarchicalRounds
 from .marsit import MarsitAllReduce
 from .message import Flag, Messages, Word, describe_mismatch
+from .reducer import FeedbackReducer, Reducer, Told
 from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
 from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
 
+if TYPE_CHECKING:  # mypy says where one of them falls short
+    _REDUCERS: list[type[Reducer]] = [MarsitAllReduce, HierarchicalRounds]
+    _FEEDBACK: list[type[FeedbackReducer]] = [
+        CompressedAllReduce,
+        BucketedAllReduce,
+        HierarchicalAllReduce,
+        SignVote,
+    ]
+
 __all__ = [
     "BucketedAllReduce",
     "CollectiveError",
     "CompressedAllReduce",
     "DisagreementError",
+    "FeedbackReducer",
     "Flag",
     "HierarchicalAllReduce",
     "HierarchicalRounds",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",
+    "Reducer",
     "ShardGroup",
     "SignVote",
     "SimulatedGroup",
     "SimulatedTransport",
+    "Told",
     "Topology",
     "TorchTransport",
     "Traffic",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
+from .message import Flag
 
 
 class Absence(NamedTuple):
@@ -71,10 +72,14 @@ def packed(chosen: Tensor) -> Tensor:
     return (chosen.view(-1, 8) * weights).sum(1).to(torch.uint8)
 
 
-def told_by_all(told: Tensor, tensors: int) -> Tensor:
-    """Of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes]."""
+def told_by_all(told: Tensor, tensors: int, flags: Tensor) -> Tensor:
+    """Of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes].
+
+    Where ``flags`` int32 [1] say that messages can't be read no bit counts.
+    """
     bits = told[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=told.device) & 1
-    return bits.view(len(told), -1)[:, :tensors].bool().all(0)
+    all_say = bits.view(len(told), -1)[:, :tensors].bool().all(0)
+    return all_say & ((flags & int(Flag.MISMATCH)) == 0)
 
 
 class Kept:
@@ -92,8 +97,8 @@ class Kept:
         self,
         rows: Tensor,
         block_tensor: Tensor,
-        *,
         lines: Sequence[Tensor] = (),
+        *,
         bits: Sequence[Tensor] = (),
         tables: Sequence[Tensor] = (),
     ) -> None:

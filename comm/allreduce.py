@@ -12,12 +12,14 @@ of tensors; the scales, the flags and the checks ride in the messages' headers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import (
+    LARGEST_GRADIENT,
     SCALE_NORMS,
     Coef,
     FlatLayout,
@@ -32,7 +34,10 @@ from ..triton_kernels import (
 from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .error_feedback import ErrorFeedback
-from .message import Flag, Messages, Word, agreed_flags, digest
+from .message import Flag, Messages, Word, agreed_flags, describe_mismatch, digest
+from .partition import Part
+from .reducer import Compress, Told
+from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 
 
@@ -45,7 +50,7 @@ class CompressedAllReduce:
         reduce([x])                      # every rank
         mean = reduce.result()           # float32 [P], equal on all ranks
 
-    Optimizers fuse the momentum into step 1 by ``beta1``, ``unit`` in the ``coef`` table.
+    Optimizers call ``synchronise``, with a function that makes their momentum while it compresses it.
 
     Args:
         layout: The flat index space; its ``world_size`` is the transport's.
@@ -56,7 +61,9 @@ class CompressedAllReduce:
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
-        gathered: W messages to use, or None to allocate them: a part of a larger whole (``parts``).
+        shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
+        part: Which part of a longer line ``layout`` is; None: all of it.
+        gathered: W messages to use, or None to allocate them.
         scale: float32 [B] to use, or None to allocate zeros.
         served: float32 [P / W], zeros, to use as the server's c, or None to allocate it.
 
@@ -67,10 +74,12 @@ class CompressedAllReduce:
             them. They then receive the alltoall before they receive the allgather.
         scale: float32 [B], the result's magnitude per block.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
-        flags: int32 [1], the last step's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
-        absent: Of which tensors no rank had a gradient in the last step, bool [tensors]; None where this rank had all
-            gradients, so that there are none.
+        hold: int32 [1], flags for which the present step changes nothing.
+        flags, absent: See ``Reducer``.
     """
+
+    error: Exception | None = None
+    largest_gradient = LARGEST_GRADIENT
 
     def __init__(
         self,
@@ -83,215 +92,178 @@ class CompressedAllReduce:
         compensated: Tensor | None = None,
         live: LiveTable | None = None,
         ternary: bool = False,
+        shards: ShardGroup | None = None,
+        part: Part | None = None,
         gathered: Messages | None = None,
         scale: Tensor | None = None,
         served: Tensor | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.part = layout, part or Part(layout)
         self.transport: Transport = transport if transport is not None else LocalTransport()
-        if layout.world_size != self.transport.world_size:
-            raise ValueError(
-                f"layout.world_size must be the transport's {self.transport.world_size}, got {layout.world_size}"
-            )
+        self.shards = shards or ShardGroup()
+        check_world_size(layout, self.transport)
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
-        self.device = torch.device(device)
-        self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
-        self.scale = torch.zeros(layout.n_blocks, device=self.device) if scale is None else scale
-        self._build(scale_scope, SCALE_NORMS[scale_norm], compensated, ternary, gathered, served)
-        self.set_live(live_table(layout).to(self.device) if live is None else live)
-        # On the device: a captured CUDA graph must count its replays.
-        self.synchronisations = torch.zeros((), dtype=torch.int64, device=self.device)
-
-    def _build(
-        self,
-        scope: ScaleScope,
-        norm: int,
-        compensated: Tensor | None,
-        ternary: bool,
-        gathered: Messages | None,
-        served_part: Tensor | None,
-    ) -> None:
-        layout, device, rank = self.layout, self.device, self.transport.rank
-        served = layout.blocks_per_chunk
-        slot, slots = layout.scale_slots(scope)
+        self.device = device = torch.device(device)
+        self._launch_tables = tables_of(layout, device)  # kept, because launches share what somebody keeps
+        norm, rank, blocks = SCALE_NORMS[scale_norm], self.transport.rank, layout.blocks_per_chunk
+        slot, slots = layout.scale_slots(scale_scope)
         slots = slots if gathered is None else gathered.slots
-        self._own = slice(rank * served, (rank + 1) * served)
+        self._own = slice(rank * blocks, (rank + 1) * blocks)
         self.block_tensor = block_table(layout, device)
-        if compensated is None:
-            compensated = torch.zeros(layout.numel, device=device)
-        self.worker = ErrorFeedback(compensated, layout.scale_segments(scope), norm, ternary)
-        served_part = torch.zeros(layout.chunk_numel, device=device) if served_part is None else served_part
-        self.server = ErrorFeedback(served_part, slot[self._own], norm, ternary)
-        self.agreement = torch.zeros(2, served, dtype=torch.float64, device=device)
+        self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
+        compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
+        served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
+        self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary)
+        self.server = ErrorFeedback(served, slot[self._own], norm, ternary)
+        self.agreement = torch.zeros(2, blocks, dtype=torch.float64, device=device)
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         self.served = Messages(1, slots, layout, device, ternary)
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
-        self._going_on = torch.zeros_like(self.flags)
+        self.hold = self._no_flags = torch.zeros_like(self.flags)
         self.arrived_words = self.gathered.words.clone()
         self.absent: Tensor | None = None
-        self._told: tuple[int, ...] = ()
+        self._missing: tuple[int, ...] = ()
         self._kept: list[Kept] = []
+        self.set_live(live_table(layout).to(device) if live is None else live)
+        # On the device: a captured CUDA graph must count its replays.
+        self.synchronisations = torch.zeros((), dtype=torch.int64, device=device)
 
     def set_live(self, live: LiveTable) -> None:
-        """Says which elements count. No other may be non-zero in ``worker.compensated``."""
+        """See ``FeedbackReducer``."""
         self.live = live
         self.worker.set_live(live)
         self.server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
 
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        coef: Tensor | None = None,
-        exp_avg_sq: Tensor | None = None,
-        eps_inside_sqrt: bool = False,
-        tag: int = 0,
-        abort: bool = False,
-        hold: Tensor | None = None,
-        pending: Tensor | None = None,
-        number: int | Tensor | None = None,
-        missing: Sequence[int] = (),
-    ) -> None:
-        """Compresses, exchanges, and leaves the average in ``gathered.bits`` and ``scale``.
-
-        Where any rank has a non-finite element or aborts, all ranks skip: the result is zero,
-        servers keep their residual, and each worker keeps all it had, gradient included, as
-        residual, so that nothing is lost.
+    def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **told: Any) -> None:
+        """Average tensors.
 
         Args:
-            tensors: Local tensors, dense, any float dtype; an empty one stands for zeros.
+            tensors: Local ones, dense, any float dtype; an empty one stands for zeros.
             coef: float32 [tensors, columns of ``Coef``]; None averages the tensors themselves.
-            exp_avg_sq: See ``momentum_compress``.
-            eps_inside_sqrt: See ``momentum_compress``.
-            tag: A 31-bit number that must be equal on all ranks; else all skip.
-            abort: Makes every rank skip this step.
-            hold: int32 [1], flags that are equal on all ranks: where any is set nothing at all changes,
-                the last result included, but for the count of synchronisations. None: none.
-            pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
-            number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
-            missing: Tensors of which this rank has no gradient. They count as zeros, unless all ranks miss them and
-                ``restore`` follows.
+            told: The fields of ``Told``.
 
         Raises:
-            CollectiveError: if a collective fails; then this object can't be used further.
+            CollectiveError: as ``synchronise`` does.
         """
-        self.keep(missing)
-        going_on = self._going_on if hold is None else hold
+        table = self.plain_coefficients() if coef is None else coef
+        self.synchronise(lambda part: part.compress(tensors, table), Told(**told))
 
-        def compress() -> None:
-            momentum_compress(
-                tensors,
-                self.layout.sizes,
-                self.layout.block_size,
-                self.worker.compensated,
-                self.worker.scale,
-                self.gathered.bits,
-                self.scale,
-                self._plain_coef() if coef is None else coef,
-                self.block_tensor,
-                exp_avg_sq,
-                eps_inside_sqrt,
-                self.live.bits,
-                self.live.row,
-                self.to_servers.bits,
-                self.worker.partials,
-                going_on,
-            )
-            self.worker.finish(self.to_servers)
-
-        self._exchange(compress, tag, abort, hold, pending, number)
-
-    def keep(self, missing: Sequence[int]) -> None:
-        """Takes note of what a step is about to change of tensors of which this rank has no gradient."""
-        missing = tuple(missing)
-        on_cuda = self.device.type == "cuda"
-        if missing != self._told or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
-            self.served.absent.zero_()
-            self._told = missing
-        self._kept = []
-        if not missing:
-            return
-        worker, server = self.worker, self.server
-        rows = absence(self.layout, missing, self.device).rows
-        blocks = (self._own.start, self._own.stop)
-        served = absence(self.layout, missing, self.device, blocks).rows
-        of_worker = [worker.scale, worker.partials, self.scale]
-        of_server = [server.scale, server.partials]
-        lines, bits = [worker.compensated], [self.gathered.bits]
-        own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
-        self._kept = [
-            Kept(rows, self.block_tensor, lines=lines, bits=bits, tables=of_worker),
-            Kept(served, self.block_tensor[self._own], lines=own, tables=of_server),
-        ]
-
-    def restore(self, absent: Tensor) -> None:
-        """Leaves ``absent`` bool [tensors], equal on all ranks, as they were before the last step; see ``missing``.
-
-        Called after all else that may change them, such as ``refuse``.
-        """
-        for kept in self._kept:
-            kept.restore(absent)
-        self._kept = []
-        self.serve_again()
-
-    def _exchange(
+    def compress(
         self,
-        compress: Callable[[], None],
-        tag: int,
-        abort: bool,
-        hold: Tensor | None,
-        pending: Tensor | None,
-        number: int | Tensor | None,
+        tensors: Sequence[Tensor],
+        coef: Tensor,
+        exp_avg_sq: Tensor | None = None,
+        eps_inside_sqrt: bool = False,
     ) -> None:
-        """Fills ``to_servers`` by ``compress()``, sends it, serves and receives; scales stay where ``hold`` is set."""
-        going_on = self._going_on if hold is None else hold
-        before = None if hold is None else [scale.clone() for scale in self._scales()]
-        compress()
-        self._sign_messages(tag, abort, pending, number)
+        """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
+
+        Args:
+            tensors: g, of the whole line.
+            coef: float32 [tensors, columns of ``Coef``].
+            exp_avg_sq: Where the momentum is preconditioned: v of the whole line, float32 [P]; else None.
+            eps_inside_sqrt: Of its denominator.
+        """
+        momentum_compress(
+            self.part.gradients(tensors),
+            self.layout.sizes,
+            self.layout.block_size,
+            self.worker.compensated,
+            self.worker.scale,
+            self.gathered.bits,
+            self.scale,
+            coef,
+            self.block_tensor,
+            None if exp_avg_sq is None else exp_avg_sq[self.part.elements],
+            eps_inside_sqrt,
+            self.live.bits,
+            self.live.row,
+            self.to_servers.bits,
+            self.worker.partials,
+            self.hold,
+        )
+
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """See ``Reducer``."""
+        self._keep(tuple(told.missing))
+        self.hold = self._no_flags if told.hold is None else told.hold
+        before = None if told.hold is None else [scale.clone() for scale in self._scales()]
+        compress(self)
+        self._finish()
+        self._sign_messages(told)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
-        if hold is not None:
-            self.flags = self.flags | hold
-        self.absent = self._told_by_all() if self._kept else None
+        if told.hold is not None:
+            self.flags = self.flags | told.hold
+        self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self._kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
-        self._serve(going_on)
+        self._serve()
         # Where this step is held back the bits of the last result are here again: servers have kept them.
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive()
         if before is not None:
             for scale, old in zip(self._scales(), before, strict=True):
-                scale.copy_(torch.where(going_on == 0, scale, old))
+                scale.copy_(torch.where(self.hold == 0, scale, old))
+        self.hold = self._no_flags
+        self.shards.skip_together(self, told)
 
-    def _told_by_all(self) -> Tensor:
-        # Of messages that can't be read no bit counts.
-        readable = (self.flags & int(Flag.MISMATCH)) == 0
-        return told_by_all(self.gathered.absent, len(self.layout.sizes)) & readable
+    def _keep(self, missing: tuple[int, ...]) -> None:
+        """Take note of what a step is about to change of tensors of which this rank has no gradient."""
+        on_cuda = self.device.type == "cuda"
+        if missing != self._missing or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
+            self.served.absent.zero_()
+            self._missing = missing
+        self._kept = []
+        if not missing:
+            return
+        worker, server = self.worker, self.server
+        rows = absence(self.layout, missing, self.device).rows
+        served = absence(self.layout, missing, self.device, (self._own.start, self._own.stop)).rows
+        of_worker = [worker.scale, worker.partials, self.scale]
+        own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
+        self._kept = [
+            Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=of_worker),
+            Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.partials]),
+        ]
+
+    def begin(self) -> None:
+        """See ``FeedbackReducer``: all is here."""
+
+    def restore(self, absent: Tensor) -> None:
+        """See ``Reducer``."""
+        for kept in self._kept:
+            kept.restore(absent)
+        self._kept = []
+        self.serve_again()
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale
 
-    def _sign_messages(self, tag: int, abort: bool, pending: Tensor | None, number: int | Tensor | None) -> None:
-        words = self.to_servers.words
+    def _finish(self) -> None:
+        """Write the scales of what was compressed to the messages, and whether it was finite."""
+        self.worker.finish(self.to_servers)
+
+    def _sign_messages(self, told: Told) -> None:
+        words, number = self.to_servers.words, told.number
         if number is None:
             self.synchronisations += 1
             number = self.synchronisations
         words[:, Word.STEP] = self.served.words[:, Word.STEP] = number
         words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
-        words[:, Word.TAG].fill_(tag)
+        words[:, Word.TAG].fill_(told.tag)
         self.to_servers.signal[:] = self.worker.error_norm()
-        if abort:
+        if told.abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
-        if pending is not None:
-            words[:, Word.FLAGS] |= pending
+        if told.pending is not None:
+            words[:, Word.FLAGS] |= told.pending
 
-    def _serve(self, hold: Tensor) -> None:
+    def _serve(self) -> None:
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
@@ -305,7 +277,7 @@ class CompressedAllReduce:
             self.served.bits,
             self.server.partials,
             self.agreement,
-            hold,
+            self.hold,
         )
         self.server.finish(self.served)
         # A header damaged on its way here is seen here only: pass on what was seen.
@@ -326,25 +298,17 @@ class CompressedAllReduce:
             scale *= kept
 
     def refuse(self, flags: Tensor) -> None:
-        """Adds ``flags`` int32 [1], equal on all ranks, to those of the last step: where any is set it is skipped.
-
-        The average becomes zero. Nothing is lost: servers, which already have all messages, keep it as
-        residual. A step that is skipped already stays as it is.
-        """
+        """See ``Reducer``: servers, which already have all messages, keep the average as residual."""
         kept = ((self.flags != 0) | (flags == 0)).float()
         self.flags = self.flags | flags
         for scale in (self.scale, self.server.scale):
             scale *= kept
 
     def take_residuals(self, out: Tensor) -> None:
-        """Takes all residuals out, by one all-reduce: they are zero then.
-
-        Args:
-            out: float32 [P], written: the mean of the workers' residuals plus the servers', by flat
-                index, equal on all ranks.
+        """See ``FeedbackReducer``; by one all-reduce.
 
         Raises:
-            CollectiveError: as a call does.
+            CollectiveError: as ``synchronise`` does.
         """
         self.settle()
         torch.mul(self.worker.compensated, 1.0 / self.transport.world_size, out=out)
@@ -355,78 +319,76 @@ class CompressedAllReduce:
             side.forget()
 
     def residual_ratio(self) -> float:
-        """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
-
-        Equal on all ranks, for no extra collective; waits for the device.
-        """
+        """See ``FeedbackReducer``."""
         errors = self.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
         result = (self.scale.double().square() * self.live.numel).sum().sqrt()
         ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
         return float(ratio)
 
     def squares_by_block(self) -> Tensor:
-        """|e|^2 of this rank's residual and of the result in the last step: float64 [2, B]. Reads no element."""
+        """See ``FeedbackReducer``; reads no element."""
         result = self.scale.double().square() * self.live.numel
         return torch.stack([self.worker.error_squares(), result])
 
     @property
     def bits(self) -> Tensor:
-        """The result's signs: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary."""
+        """See ``Reducer``."""
         return self.gathered.bits
 
     @property
     def worker_residual(self) -> Tensor:
-        """This rank's c, after ``settle`` e: float32 [P]."""
+        """See ``FeedbackReducer``: float32 [P]."""
         return self.worker.compensated
 
     @property
     def server_residual(self) -> Tensor:
-        """That of the chunk which it serves: float32 [P / W]."""
+        """See ``FeedbackReducer``: float32 [P / W]."""
         return self.server.compensated
 
     @property
     def digests(self) -> list[int]:
-        """What the next messages tell of the last; waits for the device."""
+        """See ``FeedbackReducer``."""
         return [int(self.served.words[0, Word.DIGEST])]
 
     def resume(self, digests: Sequence[int]) -> None:
-        """Takes up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
+        """See ``FeedbackReducer``."""
         self.served.words[:, Word.DIGEST] = digests[0]
 
     def serve_again(self) -> None:
-        """Puts the loaded result into this rank's message, from which a step that is held back gathers it."""
+        """See ``FeedbackReducer``."""
         self.served.bits.copy_(self.gathered.bits[self.transport.rank :][:1])
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what only serves within a step: messages on their way, and partial sums."""
+        """See ``Reducer``."""
         sums = (self.worker.partials, self.server.partials, self.agreement)
         scratch = (self.to_servers.buffer, self.served.buffer, *sums)
         return sum(tensor.nbytes for tensor in scratch)
 
     def state(self) -> list[Tensor]:
-        """All that the next step needs, tables included; ``gathered`` too, it is the momentum."""
+        """See ``Reducer``."""
         held = [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.agreement]
         return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
 
     def norms(self) -> tuple[float, float, float]:
-        """|c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
+        """See ``FeedbackReducer``."""
         return *self.worker.norms(), self.server.norms()[1]
 
     def settle(self) -> None:
-        """Forms both deferred residuals in place: then ``compensated`` holds e, its scales 0.
-
-        Changes no later step. Only checkpoints and people who look need it.
-        """
+        """See ``Reducer``: ``compensated`` then holds e, and its scales are 0."""
         self.worker.settle()
         self.server.settle()
 
     def result(self) -> Tensor:
-        """The last average, float32 [P], by flat index, zero where nothing is live; allocates."""
+        """See ``Reducer``."""
         return result_of(self.bits, self.scale, self.live)
 
-    def _plain_coef(self) -> Tensor:
-        # beta1 = 0: c = tensor + residual.
+    def describe(self) -> str:
+        """See ``Reducer``."""
+        return describe_mismatch(self.arrived_words, self.shards.otherwise)
+
+    def plain_coefficients(self) -> Tensor:
+        """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""
         # A layout without tensors still has one block, and that block a row here.
         coef = torch.zeros(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
         coef[:, Coef.ONE_MINUS_BETA1] = 1.0
@@ -442,3 +404,9 @@ def result_of(bits: Tensor, scale: Tensor, live: LiveTable) -> Tensor:
         values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
     alive = unpack(live.bits[live.row.long()]).view_as(values) > 0
     return torch.where(alive, values, 0.0).view(-1)
+
+
+def check_world_size(layout: FlatLayout, transport: Transport) -> None:
+    """Raise ValueError if the line has not a chunk for each rank."""
+    if layout.world_size != transport.world_size:
+        raise ValueError(f"layout.world_size must be the transport's {transport.world_size}, got {layout.world_size}")

@@ -1,20 +1,189 @@
-"""The 1-bit all-reduce in buckets: a few large ranges of the line, each sent as soon as it is there.
+"""The 1-bit all-reduce of a line that is cut into parts; in buckets, each sent as soon as it is there.
 
-A backward pass fills the line from its end. Bucket k can travel while bucket k - 1 is not there yet;
-only the first bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
+Each part has a ``CompressedAllReduce`` of its own; its messages become rows of one buffer, so that kernels find the
+signs of the whole result in one place, as if there were no parts.
+
+A backward pass fills the line from its end. Bucket k can travel while bucket k - 1 is not there yet; only the first
+bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout
-from .partition import PartedAllReduce, pieces_of
+from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, ScaleScope, block_table, live_table
+from .allreduce import CompressedAllReduce, result_of
+from .message import CHECKED, Messages, describe_mismatch
+from .partition import Part
+from .reducer import Compress, Told
+from .shards import ShardGroup
 from .transport import LocalTransport, Transport
+
+
+class PartedAllReduce:
+    """Skeleton of a ``FeedbackReducer`` in parts.
+
+    Args:
+        layout: The whole line, with as many chunks as all parts have.
+        count: Into how many parts it is cut.
+        here: Those that this rank takes part in.
+        transport: Between the ranks that average a part.
+        device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
+
+    Attributes:
+        parts: The ``CompressedAllReduce`` of each part that is here.
+        gathered: The messages of all parts: their bits are the result's signs.
+        server_residual: float32, of the chunks that this rank serves.
+    """
+
+    shares_messages = True
+    """Whether the messages of a part that is here are rows of ``gathered``."""
+
+    error: Exception | None = None
+    largest_gradient = LARGEST_GRADIENT
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        count: int,
+        here: Sequence[Part],
+        transport: Transport,
+        *,
+        device: torch.device,
+        scale_norm: str,
+        scale_scope: ScaleScope,
+        compensated: Tensor,
+        live: LiveTable | None = None,
+        ternary: bool = False,
+        shards: ShardGroup | None = None,
+    ) -> None:
+        self.layout, self.device, self.count = layout, device, count
+        self.shards = shards or ShardGroup()
+        slots = [Part(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
+        self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
+        most = max(n for _, n in slots)
+        self.gathered = Messages(layout.world_size, most, layout, device, ternary)
+        self.block_tensor = block_table(layout, device)
+        self.scale = torch.zeros(layout.n_blocks, device=device)
+        self.server_residual = torch.zeros(len(here), layout.chunk_numel, device=device)
+        self._compensated = compensated
+        self.flags = torch.zeros(1, dtype=torch.int32, device=device)
+        self.absent: Tensor | None = None
+        self.parts = [
+            CompressedAllReduce(
+                part.layout,
+                transport,
+                device=device,
+                scale_norm=scale_norm,
+                scale_scope=scale_scope,
+                compensated=compensated[part.elements],
+                ternary=ternary,
+                part=part,
+                gathered=self.gathered.rows(part.chunks, part.layout)
+                if self.shares_messages
+                else Messages(transport.world_size, most, part.layout, device, ternary),
+                scale=self.scale[part.blocks],
+                served=served,
+            )
+            for part, served in zip(here, self.server_residual, strict=True)
+        ]
+        self.set_live(live_table(layout).to(device) if live is None else live)
+
+    def set_live(self, live: LiveTable) -> None:
+        """See ``FeedbackReducer``."""
+        self.live = live
+        for each in self.parts:
+            each.set_live(each.part.live(live))
+
+    def begin(self) -> None:
+        """See ``FeedbackReducer``: all parts are here."""
+
+    def refuse(self, flags: Tensor) -> None:
+        """See ``Reducer``: all parts are skipped, or none."""
+        for part in self.parts:
+            part.refuse(flags)
+        self.scale *= ((self.flags != 0) | (flags == 0)).float()
+        self.flags = self.flags | flags
+
+    def restore(self, absent: Tensor) -> None:
+        """See ``Reducer``."""
+        for part in self.parts:
+            part.restore(absent)
+
+    def settle(self) -> None:
+        """See ``Reducer``."""
+        for part in self.parts:
+            part.settle()
+
+    def result(self) -> Tensor:
+        """See ``Reducer``."""
+        return result_of(self.bits, self.scale, self.live)
+
+    @property
+    def bits(self) -> Tensor:
+        """See ``Reducer``."""
+        return self.gathered.bits
+
+    @property
+    def worker_residual(self) -> Tensor:
+        """See ``FeedbackReducer``."""
+        return self._compensated
+
+    def norms(self) -> tuple[float, float, float]:
+        """See ``FeedbackReducer``."""
+        squares = [[norm**2 for norm in part.norms()] for part in self.parts]
+        compensated, worker, server = (sum(column) ** 0.5 for column in zip(*squares, strict=True))
+        return compensated, worker, server
+
+    def residual_ratio(self) -> float:
+        """See ``FeedbackReducer``: the mean over the parts that are here."""
+        return sum(part.residual_ratio() for part in self.parts) / len(self.parts)
+
+    def squares_by_block(self) -> Tensor:
+        """See ``FeedbackReducer``."""
+        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        for each in self.parts:
+            squares[:, each.part.blocks] = each.squares_by_block()
+        return squares
+
+    def describe(self) -> str:
+        """See ``Reducer``."""
+        return describe_mismatch(self.arrived_words, self.shards.otherwise)
+
+    @property
+    def arrived_words(self) -> Tensor:
+        """The headers of the part in which ranks differ; reads from the device."""
+        words = [part.arrived_words for part in self.parts]
+        return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
+
+    @property
+    def digests(self) -> list[int]:
+        """See ``FeedbackReducer``: of each part."""
+        return [digest for part in self.parts for digest in part.digests]
+
+    def resume(self, digests: Sequence[int]) -> None:
+        """See ``FeedbackReducer``."""
+        for i, part in enumerate(self.parts):
+            part.resume(digests[i : i + 1])
+
+    def serve_again(self) -> None:
+        """See ``FeedbackReducer``."""
+        for part in self.parts:
+            part.serve_again()
+
+    @property
+    def wire_bytes(self) -> int:
+        """See ``Reducer``."""
+        return sum(part.wire_bytes for part in self.parts)
+
+    def state(self) -> list[Tensor]:
+        """See ``Reducer``."""
+        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
+        return [*held, *self.live, self.gathered.buffer, *(t for part in self.parts for t in part.state())]
 
 
 class BucketedAllReduce(PartedAllReduce):
@@ -27,53 +196,26 @@ class BucketedAllReduce(PartedAllReduce):
         options: See ``CompressedAllReduce``.
 
     Attributes:
-        under_way: Buckets that have been started since the last call, or ``finish``.
+        under_way: Buckets that have been started since the last step.
     """
 
     def __init__(self, layout: FlatLayout, count: int, transport: Transport | None = None, **options: Any) -> None:
         self.transport: Transport = transport if transport is not None else LocalTransport()
-        super().__init__(layout, count, range(count), self.transport, **options)
+        super().__init__(layout, count, [Part(layout, i, count) for i in range(count)], self.transport, **options)
         self.under_way: set[int] = set()
 
-    def bucket_of(self) -> list[range]:
-        """The buckets in which each tensor lies."""
-        length = self.layout.numel // self.count
-        buckets = []
-        for i, size in enumerate(self.layout.sizes):
-            first = self.layout.offset(i)
-            buckets.append(range(first // length, -(-(first + size) // length)) if size else range(0))
-        return buckets
-
-    def start(
-        self,
-        bucket: int,
-        tensors: Sequence[Tensor],
-        *,
-        exp_avg_sq: Tensor | None = None,
-        missing: Sequence[int] = (),
-        **more: Any,
-    ) -> None:
-        """Averages one bucket; ``finish`` says how it went. All ranks start buckets in the same order.
-
-        Args:
-            bucket: Its index.
-            tensors: As for ``CompressedAllReduce``; those that do not lie in the bucket are not looked at.
-            exp_avg_sq: float32 [P], or None.
-            missing: Those of them that this rank has no gradient of.
-            more: As for a call of ``CompressedAllReduce``.
-        """
+    def start(self, bucket: int, compress: Compress, told: Told) -> None:
+        """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
         self.under_way.add(bucket)
-        v = None if exp_avg_sq is None else exp_avg_sq[self._elements(bucket)]
+        part = self.parts[bucket]
         # A bucket that was sent earlier knew nothing of tensors outside of it: none speaks for others'.
-        missing = [i for i in missing if self.parts[bucket].layout.sizes[i]]
-        pieces = pieces_of(tensors, self._spans[bucket], self.layout.sizes)
-        self.parts[bucket](pieces, exp_avg_sq=v, missing=missing, **more)
+        part.synchronise(compress, told._replace(missing=[i for i in told.missing if part.layout.sizes[i]]))
 
-    def finish(self, start: Callable[[int], None]) -> None:
-        """Starts, with ``start(bucket)``, all that have not been; then all buckets are skipped, or none."""
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """See ``Reducer``: the buckets that have not been started, the last first; all are skipped, or none."""
         for bucket in reversed(range(self.count)):
             if bucket not in self.under_way:
-                start(bucket)
+                self.start(bucket, compress, told)
         self.under_way.clear()
         flags = self.parts[0].flags
         for part in self.parts[1:]:
@@ -81,15 +223,12 @@ class BucketedAllReduce(PartedAllReduce):
         for part in self.parts:
             part.refuse(flags)
         self.flags = flags
-        told = [part.absent for part in self.parts if part.absent is not None]
-        self.absent = torch.stack(told).any(0) if told else None
-
-    def __call__(self, tensors: Sequence[Tensor], **options: Any) -> None:
-        """All buckets, the last first; see ``CompressedAllReduce``."""
-        self.finish(lambda bucket: self.start(bucket, tensors, **options))
+        absent = [part.absent for part in self.parts if part.absent is not None]
+        self.absent = torch.stack(absent).any(0) if absent else None
+        self.shards.skip_together(self, told)
 
     def check_idle(self) -> None:
-        """Raises RuntimeError if some buckets have been started and not all: what they were made from is gone."""
+        """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""
         if self.under_way:
             raise RuntimeError(
                 f"{len(self.under_way)} of {self.count} buckets have been sent by the backward pass: between it and "
@@ -97,11 +236,11 @@ class BucketedAllReduce(PartedAllReduce):
             )
 
     def settle(self) -> None:
-        """See ``CompressedAllReduce`` and ``check_idle``."""
+        """See ``Reducer`` and ``check_idle``."""
         self.check_idle()
         super().settle()
 
     def take_residuals(self, out: Tensor) -> None:
-        """See ``CompressedAllReduce``; one all-reduce for each bucket."""
-        for bucket, part in enumerate(self.parts):
-            part.take_residuals(out[self._elements(bucket)])
+        """See ``FeedbackReducer``; one all-reduce for each bucket."""
+        for each in self.parts:
+            each.take_residuals(out[each.part.elements])

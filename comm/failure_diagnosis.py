@@ -1,4 +1,4 @@
-"""After a collective has failed: which ranks are to blame.
+"""Finds out, after a collective has failed, which ranks have caused it.
 
 Nothing of this runs while all goes well, but for one short note when a transport is made. Ranks whose
 collective has failed tell each other so through the store in which the process group has met, wait a
@@ -51,7 +51,7 @@ class Witness:
         store.set(f"home/{self.rank}", json.dumps([_machine(), os.getpid()]))
 
     def report(self, collective: str, number: int) -> str:
-        """Leaves a note that this rank's ``collective``, the ``number``-th, has failed; returns who is to blame.
+        """Leave a note that this rank's ``collective``, the ``number``-th, has failed; return who has caused it.
 
         Returns:
             Sentences that name ranks that are dead, stopped, silent or elsewhere; "" if nothing is known. Takes

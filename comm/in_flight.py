@@ -17,19 +17,19 @@ from torch import Tensor
 LIMIT = 5.0
 """Seconds that the end of Python waits at most: a collective that never ends holds its tensors for ever."""
 
-_lent: set[weakref.ref[Tensor]] = set()
+_in_flight: set[weakref.ref[Tensor]] = set()
 
 
-def lend(tensor: Tensor) -> Tensor:
-    """Returns an alias of ``tensor`` to give to a collective, and to nobody else."""
+def in_flight(tensor: Tensor) -> Tensor:
+    """Return an alias of ``tensor`` to give to a collective, and to nobody else."""
     alias = tensor.detach()
     # Python's object lives as long as anybody holds the alias, on whatever thread.
-    _lent.add(weakref.ref(alias, _lent.discard))
+    _in_flight.add(weakref.ref(alias, _in_flight.discard))
     return alias
 
 
 @atexit.register
 def _wait() -> None:
     deadline = time.monotonic() + LIMIT
-    while _lent and time.monotonic() < deadline:
+    while _in_flight and time.monotonic() < deadline:
         time.sleep(0.001)  # which gives up the interpreter's lock

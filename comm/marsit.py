@@ -185,7 +185,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what only serves within a round."""
+        """See ``Reducer``."""
         return self._arrived.buffer.nbytes + self._picked.buffer.nbytes + self._owners.nbytes
 
 

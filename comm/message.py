@@ -113,10 +113,10 @@ class Messages:
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
-    def rows(self, start: int, stop: int, layout: FlatLayout) -> Messages:
+    def rows(self, chosen: slice, layout: FlatLayout) -> Messages:
         """Some of the messages, in the same memory, as those of ``layout``."""
-        ternary = self.bits.dim() == 3
-        return Messages(stop - start, self.slots, layout, self.buffer.device, ternary, self.buffer[start:stop])
+        buffer, ternary = self.buffer[chosen], self.bits.dim() == 3
+        return Messages(len(buffer), self.slots, layout, buffer.device, ternary, buffer)
 
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:

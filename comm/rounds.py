@@ -14,18 +14,30 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..triton_kernels import Coef, FlatLayout, LiveTable, block_table, live_table, local_update, unpack
+from ..triton_kernels import (
+    LARGEST_GRADIENT,
+    Coef,
+    FlatLayout,
+    LiveTable,
+    block_table,
+    live_table,
+    local_update,
+    unpack,
+)
 from ..triton_kernels.launch import tables_of
 from .absent import Kept, absence, packed, told_by_all
+from .allreduce import check_world_size, result_of
 from .message import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
+from .partition import Part
+from .reducer import Compress, Told
 from .transport import CollectiveError, LocalTransport, Transport
 
 Prepare = Callable[[slice], None]
-"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks: ``RoundAllReduce.add``."""
+"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks."""
 
 
 class RoundAllReduce:
-    """Skeleton: a subclass makes ``flags`` and either ``messages`` or ``values`` in ``_round``.
+    """Skeleton of a ``Reducer``: a subclass makes ``flags`` and either ``messages`` or ``values`` in ``_round``.
 
     Args:
         layout: The flat index space; its ``world_size`` is the transport's.
@@ -41,12 +53,14 @@ class RoundAllReduce:
         scale: float32 [B]: how far a 1-bit round went; 0 if it was skipped, or made ``values``.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
-        flags: int32 [1], the last round's ``Flag`` bits, equal on all ranks; skipped where it is not 0.
+        flags, absent: See ``Reducer``.
+        part: Which part of a longer line ``layout`` is: all of it, unless somebody says otherwise.
         rounds: How many there were, t of the next.
         counted: Those of them that were not skipped, as far as somebody has told.
-        absent: Of which tensors no worker had a gradient in the last round, bool [tensors]; None where this one had
-            all, so that there are none.
     """
+
+    error: Exception | None = None
+    largest_gradient = LARGEST_GRADIENT
 
     def __init__(
         self,
@@ -57,12 +71,9 @@ class RoundAllReduce:
         live: LiveTable | None = None,
         compensation_limit: float | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.part = layout, Part(layout)
         self.transport: Transport = transport if transport is not None else LocalTransport()
-        if layout.world_size != self.transport.world_size:
-            raise ValueError(
-                f"layout.world_size must be the transport's {self.transport.world_size}, got {layout.world_size}"
-            )
+        check_world_size(layout, self.transport)
         self.device = torch.device(device)
         self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
         self.live = live_table(layout).to(self.device) if live is None else live
@@ -93,13 +104,13 @@ class RoundAllReduce:
         return slice(0, self.layout.world_size)
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
-        """One round on tensors themselves; see ``synchronise``.
+        """One round on tensors themselves.
 
         Args:
             tensors: Of this worker: contiguous, of any float dtype and the layout's sizes; an empty one is zeros.
             step: eta_s, how far each coordinate goes in a round of signs.
-            tag: See ``synchronise``.
-            abort: See ``synchronise``.
+            tag: See ``Told``.
+            abort: See ``Told``.
 
         Returns:
             The global update, float32 [P], equal on all ranks; zero if the round was skipped.
@@ -114,11 +125,12 @@ class RoundAllReduce:
         coef[:, Coef.GRAD_LIMIT] = torch.inf  # tensors of any kind
         nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-        def prepare(chunks: slice) -> None:
-            self.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], nothing, False)
+        def add(part: RoundAllReduce, chunks: slice) -> None:
+            part.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], nothing, False)
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
-        self.synchronise(prepare, torch.full_like(self.scale, step), tag=tag, abort=abort or error is not None)
+        goes = torch.full_like(self.scale, step)
+        self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=goes))
         if self.full_precision and bool(self.flags):
             self.take_back(full_precision=True)
         if error is not None:
@@ -156,17 +168,17 @@ class RoundAllReduce:
         decays: bool,
         moves: bool = False,
     ) -> None:
-        """Adds this worker's update to ``compensated``, for some chunks: the op ``local_update``."""
-        layout = self.layout
+        """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of the whole line."""
+        layout, here = self.layout, self.part.elements
         local_update(
-            params,
-            grads,
+            self.part.pieces(params),
+            self.part.gradients(grads),
             layout.sizes,
             layout.block_size,
             chunks.start,
             chunks.stop,
-            exp_avg,
-            exp_avg_sq,
+            None if exp_avg is None else exp_avg[here],
+            None if exp_avg_sq is None else exp_avg_sq[here],
             self.compensated,
             self.scale,
             self._limit,
@@ -182,13 +194,8 @@ class RoundAllReduce:
             self.messages.words[:, Word.FLAGS],
         )
 
-    def keep(self, missing: Sequence[int], moments: Sequence[Tensor]) -> None:
-        """Takes note of what a round is about to change of tensors of which this worker has no gradient.
-
-        Args:
-            missing: Which.
-            moments: This worker's, float32 [P] each.
-        """
+    def _keep(self, missing: Sequence[int], changed: Sequence[Tensor]) -> None:
+        """Take note of what a round is about to change of tensors of which this worker has no gradient."""
         tables = absence(self.layout, missing, self.device) if missing else None
         if tables is not None:
             self.messages.absent.copy_(tables.bits)
@@ -196,12 +203,12 @@ class RoundAllReduce:
             self.messages.absent.zero_()
         self._has_told, self._kept = bool(missing), None
         if tables is not None:
-            lines = [self.compensated, *moments]
-            self._kept = Kept(tables.rows, self.block_tensor, lines=lines, bits=[self.messages.bits])
+            lines = [self.compensated, *(line[self.part.elements] for line in changed)]
+            self._kept = Kept(tables.rows, self.block_tensor, lines, bits=[self.messages.bits])
             self._scale_before, self._limit_before = self.scale, self._limit
 
     def restore(self, absent: Tensor) -> None:
-        """Leaves ``absent`` bool [tensors], equal on all ranks, as they were before the last round."""
+        """See ``Reducer``."""
         if self._kept is None:
             return
         self._kept.restore(absent)
@@ -210,47 +217,29 @@ class RoundAllReduce:
         self._limit = torch.where(blocks, self._limit_before, self._limit)
         self._kept = None
 
-    def synchronise(
-        self,
-        prepare: Prepare,
-        step: Tensor,
-        *,
-        tag: int = 0,
-        abort: bool = False,
-        hold: Tensor | None = None,
-        number: int | None = None,
-    ) -> None:
-        """One round. Afterwards the global update is ``values``, or ``scale`` times the signs.
-
-        Where any rank has a non-finite update or aborts, all ranks skip: there is no update, and each
-        worker keeps what it has, so that nothing is lost.
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """See ``Reducer``: one round. Afterwards the global update is ``values``, or ``scale`` times the signs.
 
         Args:
-            prepare: Called for each chunk once, maybe while others' bits are on their way.
-            step: eta_s, float32 [B].
-            tag: A 31-bit number that must be equal on all ranks; else all skip.
-            abort: Makes every rank skip this round.
-            hold: int32 [1], further flags, equal on all ranks.
-            number: Of the caller's step, an int32 that must be equal on all ranks; else all skip. None: of the round.
-
-        Raises:
-            CollectiveError: if a collective fails; then this object can't be used further.
+            compress: Called with this object and each range of chunks once, maybe while others' bits are on their way.
+            told: ``goes`` must be given.
         """
-        words = self.messages.words
-        words[:, Word.STEP] = self.rounds & 0x7FFFFFFF if number is None else number
+        assert told.goes is not None
+        step, words = told.goes[self.part.blocks], self.messages.words
+        self._keep(told.missing, told.changed)
+        words[:, Word.STEP] = self.rounds & 0x7FFFFFFF if told.number is None else told.number
         words[:, Word.DIGEST] = self._digest
-        words[:, Word.TAG].fill_(tag)
+        words[:, Word.TAG].fill_(told.tag)
         words[:, Word.SIGNAL] = 0
-        if abort:
+        if told.abort:
             words[:, Word.FLAGS] |= int(Flag.ABORT)
         self.values = self.arrived_words = None
         self._told = None
-        self._round(prepare, step, hold)
+        self._round(lambda chunks: compress(self, chunks), step, told.hold)
         self.absent = None
         if self._kept is not None:
-            told = self.messages.absent if self._told is None else self._told
-            readable = (self.flags & int(Flag.MISMATCH)) == 0
-            self.absent = told_by_all(told, len(self.layout.sizes)) & readable
+            absent = self.messages.absent if self._told is None else self._told
+            self.absent = told_by_all(absent, len(self.layout.sizes), self.flags)
             self.messages.absent.copy_(packed(self.absent))
         words[:, Word.FLAGS] = 0
         self._take(step)
@@ -283,7 +272,7 @@ class RoundAllReduce:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """In what ranks differ, after a round with ``Flag.MISMATCH``; waits for the device."""
+        """See ``Reducer``."""
         if self.arrived_words is not None:
             return describe_mismatch(self.arrived_words)
         return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
@@ -325,10 +314,7 @@ class RoundAllReduce:
         self.arrived_words = arrived
 
     def refuse(self, flags: Tensor) -> None:
-        """Adds ``flags`` int32 [1], equal on all ranks, to the last round's: where any is set it is skipped.
-
-        Each worker keeps what it has, as if the round had been skipped at once.
-        """
+        """See ``Reducer``: each worker keeps what it has, as if the round had been skipped at once."""
         kept = (self.flags != 0) | (flags == 0)
         self.flags = self.flags | flags
         self.scale = self.scale * kept
@@ -340,12 +326,17 @@ class RoundAllReduce:
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        """Forms the deferred compensation in place. Changes no later round."""
+        """See ``Reducer``."""
         kept = self.compensated.view(self.layout.n_blocks, -1)
         kept.sub_(self.signs().mul_(self.scale[:, None]))
         kept.clamp_(-self._limit[:, None], self._limit[:, None])
         self.compensated.mul_(self._counts())
         self.formed()
+
+    @property
+    def bits(self) -> Tensor:
+        """See ``Reducer``: uint8 [M, P / 8M]."""
+        return self.messages.bits
 
     def signs(self) -> Tensor:
         """Those of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
@@ -355,16 +346,16 @@ class RoundAllReduce:
         return unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
 
     def result(self) -> Tensor:
-        """The last global update, float32 [P], zero where nothing is live or it was skipped; allocates."""
+        """See ``Reducer``."""
         if self.values is not None:
             return self.values * (self.flags == 0)
-        return (self.signs() * self.scale[:, None]).view(-1) * self._counts()
+        return result_of(self.bits, self.scale, self.live)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what only serves within a round."""
+        """See ``Reducer``."""
         return 0
 
     def state(self) -> list[Tensor]:
-        """All that the next round needs, tables included."""
+        """See ``Reducer``."""
         return [self.compensated, self.scale, self._limit, self.messages.buffer, self.block_tensor, *self.live]

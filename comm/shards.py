@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .agreement import Fact, agree
 from .message import Flag, union
+from .reducer import Reducer, Told
 from .transport import LocalTransport, Transport
 
 
@@ -44,11 +45,13 @@ class ShardGroup:
         """All flags that any of them has set: int32 [1], from int32 [1]."""
         return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
 
-    def unite(self, flags: Tensor, tag: int, absent: Tensor | None, tensors: int) -> tuple[Tensor, Tensor | None]:
+    def unite(
+        self, flags: Tensor, tag: int | Tensor, absent: Tensor | None, tensors: int
+    ) -> tuple[Tensor, Tensor | None]:
         """What all shards say of a step, in one exchange.
 
         Args:
-            flags: Int32 [1].
+            flags: int32 [1].
             tag: ``MISMATCH`` is set where theirs differ.
             absent: Tensors that no replica of this shard has a gradient of, bool [tensors]; None: there are none.
             tensors: Their number.
@@ -59,9 +62,22 @@ class ShardGroup:
         if self.count == 1:
             return flags, absent
         here = flags.new_zeros(tensors) if absent is None else absent.int()
-        rows = self._gathered(torch.cat([flags, flags.new_full((1,), tag), here]))
+        rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
         differ = (rows[:, 1] != rows[0, 1]).any().int() * int(Flag.MISMATCH)
         return union(rows[:, 0]) | differ, None if absent is None else rows[:, 2:].bool().all(0)
+
+    def skip_together(self, reducer: Reducer, told: Told) -> None:
+        """Skip the step that ``reducer`` has just made where any shard skips it; leave out what all leave out."""
+        if self.count > 1:
+            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
+            flags, reducer.absent = self.unite(reducer.flags, tag, reducer.absent, len(reducer.layout.sizes))
+            reducer.refuse(flags)
+
+    @property
+    def otherwise(self) -> str:
+        """What to say of a mismatch where all of this shard's headers agree."""
+        elsewhere = "ranks with another shard differ, or " if self.count > 1 else ""
+        return elsewhere + "a message arrived damaged"
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """As ``agree.agree``, between the shards."""

@@ -11,14 +11,14 @@ from .message import Word
 
 Aggregation = Literal["majority", "mean"]
 
-CHAIR = 0.5
+TIE_BREAKER = 0.5
 """What one vote weighs more than the others: it decides where they tie, and nowhere else."""
 
 
 class SignVote(CompressedAllReduce):
-    """The majority of signs, or their mean; a caller writes its own signs into ``to_servers.bits`` beforehand.
+    """The majority of signs, or their mean; ``compress`` writes a worker's signs to ``to_servers.bits`` and ``vote``s.
 
-    Majority: one bit each way, and nothing is kept. Where the votes tie the chair's counts, which is another worker
+    Majority: one bit each way, and nothing is kept. Where votes tie the tie breaker's counts, which is another worker
     in each step: a tie that always were +1 would let coordinates drift. Mean: servers send the mean's signs and
     scales, with error feedback on their side.
 
@@ -34,43 +34,23 @@ class SignVote(CompressedAllReduce):
         if aggregation == "majority":  # nothing is left of a vote
             self.server.compensated = self.server.compensated.new_empty(0)
 
-    def vote(
-        self,
-        turn: Tensor,
-        *,
-        tag: int,
-        abort: bool,
-        hold: Tensor | None,
-        flags: Tensor,
-        number: int | Tensor | None = None,
-    ) -> None:
-        """One exchange; see ``CompressedAllReduce``.
+    def vote(self, turn: Tensor) -> None:
+        """Weigh this worker's votes; ``turn`` int64 [], equal on all ranks, says who breaks ties: updates done."""
+        breaks_ties = (turn + self.transport.rank) % self.layout.world_size == 0
+        weight = 1.0 + TIE_BREAKER * int(self.aggregation == "majority") * breaks_ties
+        self.to_servers.scales.copy_(weight.expand_as(self.to_servers.scales))
 
-        Args:
-            turn: int64 [], equal on all ranks, says whose chair it is: updates done.
-            tag: See ``CompressedAllReduce``.
-            abort: See there.
-            hold: See there.
-            flags: int32 [1], this rank's.
-            number: See ``CompressedAllReduce``.
-        """
-        chair = int(self.aggregation == "majority") * CHAIR
-        mine = (turn + self.transport.rank) % self.layout.world_size == 0
+    def _finish(self) -> None:
+        self.to_servers.words[:, Word.FLAGS] = 0  # scales are the weights of votes
 
-        def compress() -> None:  # the bits are there
-            self.to_servers.scales.copy_((1.0 + chair * mine).expand_as(self.to_servers.scales))
-            self.to_servers.words[:, Word.FLAGS] = 0
-
-        self._exchange(compress, tag, abort, hold, flags, number)
-
-    def _serve(self, hold: Tensor) -> None:
-        super()._serve(hold)
+    def _serve(self) -> None:
+        super()._serve()
         if self.aggregation == "majority":
             self.server.scale.fill_(1.0)
             self.served.scales.fill_(1.0)
 
     @property
     def server_residual(self) -> Tensor:
-        """That of the chunk which it serves: float32 [P / W]; of a majority zeros, made for who asks."""
+        """See ``FeedbackReducer``; of a majority zeros, made for who asks."""
         kept = self.server.compensated
         return kept if self.aggregation == "mean" else kept.new_zeros(self.layout.chunk_numel)

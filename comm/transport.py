@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .failure_diagnosis import Witness
-from .in_flight import lend
+from .in_flight import in_flight
 
 
 class CollectiveError(RuntimeError):
@@ -25,12 +25,12 @@ class CollectiveError(RuntimeError):
 
 
 def failure(
-    collective: str, rank: int, world_size: int, library: str, error: Exception, blame: str = ""
+    collective: str, rank: int, world_size: int, library: str, error: Exception, diagnosis: str = ""
 ) -> CollectiveError:
-    """What a transport raises where its library says ``error``, and ``blame`` is what is known of the other ranks."""
+    """Return what a transport raises where its library says ``error``; ``diagnosis`` says what other ranks do."""
     return CollectiveError(
         f"{collective} of rank {rank} of {world_size} failed ({library}): {error}\n"
-        f"{blame + chr(10) if blame else ''}"
+        f"{diagnosis + chr(10) if diagnosis else ''}"
         "Another rank has died, hangs, or does not call step() as often as this one. "
         "Restart all ranks from the last checkpoint."
     )
@@ -48,13 +48,6 @@ class Traffic:
     def start_step(self) -> None:
         """Sets the counts per step to zero."""
         self.bytes_step = self.collectives_step = 0
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is sent in here counts in all, but not in the step."""
-        before = self.bytes_step, self.collectives_step
-        yield
-        self.bytes_step, self.collectives_step = before
 
     def add(self, nbytes: int) -> None:
         """Counts one collective that sent ``nbytes``."""
@@ -180,33 +173,29 @@ class TorchTransport:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
-        with self._named("all_to_all"):
-            dist.all_to_all_single(lend(received), lend(sent), group=self.group)
-        self.traffic.add(sent.nbytes - sent[0].nbytes)
+        self._call("all_to_all", dist.all_to_all_single, sent.nbytes - sent[0].nbytes, received, sent)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
-        with self._named("all_gather"):
-            _all_gather(lend(gathered), lend(sent), group=self.group)
-        self.traffic.add(sent.nbytes * (self.world_size - 1))
+        self._call("all_gather", _all_gather, sent.nbytes * (self.world_size - 1), gathered, sent)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
-        with self._named("all_reduce"):
-            dist.all_reduce(lend(tensor), group=self.group)
-        self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+        nbytes = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+        self._call("all_reduce", dist.all_reduce, nbytes, tensor)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``; bytes are counted as a ring sends them, (W-1)/W of ``sent``."""
-        with self._named("reduce_scatter"):
-            dist.reduce_scatter_tensor(lend(received), lend(sent), group=self.group)
-        self.traffic.add(sent.nbytes - received.nbytes)
+        self._call("reduce_scatter", dist.reduce_scatter_tensor, sent.nbytes - received.nbytes, received, sent)
 
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
-        with self._named("broadcast"):
-            dist.broadcast(lend(tensor), group=self.group, group_src=0)
-        self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
+        self._call("broadcast", dist.broadcast, tensor.nbytes if self.rank == 0 else 0, tensor, group_src=0)
+
+    def _call(self, name: str, collective: Callable[..., Any], nbytes: int, *tensors: Tensor, **more: Any) -> None:
+        with self._named(name):
+            collective(*map(in_flight, tensors), group=self.group, **more)
+        self.traffic.add(nbytes)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
         """See ``Transport``; point to point."""
@@ -234,9 +223,9 @@ class TorchTransport:
         try:
             yield
         except RuntimeError as error:
-            traceback.clear_frames(error.__traceback__)  # which hold what was lent
-            blame = self._witness.report(collective, number or self.traffic.collectives_total + 1)
-            raise failure(collective, self.rank, self.world_size, self.backend, error, blame) from error
+            traceback.clear_frames(error.__traceback__)  # which hold aliases of tensors
+            diagnosis = self._witness.report(collective, number or self.traffic.collectives_total + 1)
+            raise failure(collective, self.rank, self.world_size, self.backend, error, diagnosis) from error
 
     def __repr__(self) -> str:
         return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import DisagreementError, MarsitAdam, MarsitSGD, amp, ddp
-from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Transport
+from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Told, Transport
 from fusedonebit.triton_kernels import FlatLayout
 
 # ---------------------------------------------------------------- clipping
@@ -406,7 +406,8 @@ def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
         watched = Watched(transport.group, rank)
         watched.notes = []
         reduce = MarsitAllReduce(FlatLayout((3000,), 3), watched, full_precision_every=0)
-        reduce.synchronise(lambda chunks: watched.notes.append("prepare"), torch.ones_like(reduce.scale))
+        told = Told(goes=torch.ones_like(reduce.scale))
+        reduce.synchronise(lambda part, chunks: watched.notes.append("prepare"), told)
         return watched.notes
 
     for notes in SimulatedGroup(3).run(run):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OneBitAdam, OutOfStepError, ddp
-from fusedonebit.comm import BucketedAllReduce
+from fusedonebit.comm import allreduce
 
 FREEZE, STEPS = 4, 12
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "block_size": 128, "buckets": 3}
@@ -194,14 +194,14 @@ def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
     optimizer = OneBitAdam(params, freeze_step=1, guard="off", buckets=3, overlap=True)
     copies: list[weakref.ref[Tensor]] = []
-    start = BucketedAllReduce.start
+    compress = allreduce.momentum_compress
 
-    def starting(self: BucketedAllReduce, bucket: int, tensors: list[Tensor], **more: Any) -> None:
+    def compressing(grads: list[Tensor], *more: Any) -> None:
         addresses = {p.grad.data_ptr() for p in params if p.grad is not None}
-        copies.extend(weakref.ref(t) for t in tensors if t.numel() and t.data_ptr() not in addresses)
-        start(self, bucket, tensors, **more)
+        copies.extend(weakref.ref(g) for g in grads if g.numel() and g.data_ptr() not in addresses)
+        compress(grads, *more)
 
-    monkeypatch.setattr(BucketedAllReduce, "start", starting)
+    monkeypatch.setattr(allreduce, "momentum_compress", compressing)
     for step in range(3):
         copies.clear()
         for p in params:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import CollectiveError, Flag, Transport, make_transport
+from ..checkpoint import copies
+from ..checkpoint.rank_local import Rows
+from ..comm import CollectiveError, Flag, Told, Transport, make_transport
 from ..integrations import compile as compiled
 from ..triton_kernels import Coef, block_table
 from ..triton_kernels.launch import tables_of
@@ -26,7 +28,7 @@ from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
-from .scaling import SCALER_ATTRIBUTES
+from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, agree_on_scaling
 from .sharding import group_of
 from .state import hooks, loading, saving
 from .state.keeper import Keeper
@@ -427,6 +429,20 @@ class DistributedOptimizer(Keeper):
 
     def _coefficient_table(self) -> Tensor:
         return self._coefficients(self._taken, self._own_steps)
+
+    def _scaling(self, grads: Sequence[Tensor], largest: float, transport: Transport | None = None) -> Agreed:
+        """What gradients are multiplied with, and flags for which nothing may change; of ``transport``'s ranks."""
+        most, where = self.options.max_grad_norm, (transport or self._transport, self._shards, self.layout)
+        agreed = agree_on_scaling(grads, LossScale.of(self), most, *where, largest=largest)
+        if agreed.hold is not None:
+            self._overflowed = (agreed.hold > 0).float()
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        return agreed
+
+    def _told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
+        """What this rank tells the others; who can't take the step claims to have all gradients."""
+        return Told(self._coefficients.tag, number, abort, missing=() if abort else missing, **more)
 
     def _note_missing(self, first: bool) -> None:
         """Takes note of which tensors this rank has no gradient in a step of a round, maybe the ``first``."""

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BucketedAllReduce, CollectiveError, TorchTransport, Transport
+from ..comm.reducer import Compress, Told
+from .scaling import LossScale
 from .step_count import as_word
 
 if TYPE_CHECKING:
     from ..optim.two_stage import OneBitOptimizer
 
 
-class Overlap:
+class OverlappedAllReduce(BucketedAllReduce):
     """Watches gradients arrive, and starts buckets, the last first, while the backward pass goes on.
 
     On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
@@ -28,18 +30,21 @@ class Overlap:
 
     Args:
         optimizer: Its hooks hold it weakly.
-        reduce: What averages its buckets.
+        transport: How messages travel.
+        options: See ``CompressedAllReduce``.
     """
 
-    def __init__(self, optimizer: OneBitOptimizer, reduce: BucketedAllReduce) -> None:
+    def __init__(self, optimizer: OneBitOptimizer, transport: Transport, **options: Any) -> None:
+        super().__init__(optimizer.layout, optimizer.options.bucket_count, transport, **options)
         self._optimizer = weakref.ref(optimizer)
-        self._reduce = reduce
-        self._buckets_of = reduce.bucket_of()
+        self._buckets_of = [
+            [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
+            for i in range(len(self.layout.sizes))
+        ]
         self._paused = False
-        self.error: Exception | None = None
-        cuda = optimizer.device.type == "cuda"
-        self._stream = torch.cuda.Stream(optimizer.device) if cuda else None
-        threaded = not cuda and isinstance(reduce.transport, TorchTransport)
+        cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if cuda else None
+        threaded = not cuda and isinstance(transport, TorchTransport)
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
         self._in_use: list[Any] = []
@@ -48,8 +53,22 @@ class Overlap:
             for i, owner in enumerate(optimizer._list.owners)
         ]
         handles.append(optimizer.register_load_state_dict_pre_hook(_check_idle))
-        self._finalizer = weakref.finalize(self, _take_away, handles, self._thread)
+        # Not of this object: a bucket that is under way keeps it alive.
+        self._finalizer = weakref.finalize(optimizer, _take_away, handles, self._thread)
         self._forget()
+
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """See ``Reducer``; waits for what the backward pass has sent. ``error`` says what went wrong there."""
+        self._check_gradients()
+        error = self._found
+        self._catch_up()
+        if (optimizer := self._optimizer()) is not None and any(value is not None for value in LossScale.of(optimizer)):
+            error = RuntimeError(
+                "a GradScaler can't be used with overlap=True: gradients are sent before it has unscaled them; train "
+                "in bfloat16 without one, or pass overlap=False"
+            )
+        super().synchronise(compress, told if error is None else told._replace(abort=True, missing=()))
+        self.error = error
 
     def close(self) -> None:
         """Takes the hooks away, and ends the thread once it is done."""
@@ -68,17 +87,14 @@ class Overlap:
 
     def _forget(self) -> None:
         self._seen: set[int] = set()
-        self._waiting = [0] * self._reduce.count
-        for buckets in self._buckets_of:
-            for bucket in buckets:
-                self._waiting[bucket] += 1
-        self._next = self._reduce.count - 1
+        self._waiting = [sum(bucket in buckets for buckets in self._buckets_of) for bucket in range(self.count)]
+        self._next = self.count - 1
         self._coef: Tensor | None = None
         self._left_behind: dict[int, tuple[Tensor, int]] = {}
-        self.error = None
+        self._found: Exception | None = None
 
     def arrived(self, i: int) -> None:
-        """Takes note that the gradient of parameter ``i`` is there."""
+        """Take note that the gradient of parameter ``i`` is there."""
         optimizer = self._optimizer()
         if optimizer is None or self._paused or optimizer._broken:
             return
@@ -86,7 +102,7 @@ class Overlap:
         if optimizer.phase != "compression":
             return
         if i in self._seen:
-            self.error = self.error or RuntimeError(
+            self._found = self._found or RuntimeError(
                 f"the gradient of {optimizer._list.names[i]} has changed in a second backward pass before step(): with "
                 "overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
             )
@@ -111,18 +127,17 @@ class Overlap:
                 grads[i] = optimizer._list.gradient(i, optimizer._nothing)
             grads = optimizer._list.usable(grads, optimizer._nothing)
         except Exception as error:  # the others must not wait for this rank
-            self.error = self.error or error
+            self._found = self._found or error
             grads = [optimizer._nothing] * len(self._buckets_of)
         coef = self._coef if self._coef is not None else optimizer._coefficient_table()
+        compress = optimizer._compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        number = as_word(optimizer._steps.coming)
-        options = optimizer._momentum_options(coef, self.error is not None, number)
-        reduce = self._reduce
-        reduce.under_way.add(bucket)
+        told = optimizer._told(self._found is not None, as_word(optimizer._steps.coming), missing=())
+        self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.
-        self._in_use.append((grads, options))
-        self._run(lambda: reduce.start(bucket, grads, **options))
+        self._in_use.append((compress, told))
+        self._run(lambda: self.start(bucket, compress, told))
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._thread is not None:
@@ -139,20 +154,20 @@ class Overlap:
             owners = optimizer._list.owners
             self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
 
-    def check_gradients(self) -> None:
+    def _check_gradients(self) -> None:
         """Notes an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
         optimizer = self._optimizer()
         assert optimizer is not None
         for i, (grad, version) in self._left_behind.items():
             if optimizer._list.owners[i].grad is not grad or grad._version != version:
-                self.error = self.error or RuntimeError(
+                self._found = self._found or RuntimeError(
                     f"the gradient of {optimizer._list.names[i]} was changed or dropped between the backward pass and "
                     "step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
                     "overlap=False only; the guard refuses outliers"
                 )
                 return
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Waits for the buckets on their way (on CUDA: what is launched next does).
 
         Raises:
@@ -165,7 +180,7 @@ class Overlap:
         self._in_use.clear()
         errors = [error for future in pending if (error := future.exception()) is not None]  # waits for all of them
         if errors:
-            self._reduce.under_way.clear()
+            self.under_way.clear()
             first = errors[0]
             # Whatever it was, buckets of this step are lost: no further one may build on them.
             raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
@@ -199,14 +214,9 @@ def _without_grad(job: Callable[[], None]) -> None:
         job()
 
 
-def _hook(overlap: weakref.ref[Overlap], i: int) -> Callable[[Tensor], None]:
+def _hook(overlap: weakref.ref[OverlappedAllReduce], i: int) -> Callable[[Tensor], None]:
     def arrived(_: Tensor) -> None:
         if (watching := overlap()) is not None:
             watching.arrived(i)
 
     return arrived
-
-
-def transport_of_its_own(transport: Transport) -> Transport:
-    """The same ranks, over a process group of their own where there are any; all of them call it."""
-    return transport.apart() if isinstance(transport, TorchTransport) else transport

@@ -1,20 +1,24 @@
-"""How the line of elements is cut: not, into buckets (``overlap``), or into parts of a node's ranks (``hierarchy``)."""
+"""Chooses what averages momenta: in one piece, in buckets, in the backward pass, or in two levels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..comm import BucketedAllReduce, CompressedAllReduce, HierarchicalAllReduce, Transport
-from .overlap import Overlap, transport_of_its_own
+from ..comm import (
+    BucketedAllReduce,
+    CompressedAllReduce,
+    FeedbackReducer,
+    HierarchicalAllReduce,
+    TorchTransport,
+    Transport,
+)
+from .overlap import OverlappedAllReduce
 from .sharding import levels
 
 if TYPE_CHECKING:
     from ..optim.two_stage import OneBitOptimizer
     from .optimizer import DistributedOptimizer
-    from .scaling import LossScale
-
-Reduce = CompressedAllReduce | BucketedAllReduce | HierarchicalAllReduce
 
 
 def levels_of(optimizer: DistributedOptimizer, hierarchy: Any) -> tuple[Transport, Transport] | None:
@@ -31,8 +35,8 @@ def levels_of(optimizer: DistributedOptimizer, hierarchy: Any) -> tuple[Transpor
     return levels(hierarchy, optimizer._transport, optimizer.device)
 
 
-def make_reduce(optimizer: OneBitOptimizer) -> Reduce:
-    """What averages momenta, in the storage that the warm-up's momentum has; makes ``_overlap`` anew."""
+def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
+    """Make what averages momenta, in the storage that the warm-up's momentum has; and ``_overlap`` anew."""
     options, layout = optimizer.options, optimizer.layout
     shared: dict[str, Any] = {
         "device": optimizer.device,
@@ -41,6 +45,7 @@ def make_reduce(optimizer: OneBitOptimizer) -> Reduce:
         "compensated": optimizer._exp_avg,
         "live": optimizer._live,
         "ternary": options.ternary,
+        "shards": optimizer._shards,
     }
     if optimizer._levels is not None:
         return HierarchicalAllReduce(layout, *optimizer._levels, dtype=options.hierarchy_dtype, **shared)
@@ -50,11 +55,11 @@ def make_reduce(optimizer: OneBitOptimizer) -> Reduce:
         return BucketedAllReduce(layout, options.bucket_count, optimizer._transport, **shared)
     if optimizer._overlap is not None:
         optimizer._overlap.close()
-    if optimizer._apart is None:
-        optimizer._apart = transport_of_its_own(optimizer._transport)
-    reduce = BucketedAllReduce(layout, options.bucket_count, optimizer._apart, **shared)
-    optimizer._overlap = Overlap(optimizer, reduce)
-    return reduce
+    if optimizer._apart is None:  # so that nothing else comes between buckets
+        own = optimizer._transport
+        optimizer._apart = own.apart() if isinstance(own, TorchTransport) else own
+    optimizer._overlap = OverlappedAllReduce(optimizer, optimizer._apart, **shared)
+    return optimizer._overlap
 
 
 def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
@@ -75,16 +80,3 @@ def check_digests(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None
             f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; load "
             "another checkpoint"
         )
-
-
-def catch_up_with_buckets(overlap: Overlap, loss_scale: LossScale) -> Exception | None:
-    """Waits for what the backward pass has sent; the error, if this rank has seen there that it can't step."""
-    overlap.check_gradients()
-    error = overlap.error
-    overlap.catch_up()
-    if any(value is not None for value in loss_scale):
-        return RuntimeError(
-            "a GradScaler can't be used with overlap=True: gradients are sent before it has unscaled them; train in "
-            "bfloat16 without one, or pass overlap=False"
-        )
-    return error

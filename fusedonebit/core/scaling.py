@@ -111,7 +111,7 @@ def agree_on_scaling(
     shards: ShardGroup,
     layout: FlatLayout,
     *,
-    levels: bool = False,
+    largest: float = LARGEST_GRADIENT,
     earlier: Tensor | None = None,
 ) -> Agreed:
     """Decides what is multiplied with what in a compressed step, by at most one collective of a few numbers.
@@ -127,7 +127,7 @@ def agree_on_scaling(
         transport: Between the ranks.
         shards: The ranks that hold the rest of the gradients.
         layout: Of the gradients.
-        levels: Whether what drops out is not their elements, but those of the means of nodes.
+        largest: What an element may be at most, unscaled; beyond it drops out (``Reducer.largest_gradient``).
         earlier: Above 0 where this rank has found an inf since ranks have last met: float32 [1]. None: no.
     """
     factor, found_inf = loss_scale.factor(), loss_scale.found_inf
@@ -137,7 +137,6 @@ def agree_on_scaling(
     if found_inf is not None:
         told[0] = found_inf > 0
     if max_grad_norm is not None:
-        largest = torch.finfo(torch.float32).max if levels else LARGEST_GRADIENT
         told[1] = gradient_norm(grads, layout, shards, loss_scale.scale, largest)
     if earlier is not None:
         told[2:] = earlier

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import agree, make_transport
-from ..comm.in_flight import lend
+from ..comm.in_flight import in_flight
 from ..core.optimizer import DistributedOptimizer
 
 
@@ -91,5 +91,5 @@ def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBu
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
     optimizer._transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
-    work = dist.all_reduce(lend(wide), group=_group(optimizer), async_op=True)
+    work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
     return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

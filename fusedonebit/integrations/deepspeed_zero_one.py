@@ -71,8 +71,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     def _synchronise_gradient(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Adam's step with the average of compressed gradients, and with the variance that is."""
-        agreed, layout, reduce = self._scaling(grads, alone=False), self.layout, self._reduce
-        plain = reduce._plain_coef()
+        agreed, layout, reduce = self._rescaling(grads, alone=False), self.layout, self._reduce
+        plain = reduce.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
         plain = agreed.scaled(plain)
         missing = () if abort else self._missing
@@ -107,7 +107,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         if self._local == 0:
             self._begin_round()
         self._note_missing(first=self._local == 0)
-        agreed = self._scaling(grads, alone=True)
+        agreed = self._rescaling(grads, alone=True)
         self._add_alone(grads, agreed.scaled(coef), agreed.hold, last=False, leaks=True)
         self._sum_up(coef)
         self._moved[DECAY] = 1.0  # decay is in what was added up
@@ -123,7 +123,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         nothing, reduce = [self._nothing] * len(grads), self._reduce
         reduce(
             nothing,
-            coef=reduce._plain_coef(),
+            coef=reduce.plain_coefficients(),
             tag=self._mixed_tag(),
             abort=abort,
             pending=self._pending,

@@ -63,11 +63,12 @@ class LambUpdate(AveragingOptimizer):
         yield
         self._layers.copy_(torch.where(self._absent, before, self._layers))
 
-    def _by_layer(self, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums [2, B] by block as kernels take them: with each tensor's first block; of shards, one row per tensor."""
+    def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
+        """Values [..., B] as kernels reduce them: with each tensor's first block; of shards, one column per tensor."""
         if self._shards.count == 1:
-            return norms, self._layer_start
-        return self._shards.sum(self._segments(norms, "sum")), self._one_each
+            return values, self._layer_start
+        whole = self._shards.sum if reduction == "sum" else self._shards.max
+        return whole(self._segments(values, reduction)), self._one_each
 
     def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
         """Of values [..., B], each tensor's sum or maximum here: [..., tensors]; 0 where nothing of it is here."""

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Flag, SignVote, Transport, describe_mismatch
+from ..checkpoint.header import LINES
+from ..comm import Flag, SignVote, Transport
 from ..comm.sign_vote import Aggregation
 from ..core.optimizer import DistributedOptimizer
 from ..core.options import Options, check_choice
-from ..core.scaling import LossScale, agree_on_scaling
 from ..core.state.header import LINES
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, apply_momentum, lion_compress
@@ -143,36 +143,33 @@ class OneBitLion(DistributedOptimizer):
         return False
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        layout, reduce, live = self.layout, self._reduce, self._live
-        scale, most = LossScale.of(self), self.options.max_grad_norm
-        agreed = agree_on_scaling(grads, scale, most, self._transport, self._shards, layout)
-        if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
-        if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
+        layout, reducer, live = self.layout, self._reduce, self._live
+        agreed = self._scaling(grads, reducer.largest_gradient)
         # Negative where the objective is maximised, as the other share of the gradient is.
         coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
         coef = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
         where = layout.sizes, layout.block_size
-        tables = coef, self._block_tensor, live.bits, live.row
-        hold = self._aborted if abort else reduce._going_on if agreed.hold is None else agreed.hold
-        self._flags.zero_()
-        reduce.keep(() if abort else self._missing)
-        lion_compress(grads, *where, self._exp_avg, *tables, self._updates, hold, reduce.to_servers.bits, self._flags)
-        how: dict[str, Any] = {"tag": self._coefficients.tag, "abort": abort, "number": self._step_number}
-        reduce.vote(self._updates, hold=agreed.hold, flags=self._flags, **how)
-        self._absent = reduce.absent
+        tables = self._block_tensor, live.bits, live.row
+
+        def compress(part: SignVote) -> None:
+            hold = self._aborted if abort else part.hold
+            bits, flags = part.to_servers.bits, self._flags.zero_()
+            lion_compress(grads, *where, self._exp_avg, coef, *tables, self._updates, hold, bits, flags)
+            part.vote(self._updates)
+
+        more = {"hold": agreed.hold, "pending": self._flags}
+        reducer.synchronise(compress, self._told(abort, self._step_number, self._missing, **more))
+        self._absent = reducer.absent
         self._list.before_update()
-        update = reduce.bits, reduce.scale, None, False
-        tables = self._coefficients.still(coef, self._absent), *tables[1:]
-        apply_momentum(self._list.dense, *where, *update, *tables, reduce.flags, self._rounding)
+        update = reducer.bits, reducer.scale, None, False, self._coefficients.still(coef, self._absent)
+        apply_momentum(self._list.dense, *where, *update, *tables, reducer.flags, self._rounding)
         self._list.after_update()
         if self._absent is not None:
-            reduce.restore(self._absent)
-        return reduce.flags
+            reducer.restore(self._absent)
+        return reducer.flags
 
     def _describe(self, flag: Flag) -> str:
-        return self._say_where(describe_mismatch(self._reduce.arrived_words, "a message arrived damaged"))
+        return self._say_where(self._reduce.describe())
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -413,10 +413,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 self._largest,
                 norms,
             )
-            largest, start = self._largest, self._layer_start
-            if self._shards.count > 1:
-                largest, start = self._shards.max(self._segments(largest, "max")), self._one_each
-                norms = None if norms is None else self._shards.sum(self._segments(norms, "sum"))
+            largest, start = self._by_layer(self._largest, "max")
+            norms = None if norms is None else self._by_layer(norms)[0]
             with self._layers_kept():
                 lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
         else:

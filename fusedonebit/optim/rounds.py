@@ -20,10 +20,9 @@ from ..comm import Flag, HierarchicalRounds, LocalTransport, Transport
 from ..comm.rounds import RoundAllReduce
 from ..core.optimizer import DistributedOptimizer
 from ..core.options import Options
-from ..core.scaling import Agreed, LossScale, agree_on_scaling
+from ..core.scaling import Agreed
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields, list_of
 from ..core.state.spec import Specs, StateSpec
-from ..core.step_count import as_word
 from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
 
 
@@ -199,9 +198,9 @@ class RoundOptimizer(DistributedOptimizer):
         if self._local == 0:
             self._remember()
         self._note_missing(first=self._local == 0)
-        agreed = self._scaling(grads, alone=True)
+        agreed = self._scaling(grads, self._reduce.largest_gradient, LocalTransport())
         coef = self._leaving_out(agreed.limited(coef), self._missing)
-        self._add(grads, coef, self._reduce.everything, agreed, moves=True)
+        self._add(self._reduce, grads, coef, self._reduce.everything, agreed, moves=True)
         self._reduce.formed()
         self._tag = self._mixed_tag()
         self._local += 1
@@ -209,19 +208,14 @@ class RoundOptimizer(DistributedOptimizer):
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         reduce, several = self._reduce, self.options.local_steps > 1
-        agreed = self._scaling(grads, alone=False)
+        agreed = self._scaling(grads, reduce.largest_gradient)
         self._note_missing(first=self._local == 0)
-        reduce.keep(() if abort else self._missed, [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()])
         own = agreed.limited(coef)
         own = self._leaving_out(own, self._missing) if several else own
-        reduce.synchronise(
-            lambda chunks: self._add(grads, own, chunks, agreed),
-            self._global_step(coef),
-            tag=self._mixed_tag(),
-            abort=abort,
-            hold=agreed.hold,
-            number=as_word(self._steps.total),
-        )
+        moments = [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()]
+        more = {"hold": agreed.hold, "changed": moments, "goes": self._global_step(coef)}
+        told = self._told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
+        reduce.synchronise(lambda part, chunks: self._add(part, grads, own, chunks, agreed), told)
         self._absent = reduce.absent
         self._apply()
         reduce.forget()
@@ -258,23 +252,20 @@ class RoundOptimizer(DistributedOptimizer):
         each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
         return each[self._block_tensor]
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
-        """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
-        transport = LocalTransport() if alone else self._transport
-        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
-        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, self.layout, levels=levels)
-        if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
-        if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
-        return agreed
-
-    def _add(self, grads: Sequence[Tensor], coef: Tensor, chunks: slice, agreed: Agreed, moves: bool = False) -> None:
+    def _add(
+        self,
+        part: RoundAllReduce | HierarchicalRounds,
+        grads: Sequence[Tensor],
+        coef: Tensor,
+        chunks: slice,
+        agreed: Agreed,
+        moves: bool = False,
+    ) -> None:
         factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self._exp_avg, self._exp_avg_sq))
         decays = any(group["weight_decay"] for group in self._taken)
-        self._reduce.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+        part.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
 
     def _remember(self) -> None:
         """Keeps the parameters that all ranks have."""
@@ -296,7 +287,7 @@ class RoundOptimizer(DistributedOptimizer):
                 target,
                 sizes,
                 layout.block_size,
-                reduce.messages.bits,
+                reduce.bits,
                 scale,
                 None,
                 False,

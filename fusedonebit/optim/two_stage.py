@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import Flag, HierarchicalAllReduce, Transport, describe_mismatch
+from ..checkpoint.header import LINES
+from ..checkpoint.warm_start import warm_start as take_warm_start
+from ..comm import Flag, Transport
+from ..comm.reducer import Compress
 from ..core import inspection
 from ..core import reducers as cuts
 from ..core.consensus import live_of
 from ..core.options import OneBitOptions
-from ..core.overlap import Overlap
-from ..core.scaling import LossScale, agree_on_scaling
+from ..core.overlap import OverlappedAllReduce
 from ..core.state.header import (
     AMOUNT,
     COUNT,
@@ -55,7 +57,7 @@ class OneBitOptimizer(AveragingOptimizer):
     """
 
     options: OneBitOptions
-    _overlap: Overlap | None = None
+    _overlap: OverlappedAllReduce | None = None
     _apart: Transport | None = None
     _late_error: Exception | None = None
 
@@ -68,7 +70,7 @@ class OneBitOptimizer(AveragingOptimizer):
         super()._build()
         options, device = self.options, self.device
         self._phase = "warmup"
-        self._reduce = cuts.make_reduce(self)
+        self._reduce = cuts.make_reducer(self)
         self._behind = torch.zeros_like(self._own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
@@ -140,43 +142,26 @@ class OneBitOptimizer(AveragingOptimizer):
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
-        reduce = self._reduce
-        if self._overlap is not None:
-            self._late_error = cuts.catch_up_with_buckets(self._overlap, LossScale.of(self))
-            abort = abort or self._late_error is not None
-        scale, most, levels = LossScale.of(self), self.options.max_grad_norm, self._levels is not None
-        where = self._transport, self._shards, self.layout
-        agreed = agree_on_scaling(grads, scale, most, *where, levels=levels)
-        if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
-        if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
-        options = self._momentum_options(agreed.scaled(coef), abort, self._step_number)
-        reduce(grads, **options, hold=agreed.hold, missing=() if abort else self._missing)
-        told = reduce.flags, self._tag_of_shards, reduce.absent, len(self.layout.sizes)
-        flags, self._absent = self._shards.unite(*told)
+        reducer = self._reduce
+        agreed = self._scaling(grads, reducer.largest_gradient)
+        told = self._told(abort, self._step_number, self._missing, hold=agreed.hold)
+        reducer.synchronise(self._compressing(grads, agreed.scaled(coef)), told)
+        self._absent, self._late_error = reducer.absent, reducer.error
         coef = self._coefficients.still(coef, self._absent)
-        if self._shards.count > 1:
-            reduce.refuse(flags)
         if self.options.guard != "off":
-            refused = self._guard.refuses(reduce.scale, coef[:, Coef.UNBIAS1][reduce.block_tensor], self._shards)
-            reduce.refuse(refused.int() * int(Flag.VETO))
+            refused = self._guard.refuses(reducer.scale, coef[:, Coef.UNBIAS1][reducer.block_tensor], self._shards)
+            reducer.refuse(refused.int() * int(Flag.VETO))
         if self._absent is not None:
-            reduce.restore(self._absent)
+            reducer.restore(self._absent)
         self._list.before_update()
-        self._apply(coef, reduce.flags)
+        self._apply(coef, reducer.flags)
         self._list.after_update()
-        return reduce.flags
+        return reducer.flags
 
-    def _momentum_options(self, coef: Tensor, abort: bool, number: int | Tensor) -> dict[str, Any]:
-        return {
-            "coef": coef,
-            "exp_avg_sq": self._exp_avg_sq if self.options.precondition else None,
-            "eps_inside_sqrt": self.options.eps_inside_sqrt,
-            "tag": self._coefficients.tag,
-            "abort": abort,
-            "number": number,
-        }
+    def _compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
+        """What compresses this rank's momentum, with these gradients in it."""
+        v, inside = self._exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
+        return lambda part: part.compress(grads, coef, v, inside)
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         late, self._late_error = self._late_error, None
@@ -192,8 +177,7 @@ class OneBitOptimizer(AveragingOptimizer):
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
             return super()._describe(flag)
-        elsewhere = "ranks with another shard differ, or " if self._shards.count > 1 else ""
-        return self._say_where(describe_mismatch(self._reduce.arrived_words, elsewhere + "a message arrived damaged"))
+        return self._say_where(self._reduce.describe())
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
         """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
@@ -260,8 +244,7 @@ class OneBitOptimizer(AveragingOptimizer):
             options.frozen_dtype is torch.bfloat16,
         )
         self._exp_avg_sq = self._exp_avg_sq.to(options.frozen_dtype)
-        if isinstance(self._reduce, HierarchicalAllReduce):
-            self._reduce.clear_elsewhere()
+        self._reduce.begin()
         self._phase = "compression"
         self._frozen_at = self._outcomes.updates
         self.dead_coordinates = dead.count

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm import Flag, LocalTransport, agree, describe_mismatch
+from ..comm import Flag, LocalTransport, agree
 from ..comm.absent import Kept, absence
 from ..core.consensus import failure
 from ..core.scaling import Agreed, LossScale, agree_on_scaling
@@ -115,7 +115,7 @@ class ZeroOneOptimizer(ZeroOneState):
         if self._local == 0:
             self._begin_round()
         self._note_missing(first=self._local == 0)
-        agreed = self._scaling(grads, alone=True)
+        agreed = self._rescaling(grads, alone=True)
         last = self._local == self._round.steps - 2
         self._add_alone(grads, agreed.scaled(coef), agreed.hold, last)
         self._list.after_update()
@@ -176,25 +176,17 @@ class ZeroOneOptimizer(ZeroOneState):
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """The last step of a round: its update is compressed with those before it (lines 8 to 11)."""
-        agreed = self._scaling(grads, alone=False)
+        agreed = self._rescaling(grads, alone=False)
         steps, reduce = self._round.steps, self._reduce
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
         self._note_missing(first=steps == 1)
         compressed = agreed.scaled(coef.clone())
         compressed[:, Coef.BETA1] /= self._summed  # of no account where the momentum is in ``compensated`` already
-        reduce(
-            grads,
-            coef=compressed,
-            exp_avg_sq=self._exp_avg_sq if self.options.precondition else None,
-            eps_inside_sqrt=self._eps_inside_sqrt,
-            tag=self._mixed_tag(),
-            abort=abort,
-            hold=agreed.hold,
-            pending=self._pending,
-            number=self._step_number,
-            missing=() if abort else self._missed,
-        )
+        v, inside = self._exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
+        more = {"hold": agreed.hold, "pending": self._pending}
+        told = self._told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
+        reduce.synchronise(lambda part: part.compress(grads, compressed, v, inside), told)
         self._leave_absent()
         if steps > 1:
             self._sum_up(coef)
@@ -240,7 +232,7 @@ class ZeroOneOptimizer(ZeroOneState):
         self._pending.zero_()
         self._end_round()
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
+    def _rescaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
         transport = LocalTransport() if alone else self._transport
         scale, most = LossScale.of(self), self.options.max_grad_norm
@@ -275,5 +267,4 @@ class ZeroOneOptimizer(ZeroOneState):
     def _describe(self, flag: Flag) -> str:
         if self._phase == "uncompressed":
             return super()._describe(flag)
-        what = describe_mismatch(self._reduce.arrived_words, "a message arrived damaged")
-        return self._say_where(what)
+        return self._say_where(self._reduce.describe())
