@@ -1,4 +1,4 @@
-"""The wire format and the collectives on packed uint8 buffers.
+"""Declares the wire format and the collectives on packed uint8 buffers.
 
 They know process groups and tensors, not optimizers. What moves the bytes is a ``Transport``: made
 by ``make_transport`` from a process group, or any object with its five collectives and one exchange, such as a rank

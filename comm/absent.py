@@ -1,4 +1,4 @@
-"""Tensors of which no rank has a gradient: how ranks tell each other, and how a step leaves them as they are.
+"""Leaves tensors of which no rank has a gradient as they are.
 
 Each message has a bit for each tensor, 1 where its sender has no gradient of it. Where all ranks say so, the tensor
 must stay as it is, which is known only when messages have arrived. So a rank keeps what it has of tensors without
@@ -20,7 +20,7 @@ from .message import Flag
 
 
 class Absence(NamedTuple):
-    """Tensors without a gradient, on the device."""
+    """Names tensors without a gradient, on the device."""
 
     bits: Tensor
     """One for each tensor, packed: uint8 [bytes]."""
@@ -36,7 +36,7 @@ _captured: list[Absence] = []  # CUDA graphs read these again whenever they are 
 def absence(
     layout: FlatLayout, absent: Sequence[int], device: torch.device, part: tuple[int, int] | None = None
 ) -> Absence:
-    """The tables of these tensors; uploaded only where they are others than the last times.
+    """Return the tables of these tensors; they are uploaded only where they are others than the last times.
 
     Args:
         layout: Where they lie.
@@ -66,14 +66,14 @@ def _absence(layout: FlatLayout, absent: tuple[int, ...], device: torch.device, 
 
 
 def packed(chosen: Tensor) -> Tensor:
-    """Bits, LSB first, uint8 [n / 8], from bool [n]; n is padded to whole bytes."""
+    """Pack bits, LSB first: uint8 [n / 8], from bool [n]; n is padded to whole bytes."""
     chosen = torch.nn.functional.pad(chosen, (0, -len(chosen) % 8))
     weights = 1 << torch.arange(8, device=chosen.device)
     return (chosen.view(-1, 8) * weights).sum(1).to(torch.uint8)
 
 
 def told_by_all(told: Tensor, tensors: int, flags: Tensor) -> Tensor:
-    """Of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes].
+    """Return of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes].
 
     Where ``flags`` int32 [1] say that messages can't be read no bit counts.
     """
@@ -83,7 +83,7 @@ def told_by_all(told: Tensor, tensors: int, flags: Tensor) -> Tensor:
 
 
 class Kept:
-    """What is kept of some blocks; ``restore`` puts back what belongs to tensors that no rank has a gradient of.
+    """Keeps some blocks; ``restore`` puts back what belongs to tensors that no rank has a gradient of.
 
     Args:
         rows: The blocks, int64 [n].
@@ -114,7 +114,7 @@ class Kept:
         self._tables = [(table, table.clone()) for table in tables]
 
     def restore(self, absent: Tensor) -> None:
-        """Puts back what belongs to tensors that are ``absent`` bool [tensors]."""
+        """Put back what belongs to tensors that are ``absent`` bool [tensors]."""
         blocks = absent[self._block_tensor]
         still = blocks[self._rows]
         for values, where, before in self._places:

@@ -107,7 +107,7 @@ def _failures(stated: Sequence[dict[str, Any]], member: str) -> str:
 
 
 def _first_difference(stated: Sequence[dict[str, Any]], member: str) -> str:
-    """Of all ranks that differ from rank 0, the earliest fact, and there the lowest rank."""
+    """Name, of all ranks that differ from rank 0, the earliest fact, and there the lowest rank."""
     found = [(s["difference"][0], rank, *s["difference"][1:]) for rank, s in enumerate(stated) if s["difference"]]
     if not found:
         return f"{member}s differ"
@@ -121,7 +121,7 @@ def _first_difference(stated: Sequence[dict[str, Any]], member: str) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 63-bit checksum of the bits of a dense ``tensor``, in memory order; equal only for equal bits."""
+    """Return a 63-bit checksum of the bits of a dense ``tensor``, in memory order; equal only for equal bits."""
     size = tensor.element_size()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(integer)

@@ -1,4 +1,4 @@
-"""The error-compensated 1-bit all-reduce: alltoall, average, allgather, all on packed uint8.
+"""Averages at one bit per element, with error feedback: alltoall, average, allgather, all on packed uint8.
 
     per rank  1. compress the local tensors into W messages, one per chunk  (momentum_compress, finish)
               2. all_to_all: rank k gets every rank's chunk k
@@ -398,7 +398,7 @@ class CompressedAllReduce:
 
 
 def result_of(bits: Tensor, scale: Tensor, live: LiveTable) -> Tensor:
-    """The values that bits and scales stand for: float32 [P], zero where nothing is live."""
+    """Return the values that bits and scales stand for: float32 [P], zero where nothing is live."""
     values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(scale), -1) * scale[:, None]
     if bits.dim() == 3:
         values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)

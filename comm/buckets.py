@@ -1,4 +1,4 @@
-"""The 1-bit all-reduce of a line that is cut into parts; in buckets, each sent as soon as it is there.
+"""Averages a line that is cut into parts; in buckets, each sent as soon as it is there.
 
 Each part has a ``CompressedAllReduce`` of its own; its messages become rows of one buffer, so that kernels find the
 signs of the whole result in one place, as if there were no parts.
@@ -156,7 +156,7 @@ class PartedAllReduce:
 
     @property
     def arrived_words(self) -> Tensor:
-        """The headers of the part in which ranks differ; reads from the device."""
+        """Return the headers of the part in which ranks differ; reads from the device."""
         words = [part.arrived_words for part in self.parts]
         return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
 

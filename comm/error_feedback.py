@@ -1,4 +1,4 @@
-"""One side of the error feedback: what a worker, or a server, compresses and carries along."""
+"""Carries along what a worker, or a server, could not send: one side of the error feedback."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ class ErrorFeedback:
         return square - s * (2 * absolute - s * numel)
 
     def state(self) -> list[Tensor]:
-        """All tensors but the partial sums, which only serve within a step."""
+        """Return all tensors but the partial sums, which only serve within a step."""
         return [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.partials]

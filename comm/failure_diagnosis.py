@@ -30,7 +30,7 @@ Place = tuple[Any, ...]
 
 
 class Witness:
-    """One rank of one process group, and what the others hear of it.
+    """Tells the other ranks of a process group what this one has seen.
 
     Args:
         group: The process group.
@@ -83,7 +83,7 @@ class Witness:
 
 @dataclass
 class Seen:
-    """What one failed rank knows of the others."""
+    """Collects what one failed rank knows of the others."""
 
     others: frozenset[int]
     gone: dict[int, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ _asking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def _guarded(call: Callable[[], T]) -> T | None:
-    """What ``call`` returns; None if it raises, or takes too long: a store may hang with the rank that hosts it."""
+    """Return what ``call`` does; None if it raises, or takes too long: a store may hang with the rank that hosts it."""
     results: list[T] = []
 
     def run() -> None:
@@ -174,7 +174,7 @@ def _machine() -> str:
 
 
 def _state_of_process(home: bytes) -> str:
-    """What is wrong with the process of a rank that lives here; "" if nothing is, or nobody knows."""
+    """Say what is wrong with the process of a rank that lives here; "" if nothing is, or nobody knows."""
     machine, pid = json.loads(home) if home else ("", 0)
     if not machine or machine != _machine():
         return ""

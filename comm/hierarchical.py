@@ -95,14 +95,14 @@ class HierarchicalAllReduce(PartedAllReduce):
         self._kept = None
 
     def _signed(self) -> Tensor:
-        """What all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
+        """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
         words = self.gathered.words.view(self.count, self.between.world_size, -1)
         # By number: a list of them would be uploaded as an index in every step, and waited for.
         return torch.stack([words[..., word] for word in _ALIKE], -1).transpose(0, 1).reshape(-1, len(_ALIKE))
 
     @property
     def arrived_words(self) -> Tensor:
-        """The headers of this rank's part if they differ, by node, else of all ranks; reads from the device."""
+        """Return the headers of this rank's part if they differ, by node, else of all ranks; reads from the device."""
         words = super().arrived_words
         if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
             return words
@@ -203,7 +203,7 @@ class HierarchicalRounds:
         self.inside.all_gather(gathered.view(self.inside.world_size, -1), sent.view(1, -1))
 
     def __getattr__(self, name: str) -> Any:
-        """Counts and the like are those of the part."""
+        """Look counts and the like up in the part."""
         if name == "here":  # before it was made
             raise AttributeError(name)
         return getattr(self.here, name)

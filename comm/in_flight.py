@@ -1,4 +1,4 @@
-"""Tensors that the threads of a communication library may still hold when Python ends.
+"""Waits, at Python's end, for tensors that the threads of a communication library still hold.
 
 A collective of gloo runs on a thread of torch's, which lets go of its tensors a moment after the collective is done.
 Where Python knows a tensor, that takes the interpreter's lock; and if the interpreter ends in that moment, the thread

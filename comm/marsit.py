@@ -1,4 +1,4 @@
-"""Marsit's all-reduce: one bit per element on every hop (Wu et al., DAC 2022, Algorithm 1).
+"""Agrees on one bit per element on every hop: Marsit's all-reduce (Wu et al., DAC 2022, Algorithm 1).
 
     ring, torus   per hop of the reduction  send a segment of sign bits on; meanwhile make the own bits of
                                             the segment that arrives; merge both: one bit again
@@ -6,7 +6,7 @@
     owner         one all-gather of the bits that each worker was drawn to give: no reduction
 
 Either way the result is, coordinate by coordinate, the sign of one worker, each with probability
-1/M: its expectation is the mean of all signs. Headers travel along (see ``wire``): a hop's receiver
+1/M: its expectation is the mean of all signs. Headers travel along (see ``message``): a hop's receiver
 compares what arrives with its own, and passes on what it finds.
 """
 
@@ -76,7 +76,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     @property
     def full_precision_is_due(self) -> bool:
-        """Whether the next round is one of full precision (Algorithm 1, line 3)."""
+        """Say whether the next round is one of full precision (Algorithm 1, line 3)."""
         return self.full_precision_every > 0 and self.counted >= self._full_at
 
     def take_back(self, full_precision: bool) -> None:
@@ -141,14 +141,14 @@ class MarsitAllReduce(RoundAllReduce):
         )
 
     def _draw(self, *where: int) -> int:
-        """A seed for one draw of one round, 31 bits."""
+        """Return a seed for one draw of one round, 31 bits."""
         word = hashed(self.seed)
         for number in (self.rounds, *where):
             word = hashed(word ^ hashed(number + 1))
         return word
 
     def _gather(self) -> None:
-        """Finished segments go round."""
+        """Send finished segments round."""
         for stage in reversed(self._stages):
             for hop in stage.gather():
                 received, sent = self.messages.buffer[hop.received], self.messages.buffer[hop.sent]
@@ -178,7 +178,7 @@ class MarsitAllReduce(RoundAllReduce):
         self.values = self.compensated
 
     def forget(self) -> None:
-        """After a round of full precision whose update was taken: no compensation (line 12)."""
+        """Drop the compensation after a round of full precision whose update was taken (line 12)."""
         if self.full_precision:
             # Skipped, it keeps the mean of all, so that nothing is lost.
             self.compensated.masked_fill_(self.flags == 0, 0.0)

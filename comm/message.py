@@ -1,4 +1,4 @@
-"""The message: one uint8 buffer that holds a header, the scales and one bit per element.
+"""Lays out the message: one uint8 buffer that holds a header, the scales and one bit per element.
 
     bytes  0..31   header, eight int32 words (below)
     then           one bit per tensor, LSB first, 1 = no gradient; zero-padded to a multiple of 16 bytes
@@ -114,13 +114,13 @@ class Messages:
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
     def rows(self, chosen: slice, layout: FlatLayout) -> Messages:
-        """Some of the messages, in the same memory, as those of ``layout``."""
+        """Return some of the messages, in the same memory, as those of ``layout``."""
         buffer, ternary = self.buffer[chosen], self.bits.dim() == 3
         return Messages(len(buffer), self.slots, layout, buffer.device, ternary, buffer)
 
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:
-        """Bytes of one message."""
+        """Return the bytes of one message."""
         absent_bytes = _aligned(-(-len(layout.sizes) // 8))
         return HEADER_BYTES + absent_bytes + _aligned(4 * slots) + _bit_bytes(layout, ternary)
 
@@ -131,7 +131,7 @@ class Messages:
 
 
 def layout_word(layout: FlatLayout, *more: object) -> int:
-    """31 bits that say how a message must be read: its layout, its length, and whatever else that depends on.
+    """Return 31 bits that say how a message must be read: its layout, its length, and whatever else that depends on.
 
     The length counts: a library may take a message that is too short for a whole one, and leave the rest as it was.
     """
@@ -158,7 +158,7 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
 
 
 def union(flags: Tensor) -> Tensor:
-    """All flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
+    """Return all flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
     # Made on the device: uploading a tensor from the host would wait for it.
     each = 2 ** torch.arange(len(Flag), dtype=torch.int32, device=flags.device)
     return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)

@@ -142,7 +142,7 @@ class MPITransport:
 
     @contextmanager
     def _host(self, tensor: Tensor, access: str = "r") -> Iterator[Tensor]:
-        """The memory for MPI to read or write: the tensor's own, or a pinned copy."""
+        """Yield the memory for MPI to read or write: the tensor's own, or a pinned copy."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step over MPI can't be captured in a CUDA graph: MPI is called by the host")
         if not self._is_staged(tensor):
@@ -169,7 +169,7 @@ class MPITransport:
         return tensor.view(-1).split(max(1, nbytes // tensor.element_size()))
 
     def _pieces_of_rows(self, rows: Tensor) -> Iterator[tuple[MPI.Datatype, int]]:
-        """Types, and how many of them make a row's columns; all of them at once, unless rows are huge."""
+        """Yield types, and how many of them make a row's columns; all of them at once, unless rows are huge."""
         width = rows.nbytes // len(rows)
         if width <= LARGEST:
             yield self._mpi.BYTE, width

@@ -1,4 +1,4 @@
-"""Who sends what to whom: the rings of a multi-hop all-reduce.
+"""Says who sends what to whom: the rings of a multi-hop all-reduce.
 
 A reduction goes through one stage after the other, a gather through the same stages backwards:
 
@@ -54,29 +54,29 @@ class Stage:
 
     @property
     def first(self) -> slice:
-        """The segment that is sent before anything has arrived."""
+        """Return the segment that is sent before anything has arrived."""
         return self.segments[self.index]
 
     @property
     def finished(self) -> slice:
-        """The segment that is complete here after the reduction."""
+        """Return the segment that is complete here after the reduction."""
         return self.segments[(self.index + 1) % self.size]
 
     def reduce(self) -> Iterator[Hop]:
-        """Its ``size`` - 1 hops of the reduction; that at position h comes h-th."""
+        """Yield the ``size`` - 1 hops of the reduction; that at position h comes h-th."""
         for position in range(self.size - 1):
             at = self.index - position
             yield Hop(self.segments[at % self.size], self.segments[(at - 1) % self.size])
 
     def gather(self) -> Iterator[Hop]:
-        """Its ``size`` - 1 hops of the gather."""
+        """Yield the ``size`` - 1 hops of the gather."""
         for hop in range(self.size - 1):
             at = self.index + 1 - hop
             yield Hop(self.segments[at % self.size], self.segments[(at - 1) % self.size])
 
 
 def stages(topology: Topology, world_size: int, rank: int, rows: int | None = None) -> tuple[Stage, ...]:
-    """The stages of a topology for one rank; none for a single worker, or where nothing hops.
+    """Return the stages of a topology for one rank; none for a single worker, or where nothing hops.
 
     Args:
         topology: "ring", "torus" or "owner", which has no hops.

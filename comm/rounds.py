@@ -1,4 +1,4 @@
-"""What all ways of making one global update of all workers' updates share.
+"""Makes one global update of all workers' updates: what all ways of doing so share.
 
 A round: each worker adds its update to what it has kept from earlier rounds; the workers agree on one
 global update; each keeps what that has not taken from it. ``MarsitAllReduce`` and the baselines it is
@@ -104,7 +104,7 @@ class RoundAllReduce:
         return slice(0, self.layout.world_size)
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
-        """One round on tensors themselves.
+        """Make one round on tensors themselves.
 
         Args:
             tensors: Of this worker: contiguous, of any float dtype and the layout's sizes; an empty one is zeros.
@@ -248,11 +248,11 @@ class RoundAllReduce:
         self.counted += 1
 
     def take_back(self, full_precision: bool) -> None:
-        """Called when it is known that a round, maybe one of full precision, was skipped: it does not count."""
+        """Take a round back, maybe one of full precision, that is known to have been skipped: it does not count."""
         self.counted -= 1
 
     def _take(self, step: Tensor) -> None:
-        """Notes how far the global update goes; the compensation is formed when v is read again."""
+        """Note how far the global update goes; the compensation is formed when v is read again."""
         if self.values is not None:
             self.formed()
             return
@@ -264,11 +264,11 @@ class RoundAllReduce:
             self._limit = torch.where(goes, step * self.compensation_limit, torch.inf)
 
     def formed(self) -> None:
-        """Notes that the compensation of the last round has been formed."""
+        """Note that the compensation of the last round has been formed."""
         self.scale, self._limit = torch.zeros_like(self.scale), self._unlimited
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
-        """Makes the global update; sets ``flags``, with ``hold``, on all ranks alike."""
+        """Make the global update; sets ``flags``, with ``hold``, on all ranks alike."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -278,14 +278,14 @@ class RoundAllReduce:
         return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
 
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
-        """Takes up a checkpoint's counts; ``compensated`` is filled apart."""
+        """Take up a checkpoint's counts; ``compensated`` is filled apart."""
         self.rounds, self.pending = rounds, pending
         self.counted = rounds if counted is None else counted
         self._digest.fill_(digest)
 
     @property
     def digest(self) -> Tensor:
-        """Of the last global update, int32 []; the next round's headers compare it."""
+        """Return the digest of the last global update, int32 []; the next round's headers compare it."""
         return self._digest
 
     @property
@@ -298,7 +298,7 @@ class RoundAllReduce:
         self.messages.words[:, Word.FLAGS] = flags
 
     def _agree(self, hold: Tensor | None) -> None:
-        """Makes ``flags`` of all ranks' headers; all is prepared. 32 bytes to each rank, and a bit per tensor."""
+        """Make ``flags`` of all ranks' headers; all is prepared. 32 bytes to each rank, and a bit per tensor."""
         own = self.messages.head[:1].clone()
         own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         arrived = torch.empty(self.layout.world_size, own.shape[1], dtype=torch.int32, device=self.device)
@@ -321,7 +321,7 @@ class RoundAllReduce:
         self._limit = torch.where(kept, self._limit, self._unlimited)
 
     def forget(self) -> None:
-        """Called when ``values`` have been taken: drops what they need not have left."""
+        """Drop what ``values``, which have been taken now, need not have left."""
 
     # ---------------------------------------------------------------- what people look at
 
@@ -339,7 +339,7 @@ class RoundAllReduce:
         return self.messages.bits
 
     def signs(self) -> Tensor:
-        """Those of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
+        """Return the signs of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
         return unpack(self.messages.bits.contiguous()).view(self.layout.n_blocks, -1)
 
     def _counts(self) -> Tensor:

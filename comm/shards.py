@@ -1,4 +1,4 @@
-"""Sums, maxima and flags over ranks that hold different shards of the same tensors.
+"""Adds up over ranks that hold different shards of the same tensors.
 
 Where a model is sharded (FSDP2), each rank compresses with those that hold the same shard as it does.
 What an optimizer must know of a whole tensor, or of all of them, is added up here: a few numbers per
@@ -34,21 +34,21 @@ class ShardGroup:
         return self.transport.world_size
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""
+        """Sum over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""
         return values if self.count == 1 else self._gathered(values).sum(0).view_as(values)
 
     def max(self, values: Tensor) -> Tensor:
-        """Maxima over the shards: of the shape and dtype of ``values``."""
+        """Return maxima over the shards: of the shape and dtype of ``values``."""
         return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
 
     def union(self, flags: Tensor) -> Tensor:
-        """All flags that any of them has set: int32 [1], from int32 [1]."""
+        """Return all flags that any of them has set: int32 [1], from int32 [1]."""
         return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
 
     def unite(
         self, flags: Tensor, tag: int | Tensor, absent: Tensor | None, tensors: int
     ) -> tuple[Tensor, Tensor | None]:
-        """What all shards say of a step, in one exchange.
+        """Return what all shards say of a step, in one exchange.
 
         Args:
             flags: int32 [1].
@@ -80,7 +80,7 @@ class ShardGroup:
         return elsewhere + "a message arrived damaged"
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
-        """As ``agree.agree``, between the shards."""
+        """Agree as ``agreement.agree`` does, between the shards."""
         agree(self.transport, facts, device, error, hint, "shard")
 
     def _gathered(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What W workers' signs make together, on the wire of the 1-bit all-reduce (distributed Lion, Liu et al., 2024)."""
+"""Counts W workers' votes, on the wire of the 1-bit all-reduce (distributed Lion, Liu et al., 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, on one device: for tests, benchmarks and looking around.
+"""Runs several ranks as threads of one process, on one device: for tests, benchmarks and looking around.
 
     group = SimulatedGroup(4)
     group.run(lambda rank, transport: train(OneBitAdam(..., process_group=transport)))
@@ -30,7 +30,7 @@ class SimulatedGroup:
         self.offers: list[tuple[str, Tensor]] = []
 
     def transport(self, rank: int) -> SimulatedTransport:
-        """What rank ``rank`` passes as ``process_group``; for that rank's thread only."""
+        """Return what rank ``rank`` passes as ``process_group``; for that rank's thread only."""
         return SimulatedTransport(self, rank)
 
     def run(self, function: Callable[[int, SimulatedTransport], T]) -> list[T]:
@@ -89,7 +89,7 @@ class SimulatedTransport:
         self.traffic, self._others = Traffic(), group.world_size - 1
 
     def _offered(self, what: str, sent: Tensor, nbytes: int, alike: bool = True) -> list[Tensor]:
-        """What all ranks send, once all have come; they may overwrite it after the next meeting."""
+        """Return what all ranks send, once all have come; they may overwrite it after the next meeting."""
         if not self.group.offers:
             raise RuntimeError("simulated ranks can only meet inside SimulatedGroup.run(function)")
         self.group.offers[self.rank] = (what, sent)

@@ -1,4 +1,4 @@
-"""How bytes travel: a small interface, one implementation per library.
+"""Moves bytes: a small interface, one implementation per library.
 
 A transport moves contiguous tensors between the ranks of one group, counts what it moves, and turns
 a failed collective into one error that says what was being done.
@@ -162,7 +162,7 @@ class TorchTransport:
         self._witness = Witness(self.group, self.rank, self.world_size)
 
     def apart(self) -> TorchTransport:
-        """The same ranks over a process group of its own, counted with this one; all of them call it."""
+        """Return the same ranks over a process group of its own, counted with this one; all of them call it."""
         ranks = dist.get_process_group_ranks(self.group)
         options = getattr(self.group._get_backend(self.device), "options", None)
         timeout = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""What goes with averaged gradients through the same all-reduce, and all ranks must know of each other.
+"""Tells all ranks, in the all-reduce of averaged gradients, what they must know of each other.
 
 Eight words, and one for each tensor: how many ranks have a gradient of it.
 """
@@ -77,7 +77,7 @@ class Marks:
         self._expected = tail[_COMPARED] * self._world_size
 
     def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """What all ranks' words say.
+        """Return what all ranks' words say.
 
         Returns:
             Flags int32 [1]; and where marks differ: bool [4], step and tag, twice.
@@ -91,7 +91,7 @@ class Marks:
         return flags.reshape(1), differ
 
     def absent(self, tail: Tensor) -> Tensor | None:
-        """Of which tensors no rank has a gradient, bool [tensors]; None where this rank has all: there are none."""
+        """Return of which tensors no rank has a gradient, bool [tensors]; None where this rank has all of them."""
         return tail[TAIL:] == 0 if self._missing else None
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def levels_of(optimizer: DistributedOptimizer, hierarchy: Any) -> tuple[Transport, Transport] | None:
-    """The ranks between nodes and those inside one, or None.
+    """Return the ranks between nodes and those inside one, or None.
 
     Raises:
         TypeError, ValueError: if ``hierarchy`` is not to be had.
@@ -63,7 +63,7 @@ def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
 
 
 def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
-    """Ranks, buckets, and ranks of a node: by these a checkpoint's rows are put in order."""
+    """Return ranks, buckets, and ranks of a node: by these a checkpoint's rows are put in order."""
     inside = 1 if optimizer._levels is None else optimizer._levels[1].world_size
     return {
         "world_size": optimizer._transport.world_size,

@@ -1,4 +1,4 @@
-"""What gradients are multiplied with before they count: a GradScaler's loss scale, and clipping by the global norm."""
+"""Scales gradients before they count: by a GradScaler's loss scale, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class LossScale(NamedTuple):
         return cls(*(None if x is None else torch.as_tensor(x).float().reshape(()) for x in (scale, found_inf)))
 
     def factor(self) -> Tensor | None:
-        """What unscales gradients: float32 [], or None."""
+        """Return what unscales gradients: float32 [], or None."""
         return None if self.scale is None else self.scale.reciprocal()
 
 
 def overflow_flags(ranks: Tensor, world_size: int) -> Tensor:
-    """Flags of a step on which ``ranks`` [] of all ranks have found an inf: int32 [1]."""
+    """Return the flags of a step on which ``ranks`` [] of all ranks have found an inf: int32 [1]."""
     local = (ranks > 0) & (ranks < world_size)
     return ((ranks > 0).int() * int(Flag.OVERFLOW) + local.int() * int(Flag.LOCAL)).reshape(1)
 
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """What brings a gradient of norm ``norm`` [] down to ``max_grad_norm``, as in torch; 0 where that is infinite."""
+    """Return what brings a gradient of ``norm`` [] down to ``max_grad_norm``, as in torch; 0 where it is infinite."""
     return (max_grad_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
 
 
@@ -53,7 +53,7 @@ def gradient_norm(
     loss_scale: Tensor | None = None,
     largest: float = LARGEST_GRADIENT,
 ) -> Tensor:
-    """The norm of a gradient without its bad elements, which drop out elsewhere: float32 [], unscaled.
+    """Return the norm of a gradient without its bad elements, which drop out elsewhere: float32 [], unscaled.
 
     Squares are added in float64. So a bad element, or a sum beyond float32, never lets the rest pass unclipped.
 
@@ -88,7 +88,7 @@ class Agreed(NamedTuple):
     """What gradients were multiplied with before, so also the largest of them that counts: float32 []."""
 
     def scaled(self, coef: Tensor, *columns: Coef) -> Tensor:
-        """The coefficient table with gradients multiplied by ``factor``, in ONE_MINUS_BETA1 and further ``columns``."""
+        """Return the coefficients with gradients multiplied by ``factor``, in ONE_MINUS_BETA1 and other ``columns``."""
         if self.factor is None:
             return coef
         coef = coef.clone()
@@ -97,7 +97,7 @@ class Agreed(NamedTuple):
         return self.limited(coef)
 
     def limited(self, coef: Tensor) -> Tensor:
-        """The table, itself, with the limit of gradients that are still scaled."""
+        """Return the table, itself, with the limit of gradients that are still scaled."""
         if self.loss_scale is not None:
             coef[:, Coef.GRAD_LIMIT] *= self.loss_scale
         return coef

@@ -89,7 +89,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
             element: it is the same on all ranks and after a resumption. float32 parameters are not
             rounded; float16 ones are refused.
         hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and compressed between nodes (``comm.hierarchy``), each rank's part with
+            are averaged inside a node, and compressed between nodes (``comm.hierarchical``), each rank's part with
             scales of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
         frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many

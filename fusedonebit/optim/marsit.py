@@ -133,7 +133,7 @@ class MarsitSGD(MarsitOptimizer):
             ``fusedonebit.comm.Transport``.
         mesh: The same as a ``DeviceMesh`` of one dimension.
         hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and workers, of which ``topology`` speaks, are nodes (``comm.levels``).
+            are averaged inside a node, and workers, of which ``topology`` speaks, are nodes (``comm.hierarchical``).
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
 
     Raises:
