@@ -203,7 +203,7 @@ class HierarchicalRounds:
         self.inside.all_gather(gathered.view(self.inside.world_size, -1), sent.view(1, -1))
 
     def __getattr__(self, name: str) -> Any:
-        """Look counts and the like up in the part."""
+        """Look up in the part what is its alone: counts, ``restore``, ``settle`` and the like."""
         if name == "here":  # before it was made
             raise AttributeError(name)
         return getattr(self.here, name)
@@ -213,24 +213,11 @@ class HierarchicalRounds:
         """See ``Reducer``."""
         return self.messages.bits
 
-    @property
-    def pending(self) -> int:
-        """See ``RoundAllReduce``."""
-        return self.here.pending
-
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""
         self.here.refuse(flags)
         self.flags = self.flags | flags
         self.scale = self.scale * (self.flags == 0)
-
-    def restore(self, absent: Tensor) -> None:
-        """See ``Reducer``."""
-        self.here.restore(absent)
-
-    def settle(self) -> None:
-        """See ``Reducer``."""
-        self.here.settle()
 
     def result(self) -> Tensor:
         """See ``Reducer``."""
