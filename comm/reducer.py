@@ -26,24 +26,28 @@ That is called once for each part; by ``RoundAllReduce`` for each range of chunk
 
 
 class Told(NamedTuple):
-    """What a rank tells the others of a step, and what it keeps, besides what it compresses."""
+    """What a rank tells the others of a step, and what it keeps, besides what it compresses.
+
+    Args:
+        tag: A 31-bit number that must be equal on all ranks, such as a hash of the hyper-parameters; else all skip.
+        number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
+        abort: Makes every rank skip this step.
+        hold: int32 [1], flags equal on all ranks: where any is set nothing changes, the last result included, but for
+            the count of synchronisations. None: none.
+        pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
+        missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
+        changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
+        goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
+    """
 
     tag: int = 0
-    """A 31-bit number that must be equal on all ranks, such as a hash of the hyper-parameters; else all skip."""
     number: int | Tensor | None = None
-    """Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation."""
     abort: bool = False
-    """Makes every rank skip this step."""
     hold: Tensor | None = None
-    """int32 [1], flags equal on all ranks: where any is set nothing changes, the last result included. None: none."""
     pending: Tensor | None = None
-    """int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none."""
     missing: Sequence[int] = ()
-    """Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows."""
     changed: Sequence[Tensor] = ()
-    """float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back."""
     goes: Tensor | None = None
-    """float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured."""
 
 
 class Reducer(Protocol):
