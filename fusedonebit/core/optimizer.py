@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint import copies
-from ..checkpoint.rank_local import Rows
 from ..comm import CollectiveError, Flag, Told, Transport, make_transport
 from ..integrations import compile as compiled
 from ..triton_kernels import Coef, block_table

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.header import LINES
 from ..comm import Flag, SignVote, Transport
 from ..comm.sign_vote import Aggregation
 from ..core.optimizer import DistributedOptimizer

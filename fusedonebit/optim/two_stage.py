@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.header import LINES
-from ..checkpoint.warm_start import warm_start as take_warm_start
 from ..comm import Flag, Transport
 from ..comm.reducer import Compress
 from ..core import inspection
