@@ -49,11 +49,11 @@ from fusedonebit.triton_kernels import (
     finish_kernels,
     kernels,
     lamb_kernels,
-    lion_kernels,
     marsit_kernels,
     update_kernels,
     zero_one_kernels,
 )
+from fusedonebit.triton_kernels.op import OPS
 
 LIMITS = Path(__file__).with_name("limits.json")
 TARGETS = {
@@ -62,7 +62,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels, lion_kernels)
+MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels)
 
 
 @dataclass
@@ -81,10 +81,11 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
+    op = OPS.get(case.kernel)
     modules = (*MODULES, tuning_kernels)
-    function = next(getattr(m, case.kernel) for m in modules if hasattr(m, case.kernel))
+    function = op.kernel.triton if op else next(getattr(m, case.kernel) for m in modules if hasattr(m, case.kernel))
     names = function.arg_names
-    types = {n: case.type_of(n) for n in names}
+    types = {p.name: case.typed(p.name, p.kind) for p in op.parameters} if op else {n: case.type_of(n) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}
     constants = {(names.index(n),): value for n, value in case.constants.items()}
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)

@@ -27,9 +27,9 @@ _LOCAL_TYPES = dict.fromkeys(("params", "grads"), "*i64") | dict.fromkeys(("scal
 TYPES_OF = dict.fromkeys(PACKED, _WORD_TYPES)
 TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"params": "*i64", "values": "*fp32"}}
 TYPES_OF |= {"local_step": dict.fromkeys(("params", "grads"), "*i64") | {"flags": "*i32"}}
-TYPES_OF |= {"lion_compress": {"step": "*i64", "flags": "*i32"}}
 """Where a kernel's argument has another type than its namesakes."""
 FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
+GRADS = {"GRADS": 4, "BLOCK_SIZE": BLOCK}
 ADAM = FP32 | {"EPS_INSIDE": False}
 COMPRESS = ADAM | {"VARIANCE": 0, "PRECONDITION": False, "TERNARY": False}
 FINISH = {"NORM": 2, "TERNARY": False, "LANES": 2048, "SHORT": 0}
@@ -69,6 +69,7 @@ class Case:
     num_warps: int = 4
     share: int = 1
     halves: int = 0
+    bfloat16: str = ""
 
     @property
     def packed(self) -> bool:
@@ -79,6 +80,12 @@ class Case:
     def elements(self) -> int:
         """Of the line, for one block."""
         return self.share * (32 * WORDS if self.packed else BLOCK)
+
+    def typed(self, argument: str, declared: str) -> str:
+        """As Triton's signatures have it."""
+        if argument in self.constants:
+            return "constexpr"
+        return "*bf16" if argument in self.bfloat16 else declared
 
     def type_of(self, argument: str) -> str:
         """As Triton's signatures have it."""
@@ -142,8 +149,8 @@ CASES = {
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
     "rebuild_momentum": Case("rebuild_momentum", REBUILD | {"PRECONDITION": False}),
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", REBUILD),
-    "lion_compress": Case("lion_compress", FP32, halves=2),
-    "lion_compress, bf16": Case("lion_compress", FP32 | {"DTYPE": 1}, halves=2),
+    "lion_compress": Case("lion_compress", GRADS, halves=2),
+    "lion_compress, bf16": Case("lion_compress", GRADS | {"GRADS": 5}, halves=2),
 }
 VARIANTS = {
     "finish, layers": Case("finish", FINISH, num_warps=8),
@@ -192,8 +199,8 @@ VARIANTS = {
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK": 128}),
     "rebuild_momentum, eps inside": Case("rebuild_momentum", REBUILD | {"EPS_INSIDE": True}),
     "rebuild_momentum, small blocks": Case("rebuild_momentum", REBUILD | {"BLOCK": 128}),
-    "lion_compress, mixed": Case("lion_compress", FP32 | {"DTYPE": 3, "ALIGNED": False}),
-    "lion_compress, small blocks": Case("lion_compress", FP32 | {"BLOCK": 128}),
+    "lion_compress, mixed": Case("lion_compress", GRADS | {"GRADS": 3}),
+    "lion_compress, small blocks": Case("lion_compress", GRADS | {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")

@@ -31,7 +31,7 @@ from ..triton_kernels import (
     server_reduce,
     unpack,
 )
-from ..triton_kernels.launch import tables_of
+from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .error_feedback import ErrorFeedback
 from .message import Flag, Messages, Word, agreed_flags, describe_mismatch, digest

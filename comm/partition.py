@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..triton_kernels import TAIL, FlatLayout, LiveTable, flatten
 from ..triton_kernels.launch import tables_of
+from ..triton_kernels.tables import tables_of
 from .transport import Transport
 
 

@@ -25,6 +25,7 @@ from ..triton_kernels import (
     unpack,
 )
 from ..triton_kernels.launch import tables_of
+from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size, result_of
 from .message import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union

@@ -16,7 +16,7 @@ import pytest
 import torch
 from optimizers import MAKE
 
-from fusedonebit.triton_kernels import launch
+from fusedonebit.triton_kernels import tables
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def capture(monkeypatch):
     """Switches whether a graph is being captured."""
     now = [False]
-    monkeypatch.setattr(launch, "capturing", lambda device: now[0])
+    monkeypatch.setattr(tables, "capturing", lambda device: now[0])
 
     def switch(on: bool) -> None:
         now[0] = on
@@ -34,7 +34,7 @@ def capture(monkeypatch):
 
 
 def memory(tensors: list[torch.Tensor]) -> int:
-    return launch.pointer_table(tensors, CPU).table.data_ptr()
+    return tables.pointer_table(tensors, CPU).table.data_ptr()
 
 
 def test_two_captures_before_the_first_replay_upload_a_table_each(capture):
@@ -65,13 +65,13 @@ def test_a_captured_table_stays_when_many_others_are_made(capture):
     tensors = [torch.zeros(4), torch.zeros(5)]
     capture(True)
     addresses = [t.data_ptr() for t in tensors]
-    table = launch.pointer_table(tensors, CPU).table
+    table = tables.pointer_table(tensors, CPU).table
     where, kept = table.data_ptr(), table.clone()
     del table
     capture(False)
     others = [torch.zeros(1) for _ in range(600)]
-    tables = [memory([t]) for t in others]
-    assert where not in tables
+    after = [memory([t]) for t in others]
+    assert where not in after
     assert kept[0].tolist() == addresses
 
 
@@ -82,13 +82,13 @@ def test_a_captured_table_stays_when_many_others_are_made(capture):
 def made(monkeypatch):
     """One entry for each table of a layout that is made."""
     entries: list[int] = []
-    make = launch.BlockTables.__init__
+    make = tables.BlockTables.__init__
 
     def making(self: Any, *arguments: Any) -> None:
         entries.append(0)
         make(self, *arguments)
 
-    monkeypatch.setattr(launch.BlockTables, "__init__", making)
+    monkeypatch.setattr(tables.BlockTables, "__init__", making)
     return entries
 
 
@@ -111,13 +111,13 @@ def test_steps_make_no_table_of_a_layout(name, options, made):
 
 def test_tables_are_freed_with_whoever_keeps_them():
     arguments = ((7, 9_001), 12, 1024, CPU)
-    tables = launch.block_tables(*arguments)
-    assert launch.block_tables(*arguments) is tables
-    start = tables.start.data_ptr()
-    assert launch.block_starts(*arguments).data_ptr() == start
-    again = copy.deepcopy([tables, pickle.loads(pickle.dumps(tables))])
-    assert again[0] is again[1] is tables
-    gone = weakref.ref(tables)
-    del tables, again
+    kept = tables.block_tables(*arguments)
+    assert tables.block_tables(*arguments) is kept
+    start = kept.start.data_ptr()
+    assert tables.block_tables(*arguments).start.data_ptr() == start
+    again = copy.deepcopy([kept, pickle.loads(pickle.dumps(kept))])
+    assert again[0] is again[1] is kept
+    gone = weakref.ref(kept)
+    del kept, again
     gc.collect()
     assert gone() is None

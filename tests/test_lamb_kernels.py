@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedonebit import Lamb, OneBitLamb
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, using
-from fusedonebit.triton_kernels.launch import launches
+from fusedonebit.triton_kernels.op import launches
 
 pytestmark = pytest.mark.kernels
 

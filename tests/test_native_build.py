@@ -59,7 +59,7 @@ def script(path: Path, body: str) -> str:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that this machine has already."""
-    made = native.build.shared_library(list(native.declarations()))
+    made = native.shared_library()
     return Path(shutil.copy(made, tmp_path_factory.mktemp("library") / "made.so"))
 
 

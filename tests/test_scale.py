@@ -14,8 +14,8 @@ from benchmarks.scale import NETWORK, RESULTS, Operations, layout_of, made, pred
 from benchmarks.scale_plot import plot
 from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
 from fusedonebit.triton_kernels import FlatLayout, live_table
-from fusedonebit.triton_kernels.launch import block_starts
 from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
+from fusedonebit.triton_kernels.tables import block_tables
 
 CPU = torch.device("cpu")
 UNEVEN = (5000, 0, 300, 70000, 12)
@@ -121,7 +121,7 @@ def test_a_layout_of_a_hundred_billion_elements_on_16384_ranks_is_exact():
 def test_tables_of_more_than_2_31_elements_are_exact():
     sizes = (2**31 - 5, 2**31 + 1030, 3)
     layout = FlatLayout(sizes, 16384, 1024)
-    owner, starts = layout.block_tensor(), block_starts(sizes, layout.n_blocks, 1024, CPU)
+    owner, starts = layout.block_tensor(), block_tables(sizes, layout.n_blocks, 1024, CPU).start
     first, second = layout.first_block[1:3]
     assert owner[[0, first - 1, first, second - 1, second]].tolist() == [0, 0, 1, 1, 2]
     assert starts.dtype == torch.int64

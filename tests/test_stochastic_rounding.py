@@ -23,8 +23,8 @@ from fusedonebit import DisagreementError, Lamb, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import Coef, using
 from fusedonebit.triton_kernels.access import elements, mixed, random_words
-from fusedonebit.triton_kernels.arithmetic import random_bits, stochastic
-from fusedonebit.triton_kernels.tiles import Tile
+from fusedonebit.triton_kernels.cpu_tiles import Tile
+from fusedonebit.triton_kernels.eager import random_bits, stochastic
 
 OPS = ("adam_update", "apply_momentum", "lamb_move")
 EACH_OP = pytest.mark.parametrize("op", OPS)

@@ -15,6 +15,7 @@ from . import ops as _ops  # registers them  # noqa: F401
 from .backends import backend, using
 from .coefficients import LARGEST_GRADIENT, Coef, Layer
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
+from .lion import lion_compress
 from .live import LiveTable, live_table
 from .twins import SCALE_NORMS, TAIL
 
@@ -37,7 +38,6 @@ lamb_ratio = torch.ops.fusedonebit.lamb_ratio
 lamb_rescale = torch.ops.fusedonebit.lamb_rescale
 local_step = torch.ops.fusedonebit.local_step
 rebuild_momentum = torch.ops.fusedonebit.rebuild_momentum
-lion_compress = torch.ops.fusedonebit.lion_compress
 freeze = torch.ops.fusedonebit.freeze
 exponents = torch.ops.fusedonebit.exponents
 live_variance = torch.ops.fusedonebit.live_variance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
@@ -10,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from . import native
+from .jit import interpreting
 
 Backend = Literal["triton", "native", "plain"]
 
@@ -32,7 +32,7 @@ def using(backend: Backend) -> Iterator[None]:
     global _forced
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be 'triton', 'native' or 'plain', got {backend!r}")
-    if backend == "triton" and not torch.cuda.is_available() and not _interpreting():
+    if backend == "triton" and not torch.cuda.is_available() and not interpreting():
         raise RuntimeError("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1 at the start")
     if backend == "native" and native.library() is None:
         raise RuntimeError(f"there are no C kernels here: {native.reason()}; use 'plain'")
@@ -68,8 +68,4 @@ def backend(device: torch.device) -> str:
         return f"plain torch, eager ({device.type}){why}"
     import triton
 
-    return f"Triton {triton.__version__}{', interpreted' if _interpreting() else ''} ({device.type})"
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return f"Triton {triton.__version__}{', interpreted' if interpreting() else ''} ({device.type})"

@@ -57,3 +57,9 @@ class Layer(IntEnum):
     """r_t; 1 until the compression stage."""
     COEFFICIENT = 2
     """c_t of the last step."""
+
+
+(BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, DECAY, RSQRT_BIAS2, EPS, UNIT, LR) = tuple(Coef)[:10]
+(UNBIAS1, WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, GRAD_LIMIT) = tuple(Coef)[10:]
+AVERAGE, RATIO, COEFFICIENT = Layer
+COLUMNS = len(Coef)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, scaled, square_sum
 from .coefficients import Coef, Layer
-from .tiles import gather, tiles
+from .cpu_tiles import gather, tiles
+from .eager import column, denom, move, only_live, scaled, square_sum
 from .update_twins import moments
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import GOLDEN, WORD, column, counted, denom, mixed, only_live, round_bfloat16, signs
 from .coefficients import Coef
-from .tiles import Tile, gather, scatter, tiles
+from .cpu_tiles import Tile, gather, scatter, tiles
+from .eager import column, counted, denom, only_live, round_bfloat16, signs
+from .rules import GOLDEN, WORD, mixed
 from .twins import pack
 
 NONFINITE = 1  # what ``local_update`` sets in the flags of a chunk

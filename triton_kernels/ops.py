@@ -20,8 +20,6 @@ from . import (
     lamb_launch,
     lamb_twins,
     launch,
-    lion_launch,
-    lion_twins,
     marsit_launch,
     marsit_twins,
     native,
@@ -32,6 +30,7 @@ from . import (
     zero_one_twins,
 )
 from .backends import chosen
+from .op import _LIBRARY, OPS
 
 _TABLES = "Tensor coef, Tensor block_tensor"
 _LIVE = "Tensor live, Tensor live_row"
@@ -122,10 +121,6 @@ SCHEMAS: dict[str, str] = {
         f"({_SIZES}, Tensor exp_avg_bits, Tensor exp_avg_scale, Tensor? exp_avg_sq, bool eps_inside_sqrt, {_TABLES}, "
         f"{_LIVE}, Tensor(a!) exp_avg) -> ()"
     ),
-    "lion_compress": (
-        f"(Tensor[] grads, {_SIZES}, Tensor(a!) exp_avg, {_TABLES}, {_LIVE}, Tensor step, Tensor hold, "
-        "Tensor(b!) bits, Tensor(c!) flags) -> ()"
-    ),
     "settle": f"(Tensor(a!) compensated, Tensor(b!) scale, bool ternary, {_LIVE}) -> ()",
 }
 """Schema of each op; what the arguments mean is in the docstring of its twin."""
@@ -135,12 +130,12 @@ KERNELS = frozenset(SCHEMAS) - {
 }
 """Ops with a Triton kernel; the others run once, or when somebody asks."""
 
-_LIBRARY = torch.library.Library("fusedonebit", "DEF")
-
 
 def twin(name: str) -> Callable[..., None]:
     """The plain-torch twin of an op: what it computes, and its documentation."""
-    return _find(name, twins, update_twins, lamb_twins, marsit_twins, zero_one_twins, lion_twins)
+    return (
+        OPS[name].eager if name in OPS else _find(name, twins, update_twins, lamb_twins, marsit_twins, zero_one_twins)
+    )
 
 
 def _implementation(name: str, device_type: str) -> Callable[..., None]:
@@ -148,7 +143,7 @@ def _implementation(name: str, device_type: str) -> Callable[..., None]:
     if name not in KERNELS:
         return plain
 
-    launchers = (launch, update_launch, lamb_launch, marsit_launch, zero_one_launch, lion_launch)
+    launchers = (launch, update_launch, lamb_launch, marsit_launch, zero_one_launch)
     in_c = name in native.declarations()
     writes_params = "(Tensor(a!)[] params" in SCHEMAS[name]
 
@@ -181,3 +176,5 @@ def _register(name: str) -> None:
 
 for _name in SCHEMAS:
     _register(_name)
+SCHEMAS |= {name: op.schema for name, op in OPS.items()}
+KERNELS |= {name for name, op in OPS.items() if op.kernel is not None}

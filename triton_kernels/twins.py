@@ -16,30 +16,30 @@ the float32 result, and so the order of summation does not show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .arithmetic import (
+from .coefficients import LARGEST_GRADIENT, Coef
+from .cpu_tiles import gather, tiles
+from .eager import (
     ABS,
     DROPPED,
     NONZERO,
     SQUARE,
     column,
+    compress,
     counted,
     denom,
-    numpy,
     only_live,
+    pack_where,
     residual,
     scaled,
     signs,
     square_sum,
     write_partials,
 )
-from .coefficients import LARGEST_GRADIENT, Coef
-from .live import SPREAD
-from .tiles import gather, tiles
 
 L1, L2, CONTRACTIVE = 0, 1, 2
 SCALE_NORMS = {"l1": L1, "l2": L2, "contractive": CONTRACTIVE}
@@ -58,23 +58,7 @@ def pack(x: Tensor, bits: Tensor) -> None:
         x: A float dtype [n], n a multiple of 8, contiguous.
         bits: uint8 [n / 8], written.
     """
-    _pack_where(torch.ge, x, bits)
-
-
-def _pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
-    if numpy is not None and x.device.type == "cpu" and x.dtype is torch.float32:
-        ones = {torch.ge: numpy.greater_equal, torch.ne: numpy.not_equal}[compare](x.numpy(), 0)
-        bits.copy_(torch.from_numpy(numpy.packbits(ones, bitorder="little")))
-        return
-    # Into a tensor of x's dtype: comparisons to bool don't vectorise.
-    ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
-    bits.copy_(ones.view(torch.int64).mul_(SPREAD).bitwise_right_shift_(56))
-
-
-def _compress(c: Tensor, bits: Tensor) -> None:
-    """Packs c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
-    for compare, plane in zip((torch.ge, torch.ne), bits.view(-1, bits.shape[-1]), strict=False):
-        _pack_where(compare, c.view(-1), plane)
+    pack_where(torch.ge, x, bits)
 
 
 def unpack(bits: Tensor, x: Tensor) -> None:
@@ -197,7 +181,7 @@ def momentum_compress(
             write_partials(new, partials[:, b])
             partials[DROPPED, b] = (~finite).sum(1).double()
         c.copy_(new)
-        _compress(new, bits[tile.chunk, ..., tile.bytes])
+        compress(new, bits[tile.chunk, ..., tile.bytes])
 
 
 def finish(
@@ -295,7 +279,7 @@ def server_reduce(
         new = only_live(new, live, live_row, tile)
         if keeps:
             flat[b] = new
-        _compress(new, bits[0, ..., tile.bytes])
+        compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
         agreement[0, b] = square_sum(only_live(total, live, live_row, tile))
         agreement[1, b] = most.double().square()

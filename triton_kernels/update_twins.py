@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, denom, move, only_live, scaled, square_sum
 from .coefficients import Coef
-from .tiles import Tile, tiles
+from .cpu_tiles import Tile, tiles
+from .eager import column, denom, move, only_live, scaled, square_sum
 
 
 def apply_momentum(

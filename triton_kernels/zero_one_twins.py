@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arithmetic import column, counted, denom, live_mask, only_live, residual, scaled
 from .coefficients import Coef
-from .tiles import gather, scatter, tiles
+from .cpu_tiles import gather, scatter, tiles
+from .eager import column, counted, denom, live_mask, only_live, residual, scaled
 
 NONFINITE = 1  # what ``local_step`` sets
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import CollectiveError, Flag, Told, Transport, make_transport
 from ..integrations import compile as compiled
 from ..triton_kernels import Coef, block_table
-from ..triton_kernels.launch import tables_of
+from ..triton_kernels.tables import tables_of
 from . import consensus as construction
 from . import copies, inspection
 from . import reducers as cuts

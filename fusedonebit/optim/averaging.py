@@ -20,7 +20,7 @@ from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
-from ..triton_kernels.launch import tables_of
+from ..triton_kernels.tables import tables_of
 
 
 class AveragingOptimizer(DistributedOptimizer):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..layout import BLOCK_SIZES
 from . import build
 from .build import SOURCES, UnavailableError
+from .generate import Parameter, Spec, header
 
 compiler = build.compiler
 
@@ -70,6 +72,18 @@ _LEAST_PROGRAMS = 64
 """Programs that a thread must have to be worth waking: 65,536 elements, as in torch's own operations."""
 
 
+_DEFINITION = re.compile(r"^KERNEL\((\w+)\)", re.MULTILINE)
+KERNELS = frozenset(name for source in SOURCES for name in _DEFINITION.findall((build.HERE / source).read_text()))
+"""Ops with a kernel in C."""
+_parameters: dict[str, Sequence[Parameter]] = {}
+
+
+def declare(name: str, parameters: Sequence[Parameter]) -> None:
+    """Tells what an op's kernel takes."""
+    if name in KERNELS:
+        _parameters[name] = parameters
+
+
 class Argument(NamedTuple):
     """One argument of a C function, from its declaration; ``dtype`` is that of a tensor, None where it may vary."""
 
@@ -102,7 +116,7 @@ def _argument(text: str) -> Argument:
     return Argument(name, {"int64_t": ctypes.c_int64, "float": ctypes.c_float}[kind[-1]])
 
 
-def library() -> Mapping[str, Function] | None:
+def library() -> Mapping[str, Any] | None:
     """The C kernels, built if need be; None where there are none: ``reason`` says why."""
     found = _library()
     return None if isinstance(found, str) else found
@@ -114,11 +128,17 @@ def reason() -> str:
     return found if isinstance(found, str) else ""
 
 
+def shared_library() -> Path:
+    """Where the C kernels are, built if need be; raises as ``build.shared_library``."""
+    return build.shared_library([*declarations(), *_parameters], header(_parameters))
+
+
 @cache
-def _library() -> Mapping[str, Function] | str:
+def _library() -> Mapping[str, Any] | str:
     try:
-        loaded = ctypes.CDLL(str(build.shared_library(list(declarations()))))
-        return {name: Function(_callable(loaded, name), arguments) for name, arguments in declarations().items()}
+        loaded = ctypes.CDLL(str(shared_library()))
+        old = {name: Function(_callable(loaded, name), arguments) for name, arguments in declarations().items()}
+        return old | {name: Kernel(loaded, name, parameters) for name, parameters in _parameters.items()}
     except (OSError, UnavailableError) as error:
         return str(error)
     except Exception as error:  # nobody's step may fail for want of a faster kernel, whatever is wrong here
@@ -133,6 +153,65 @@ def _callable(loaded: ctypes.CDLL, name: str) -> Any:
 
 
 # ---------------------------------------------------------------- calls
+
+
+class Kernel:
+    """A C function, behind the range of programs with the arguments of its Triton kernel."""
+
+    def __init__(self, loaded: ctypes.CDLL, name: str, parameters: Sequence[Parameter]) -> None:
+        self._call, self._parameters = getattr(loaded, name), parameters
+        kinds: list[Any] = [ctypes.c_int64, ctypes.c_int64]
+        for parameter in parameters:
+            kinds.append(_kind(parameter.kind))
+            kinds += [ctypes.c_int64] * parameter.several
+        self._call.argtypes, self._call.restype = kinds, None
+
+    def run(self, programs: int, given: Sequence[Any], blocks: int, block_size: int) -> None:
+        """Runs programs 0 to ``programs`` on torch's number of threads; none depends on another.
+
+        Args:
+            programs: Their number.
+            given: In the order of the parameters; None where a tensor is left out.
+            blocks, block_size: How many blocks the tensors must be long enough for, of how many elements: C would
+                not notice that it goes beyond their end.
+
+        Raises:
+            TypeError, ValueError: for a tensor of another dtype, whose rows have gaps, or that is too short.
+        """
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+        least = {"element": blocks * block_size, "block": blocks, "": 0}
+        values: list[Any] = []
+        for parameter, value in zip(self._parameters, given, strict=True):
+            if isinstance(value, Tensor) and parameter.spec is not None:
+                _check_tensor(parameter, parameter.spec, value, least[parameter.spec.per])
+            values.append(value.data_ptr() if isinstance(value, Tensor) else value)
+            if parameter.several:
+                values.append(int(value is not None and value.dtype is torch.bfloat16))
+        threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS)
+        if threads < 2:
+            self._call(0, programs, *values)
+            return
+        bounds = [programs * i // threads for i in range(threads + 1)]
+        # ctypes lets go of the interpreter's lock, so that threads run at once.
+        parts = [_pool(threads - 1).submit(self._call, *pair, *values) for pair in pairwise(bounds[1:])]
+        self._call(0, bounds[1], *values)
+        for part in parts:
+            part.result()
+
+
+def _kind(kind: str) -> Any:
+    return ctypes.c_void_p if kind.startswith("*") else ctypes.c_float if kind == "fp32" else ctypes.c_int64
+
+
+def _check_tensor(parameter: Parameter, spec: Spec, tensor: Tensor, least: int) -> None:
+    name = parameter.name
+    if tensor.dtype not in ((spec.dtype,) if spec.dtype else (torch.float32, torch.bfloat16)):
+        raise TypeError(f"{name} must be {spec.dtype or 'torch.float32 or torch.bfloat16'}, got {tensor.dtype}")
+    if spec.dense and tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ValueError(f"{name} must be dense along its last dimension, got strides {tensor.stride()}")
+    if tensor.numel() < least:
+        raise ValueError(f"{name} must have at least {least} elements, got {tensor.numel()}")
 
 
 def run(function: Function, programs: int, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:

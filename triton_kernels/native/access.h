@@ -10,19 +10,20 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "generated.h"
+
+/* A kernel: on programs begin..end-1, with the arguments of its Triton kernel. */
+#define KERNEL(name) void name(int64_t begin, int64_t end, name##_ARGUMENTS)
+
 #define MOST 1024 /* elements of the largest block */
 #define LINE 16   /* elements of a cache line */
 
 #define EACH_LINE(i, n) for (int64_t i = 0; i < (n); i += LINE)
 #define LANES _Pragma("omp simd") for (int j = 0; j < LINE; j++) /* independent; one or two vectors */
 
-/* Columns of the coefficient table; coefficients.Coef names them for the host. */
-enum {
-    BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, DECAY, RSQRT_BIAS2, EPS, UNIT, LR, UNBIAS1,
-    WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, GRAD_LIMIT, COLUMNS
-};
+enum { FP32, BF16, FP16, MIXED, ALIGNED }; /* dtypes of users' tensors, and what is added where they are aligned */
 
-enum { FP32, BF16, FP16, MIXED }; /* dtypes of users' tensors */
+enum { NONFINITE = 1 }; /* the flag that an element sets whose update is not finite */
 
 enum { FULL, EMPTY }; /* rows of the table of live elements: all count, none does */
 
@@ -147,8 +148,7 @@ static uint32_t bits_of(float x)
 /* To nearest even; `more` 16 random bits make it stochastic: what is cut off carries with its odds. */
 static uint16_t to_bf16(float x, uint32_t more)
 {
-    uint32_t u = bits_of(x);
-    return x == x ? (u + more) >> 16 : 0x7FC0;
+    return x == x ? bfloat16(bits_of(x), more) : 0x7FC0;
 }
 
 static float load_one(struct place at, int64_t i)
@@ -183,12 +183,10 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
     }
 }
 
-/* A gradient's elements become NaN where they are too large to count: nothing that is made of them is finite. */
 static void only_counted(float *restrict g, const float *k, int64_t n)
 {
-    const float most = k[GRAD_LIMIT];
     EACH_LINE(i, n)
-        LANES g[i + j] = fabsf(g[i + j]) <= most ? g[i + j] : NAN;
+        LANES g[i + j] = counted(g[i + j], k);
 }
 
 static void store_one(struct place at, int64_t i, float x, uint32_t more)
@@ -200,26 +198,18 @@ static void store_one(struct place at, int64_t i, float x, uint32_t more)
     }
 }
 
-static uint32_t mixed(uint32_t word)
-{
-    word = (word ^ word >> 16) * 0x21F0AAADu;
-    word = (word ^ word >> 15) * 0x735A2D97u;
-    return word ^ word >> 15;
-}
-
-/* What carries into the upper half of each element's bits: half a unit, to even; or 16 random bits of
-   the number of updates done and of the flat index (arithmetic.random_bits). */
+/* What carries into the upper half of each element's bits: half a unit, to even; or 16 random bits. */
 static void carries(uint32_t *restrict more, const float *restrict x, int64_t b, const int64_t *rounding, int64_t n)
 {
     uint64_t first = (uint64_t)b * n;
     if (!rounding) {
         for (int64_t i = 0; i < n; i++)
-            more[i] = 0x7FFF + (bits_of(x[i]) >> 16 & 1);
+            more[i] = half(bits_of(x[i]));
         return;
     }
-    uint32_t seed = mixed(mixed((uint32_t)(first >> 32) + 0x9E3779B9u) ^ (uint32_t)*rounding);
+    uint32_t seed = block_seed(first >> 32, *rounding);
     for (int64_t i = 0; i < n; i++)
-        more[i] = mixed(((uint32_t)first + (uint32_t)i) ^ seed) >> 16;
+        more[i] = random_bits(first + i, seed);
 }
 
 /* Writes where load_user reads, nowhere if that has no address, rounded to the tensor's dtype; `rounding` null:
@@ -264,23 +254,15 @@ static const float *variance_of(const void *exp_avg_sq, int64_t kind, int64_t b,
 
 /* ---------------------------------------------------------------- arithmetic */
 
-/* sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root. */
 static void denom(float *restrict d, const float *restrict v, const float *k, int64_t eps_inside, int64_t n)
 {
-    const float root = k[RSQRT_BIAS2], eps = k[EPS];
     EACH_LINE(i, n) {
         PREFETCH(v + i, n);
         if (eps_inside)
-            LANES d[i + j] = sqrtf(v[i + j] * root * root + eps);
+            LANES d[i + j] = denominator(v[i + j], k, 1);
         else
-            LANES d[i + j] = sqrtf(v[i + j]) * root + eps;
+            LANES d[i + j] = denominator(v[i + j], k, 0);
     }
-}
-
-/* The deferred error c - s*sign(c); `of_zero` is s, or 0 where ternary. */
-static inline float residual(float c, float s, float of_zero)
-{
-    return c - (c > 0 ? s : c == 0 ? of_zero : -s);
 }
 
 /* Sums in float64 run in lanes, so that they vectorise without reassociation. */

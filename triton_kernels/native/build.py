@@ -60,8 +60,8 @@ def compiler() -> str:
     return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
-def shared_library(names: Sequence[str]) -> Path:
-    """The shared library with these functions, from the cache or newly built.
+def shared_library(names: Sequence[str], header: str) -> Path:
+    """The shared library with these functions, from the cache or newly built; sources include ``header``.
 
     Its file's name ends with its own hash, so that nobody ever loads half of one, or a damaged one.
 
@@ -71,23 +71,24 @@ def shared_library(names: Sequence[str]) -> Path:
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
         raise UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     command = _command()
-    name = f"kernels-{_fingerprint(command)}"
+    name = f"kernels-{_fingerprint(command, header)}"
     folders, refused = _folders()
     for folder in folders:
         if kept := _kept(folder, name):
             return kept
         try:
             with _locked(folder / "lock"):
-                return _kept(folder, name) or _build(folder, name, command, names)
+                return _kept(folder, name) or _build(folder, name, command, names, header)
         except OSError as error:
             refused.append(f"{folder} ({error.strerror or error})")
     raise UnavailableError(f"no folder can keep them: {', '.join(refused)}")
 
 
-def _build(folder: Path, name: str, command: Sequence[str], names: Sequence[str]) -> Path:
+def _build(folder: Path, name: str, command: Sequence[str], names: Sequence[str], header: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "kernels.so"
-        _compile(command, made)
+        (Path(scratch) / "generated.h").write_text(header)
+        _compile([*command, "-I", scratch], made)
         _try(made, names)
         return made.replace(folder / f"{name}-{_digest(made)}.so")
 
@@ -162,13 +163,13 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
 # ---------------------------------------------------------------- what tells libraries apart
 
 
-def _fingerprint(command: Sequence[str]) -> str:
+def _fingerprint(command: Sequence[str], header: str) -> str:
     """A hash of what may change the library: homes are shared between machines and between environments."""
     failed, version = _run([*command, "--version"], ANSWER_SECONDS)
     if failed.startswith(_NO_END):
         raise UnavailableError(f"{compiler()} --version: {failed}")
     digest = hashlib.sha256()
-    for part in (*FLAGS, *command, *map(_identity, command), version, *_processor()):
+    for part in (*FLAGS, *command, *map(_identity, command), version, header, *_processor()):
         digest.update(part.encode(errors="surrogateescape") + b"\0")
     for variable in _VARIABLES:
         digest.update(f"{variable}={os.environ.get(variable, '')}".encode(errors="surrogateescape") + b"\0")

@@ -43,10 +43,10 @@ void gradient_squares(int64_t begin, int64_t end, const int64_t *pointers, int64
 static void compensate(float *restrict c, float *restrict kept, const float *restrict g, const float *restrict d,
                        const float *restrict m, const float *k, float s, int64_t ternary, int64_t n)
 {
-    const float beta1 = k[BETA1], rest = k[ONE_MINUS_BETA1], unit = k[UNIT], of_zero = ternary ? 0.0f : s;
+    const float beta1 = k[BETA1], rest = k[ONE_MINUS_BETA1], unit = k[UNIT];
     EACH_LINE(i, n) {
         PREFETCH(c + i, n);
-        LANES kept[i + j] = m[i + j] * beta1 + residual(c[i + j], s, of_zero);
+        LANES kept[i + j] = m[i + j] * beta1 + residual(c[i + j], s, ternary);
         if (d)
             LANES c[i + j] = g[i + j] * rest / d[i + j] + kept[i + j];
         else
@@ -106,7 +106,7 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
         return;
     for (int64_t b = begin; b < end; b++) {
         float *c = KEEPS ? compensated + b * BLOCK : own, s = KEEPS ? server_scale[b] : 0.0f;
-        float of_zero = TERNARY ? 0.0f : s, most = 0.0f;
+        float most = 0.0f;
         if (!KEEPS)
             memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
@@ -119,7 +119,7 @@ void server_reduce(int64_t begin, int64_t end, const uint8_t *arrived_bits, int6
         }
         EACH_LINE(i, BLOCK) {
             PREFETCH(c + i, BLOCK);
-            LANES c[i + j] = residual(c[i + j], s, of_zero);
+            LANES c[i + j] = residual(c[i + j], s, TERNARY);
             if (!*skip)
                 LANES c[i + j] += total[i + j];
         }

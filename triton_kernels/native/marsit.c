@@ -3,9 +3,7 @@
 
 #include "access.h"
 
-enum { NONFINITE = 1, HEADER = 8, QUAD = 4 };
-
-static const uint32_t GOLDEN = 0x9E3779B9u;
+enum { HEADER = 8, QUAD = 4 };
 
 /* v is null for SGD, m is null without momentum. */
 struct update {
@@ -44,11 +42,6 @@ static void update(struct update *s, const float *restrict g, const float *restr
         if (x)
             LANES u[i + j] = u[i + j] + x[i + j] * decay;
     }
-}
-
-static int finite(float x)
-{
-    return fabsf(x) <= FLT_MAX;
 }
 
 /* An element that is not finite has no update and keeps its moments; nor has any where held. Returns whether

@@ -3,18 +3,11 @@
 
 #include "access.h"
 
-enum { NONFINITE = 1 };
-
 /* What a worker adds to c, and how it moves; both are of no use where `good` is 0. */
 struct own_step {
     float m[MOST], u[MOST], added[MOST];
     int32_t good[MOST];
 };
-
-static int finite(float x)
-{
-    return fabsf(x) <= FLT_MAX;
-}
 
 /* New momentum, update, and what c gets; `x` is null unless weight decay leaks into c. */
 static void own_step(struct own_step *s, const float *restrict m, const float *restrict g, const float *restrict d,
@@ -84,7 +77,7 @@ void local_step(int64_t begin, int64_t end, const int64_t *params, const int64_t
         denom(d, exp_avg_sq + b * BLOCK, to.k, EPS_INSIDE, BLOCK);
         EACH_LINE(i, BLOCK) {
             PREFETCH(c + i, BLOCK);
-            LANES c[i + j] = residual(c[i + j], scale, scale);
+            LANES c[i + j] = residual(c[i + j], scale, 0);
         }
         if (MOVES) {
             struct place from = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRAD_DTYPE);

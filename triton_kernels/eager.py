@@ -1,35 +1,24 @@
-"""What the twins are made of, as ``access`` is for the kernels: signs, residuals, denominators, masks, rounding.
+"""What eager ops are made of besides ``rules``, as ``block_io`` is for kernels: bits, active masks, rounding, sums.
 
 Blocks are rows: a tile is float32 [blocks, block_size], what a table holds per block is [blocks, 1].
-Each line is one float32 rounding, in the order in which the kernels round, without contraction.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-try:
-    import numpy
-except ImportError:  # torch does not need it, and then nor do the twins
-    numpy = None  # type: ignore[assignment]
-
+from . import rules
 from .coefficients import Coef
-from .live import FULL_ROW
-from .tiles import Tile, gather, scatter
+from .cpu_tiles import Tile, gather, scatter
+from .jit import numpy
+from .live import FULL_ROW, SPREAD
 
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
-
-WORD = 0xFFFFFFFF  # the 32 bits of a random word
-
-GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
-
-Words = TypeVar("Words", int, Tensor)
 
 
 def signs(bits: Tensor, rows: int) -> Tensor:
@@ -60,10 +49,8 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
 
 
 def residual(c: Tensor, scale: Tensor, ternary: bool) -> Tensor:
-    """c - s*sign(c) for c float32 [blocks, block_size]; sign(0) is 0 where ternary, else 1."""
-    sign = torch.ge(c, 0, out=torch.empty_like(c)).mul_(2).sub_(1)
-    # What it multiplies is 1, -1 or 0: one rounding, that of the difference.
-    return torch.addcmul(c, torch.where(c == 0, 0.0, sign) if ternary else sign, scale[:, None], value=-1)
+    """``rules.residual`` for c float32 [blocks, block_size]."""
+    return rules.residual(c, scale[:, None], ternary)
 
 
 def column(k: Tensor, which: Coef) -> Tensor:
@@ -71,32 +58,12 @@ def column(k: Tensor, which: Coef) -> Tensor:
     return k[:, which, None]
 
 
-def counted(g: Tensor, k: Tensor) -> Tensor:
-    """A gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
-    return torch.where(g.abs() <= column(k, Coef.GRAD_LIMIT), g, torch.nan)
+counted = rules.counted
 
 
 def denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
-    """sqrt(v)/sqrt(1 - beta2^t) + eps, or eps inside the root; ``v``, of any dtype, is left as it is."""
-    v = v.float()
-    root, eps = column(k, Coef.RSQRT_BIAS2), column(k, Coef.EPS)
-    if eps_inside_sqrt:
-        return _sqrt(v.mul(root).mul_(root).add_(eps))
-    return _sqrt(v).mul_(root).add_(eps)
-
-
-def _sqrt(v: Tensor) -> Tensor:
-    """The root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
-    if numpy is None or v.device.type != "cpu":
-        return newton_sqrt(v)
-    with numpy.errstate(invalid="ignore"):
-        return torch.from_numpy(numpy.sqrt(v.numpy()))  # the processor's own instruction
-
-
-def newton_sqrt(v: Tensor) -> Tensor:
-    """The same bits in torch alone: a Newton step in float64."""
-    guess = v.sqrt().double().clamp_(1e-300, 1e300)
-    return v.double().div_(guess).add_(guess).mul_(0.5).float()
+    """``rules.denominator``; ``v`` of any dtype."""
+    return rules.denominator(v.float(), k, eps_inside_sqrt)
 
 
 def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
@@ -134,17 +101,6 @@ def move(
     scatter(moved, params, tile)
 
 
-def mixed(word: Words) -> Words:
-    """A hash that permutes 32-bit words: an int, or a tensor of int64 in [0, 2^32).
-
-    The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
-    TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
-    """
-    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & WORD
-    word = ((word ^ (word >> 15)) * 0x735A2D97) & WORD
-    return word ^ (word >> 15)
-
-
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     """16 bits for each element of a tile, int32 [blocks, block_size].
 
@@ -152,8 +108,8 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
     index = torch.arange(tile.start, tile.start + tile.numel, device=rounding.device).view(-1, block_size)
-    seed = mixed(mixed((index[:, :1] >> 32) + GOLDEN) ^ (rounding & WORD))
-    return (mixed((index & WORD) ^ seed) >> 16).int()
+    seed = rules.block_seed(index[:, :1] >> 32, rounding & rules.WORD)
+    return rules.random_bits(index & rules.WORD, seed).int()
 
 
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:
@@ -165,7 +121,7 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
     Args:
         bits: int32 of x's shape, uniform in [0, 2^16): added below the bits that are kept, they carry.
     """
-    kept = (x.view(torch.int32) + bits) & -65536
+    kept = rules.bfloat16(x.view(torch.int32), bits) << 16
     return torch.where(x.isnan(), x, kept.view(torch.float32))
 
 
@@ -211,3 +167,25 @@ def write_partials(c: Tensor, partials: Tensor) -> bool:
     if len(partials) > NONZERO:
         partials[NONZERO] = (c != 0).sum(1).double()
     return bool(torch.isfinite(partials[SQUARE]).all())
+
+
+def pack(x: Tensor, bits: Tensor) -> None:
+    """See ``compress.pack``."""
+    pack_where(torch.ge, x, bits)
+
+
+def pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
+    """Sets the bits of elements that compare so with 0."""
+    if numpy is not None and x.device.type == "cpu" and x.dtype is torch.float32:
+        ones = {torch.ge: numpy.greater_equal, torch.ne: numpy.not_equal}[compare](x.numpy(), 0)
+        bits.copy_(torch.from_numpy(numpy.packbits(ones, bitorder="little")))
+        return
+    # Into a tensor of x's dtype: comparisons to bool don't vectorise.
+    ones = compare(x, 0, out=torch.empty_like(x, memory_format=torch.contiguous_format)).to(torch.int8)
+    bits.copy_(ones.view(torch.int64).mul_(SPREAD).bitwise_right_shift_(56))
+
+
+def compress(c: Tensor, bits: Tensor) -> None:
+    """Packs c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
+    for compare, plane in zip((torch.ge, torch.ne), bits.view(-1, bits.shape[-1]), strict=False):
+        pack_where(compare, c.view(-1), plane)

@@ -1,0 +1,275 @@
+"""How a kernel reaches its block, its bits and the users' tensors; what is computed there is in ``rules``.
+
+A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one byte of bits, so that
+packing is a sum along a row. Users' tensors are reached through a table of addresses, one per tensor;
+full blocks take a path without masks, whose loads are 128 bits wide.
+
+Row 0 of the table of active masks is all ones, row 1 all zeros (``live``).
+"""
+
+from __future__ import annotations
+
+from . import rules
+from .coefficients import COLUMNS
+from .jit import jit, tl
+
+FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
+ALIGNED = 4  # added where all addresses are multiples of 16 bytes
+
+
+@jit()
+def elements(BLOCK_SIZE: tl.constexpr):
+    """Index within the block, int32 [BLOCK_SIZE / 8, 8]."""
+    return tl.arange(0, BLOCK_SIZE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@jit()
+def tensor_of(b, block_tensor, coef):
+    """The tensor of block ``b``, and its row of coefficients."""
+    t = tl.load(block_tensor + b)
+    return t, coef + t * COLUMNS
+
+
+@jit()
+def place_of(table, tensors, t, block_start, b):
+    """A block's place in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
+    return tl.load(table + t), table + tensors + t, tl.multiple_of(tl.load(block_start + b), 16)
+
+
+# ---------------------------------------------------------------- packed bits, LSB first
+
+
+@jit()
+def bits_of(bits):
+    """0 or 1, int32 [n, 8], from bytes uint8 [n], LSB first."""
+    return (bits.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@jit()
+def bytes_of(positive):
+    """uint8 [n] from bool [n, 8]; int32 until the end (summing uint8 has crashed the compiler)."""
+    return tl.sum(positive.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+
+
+@jit()
+def bytes_at(bits, stride, b, blocks_per_chunk, BLOCK_SIZE: tl.constexpr):
+    """Where a block's bits lie: rows of a chunk each, ``stride`` bytes apart."""
+    chunk = b // blocks_per_chunk
+    return bits + chunk * stride + (b - chunk * blocks_per_chunk) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
+
+
+@jit()
+def load_bits(pointer, plane, TERNARY: tl.constexpr):
+    """The bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
+    signs = tl.load(pointer)
+    nonzero = signs
+    if TERNARY:
+        nonzero = tl.load(pointer + plane)
+    return signs, nonzero
+
+
+@jit()
+def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
+    """What bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
+    x = tl.where(bits_of(signs) != 0, scale, rules.negative(scale))
+    if TERNARY:
+        x = tl.where(bits_of(nonzero) != 0, x, 0.0)
+    return x
+
+
+@jit()
+def store_bits(pointer, plane, c, TERNARY: tl.constexpr):
+    """Writes a block of c where ``load_bits`` reads."""
+    tl.store(pointer, bytes_of(c >= 0))
+    if TERNARY:
+        tl.store(pointer + plane, bytes_of(c != 0))
+
+
+# ---------------------------------------------------------------- the active mask
+
+
+@jit()
+def active(live, row, BLOCK_SIZE: tl.constexpr):
+    """Which elements of a block count, bool [BLOCK_SIZE / 8, 8]."""
+    bits = tl.load(live + row.to(tl.int64) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8))
+    return bits_of(bits) != 0
+
+
+@jit()
+def counting(live, row, i, BLOCK_SIZE: tl.constexpr):
+    """The same; where all elements count, nothing is read."""
+    mask = i >= 0
+    if row != 0:
+        mask = active(live, row, BLOCK_SIZE)
+    return mask
+
+
+@jit()
+def only_active(x, live, row, BLOCK_SIZE: tl.constexpr):
+    """``x``, zero where an element does not count."""
+    if row != 0:
+        x = tl.where(active(live, row, BLOCK_SIZE), x, 0.0)
+    return x
+
+
+# ---------------------------------------------------------------- users' tensors
+
+
+@jit()
+def _load_as(place, i, mask, dtype: tl.constexpr, STORED: tl.constexpr):
+    address, _, start = place
+    pointer = address.to(tl.pointer_type(dtype)) + start
+    if STORED >= ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    if mask is None:
+        return tl.load(pointer + i).to(tl.float32)
+    else:
+        return tl.load(pointer + i, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit()
+def _load(place, i, mask, STORED: tl.constexpr):
+    address, kinds, _ = place
+    x = tl.zeros(i.shape, tl.float32)
+    if address != 0:
+        if STORED % ALIGNED == FP32:
+            x = _load_as(place, i, mask, tl.float32, STORED)
+        elif STORED % ALIGNED == BF16:
+            x = _load_as(place, i, mask, tl.bfloat16, STORED)
+        elif STORED % ALIGNED == FP16:
+            x = _load_as(place, i, mask, tl.float16, STORED)
+        else:
+            kind = tl.load(kinds)
+            if kind == FP32:
+                x = _load_as(place, i, mask, tl.float32, STORED)
+            elif kind == BF16:
+                x = _load_as(place, i, mask, tl.bfloat16, STORED)
+            else:
+                x = _load_as(place, i, mask, tl.float16, STORED)
+    return x
+
+
+@jit()
+def load_user(place, i, mask, row, STORED: tl.constexpr):
+    """A block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
+    x = tl.zeros(i.shape, tl.float32)
+    if row == 0:
+        x = _load(place, i, None, STORED)
+    elif row != 1:
+        x = _load(place, i, mask, STORED)
+    return x
+
+
+@jit()
+def _rounded(x, words, dtype: tl.constexpr):
+    """Rounds to nearest even, or bfloat16 stochastically where there are ``words``.
+
+    By hand for bfloat16: Triton's interpreter would cut the bits off.
+    """
+    if dtype == tl.bfloat16:
+        u = x.to(tl.uint32, bitcast=True)
+        if words is None:
+            carry = rules.half(u)
+        else:
+            carry = rules.random_bits(words[0], words[1])
+        up = rules.bfloat16(u, carry)
+        return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@jit()
+def _store_as(place, i, x, words, mask, dtype: tl.constexpr, STORED: tl.constexpr):
+    address, _, start = place
+    pointer = address.to(tl.pointer_type(dtype)) + start
+    if STORED >= ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + i, _rounded(x, words, dtype), mask=mask)
+
+
+@jit()
+def _store(place, i, x, words, mask, STORED: tl.constexpr):
+    _, kinds, _ = place
+    if STORED % ALIGNED == FP32:
+        _store_as(place, i, x, words, mask, tl.float32, STORED)
+    elif STORED % ALIGNED == BF16:
+        _store_as(place, i, x, words, mask, tl.bfloat16, STORED)
+    elif STORED % ALIGNED == FP16:
+        _store_as(place, i, x, words, mask, tl.float16, STORED)
+    else:
+        kind = tl.load(kinds)
+        if kind == FP32:
+            _store_as(place, i, x, words, mask, tl.float32, STORED)
+        elif kind == BF16:
+            _store_as(place, i, x, words, mask, tl.bfloat16, STORED)
+        else:
+            _store_as(place, i, x, words, mask, tl.float16, STORED)
+
+
+@jit()
+def store_user(place, i, x, words, live, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype; see ``random_words``."""
+    if row == 0:
+        _store(place, i, x, words, None, STORED)
+    elif row != 1:
+        _store(place, i, x, words, active(live, row, BLOCK_SIZE), STORED)
+
+
+@jit()
+def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
+    """What ``rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
+    if rounding is None:
+        return None
+    else:
+        first = b * BLOCK_SIZE
+        lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
+        done = tl.load(lower).to(tl.uint32, bitcast=True)
+        return first.to(tl.uint32) + i.to(tl.uint32), rules.block_seed((first >> 32).to(tl.uint32), done)
+
+
+# ---------------------------------------------------------------- sums
+
+
+@jit()
+def count(mask):
+    """How many are set, float64, from [n, 8]."""
+    return tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0).to(tl.float64)
+
+
+@jit()
+def any_of(mask):
+    """Whether any is set, int32, from [n, 8]."""
+    return tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0)
+
+
+@jit()
+def total_of(x):
+    """The sum of a block, in float64."""
+    return tl.sum(tl.sum(x.to(tl.float64), axis=1), axis=0)
+
+
+@jit()
+def store_norm(norm, b, x):
+    """The sum of squares of a block, in float64, where they are exact."""
+    wide = x.to(tl.float64)
+    tl.store(norm + b, total_of(wide * wide))
+
+
+@jit()
+def store_partials(partials, stride, b, c, dropped, TERNARY: tl.constexpr):
+    """Sums of |c| and c^2 over a block; dropped and non-zero elements."""
+    tl.store(partials + b, total_of(tl.abs(c)))
+    store_norm(partials + stride, b, c)
+    tl.store(partials + 2 * stride + b, count(dropped))
+    if TERNARY:
+        tl.store(partials + 3 * stride + b, count(c != 0))
+
+
+@jit()
+def sum_of(row, begin, end, LANES: tl.constexpr):
+    """Sum of row[begin:end], float64: each lane adds in order, then the lanes are added."""
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    for at in range(begin, end, LANES):
+        total += tl.load(row + at + lane, mask=at + lane < end, other=0.0)
+    return tl.sum(total, axis=0)

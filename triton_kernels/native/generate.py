@@ -1,0 +1,179 @@
+"""Prints in C what is declared elsewhere: the table's columns, the formulas of ``rules``, the kernels' arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..coefficients import Coef
+
+RULES = Path(__file__).parent.parent / "rules.py"
+_POINTERS = {
+    None: "*fp32",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.uint32: "*u32",
+    torch.int64: "*i64",
+}
+_TYPES = {
+    "fp32": "float",
+    "fp64": "double",
+    "u8": "uint8_t",
+    "i32": "int32_t",
+    "u32": "uint32_t",
+    "i64": "int64_t",
+}
+
+
+class Spec(NamedTuple):
+    """A tensor that an op takes.
+
+    Attributes:
+        dtype: None where it is float32 or bfloat16: C kernels are told which.
+        per: What it has at least one of each for.
+        dense: Along its last dimension.
+    """
+
+    dtype: torch.dtype | None
+    per: Literal["", "element", "block"] = ""
+    dense: bool = True
+
+    @property
+    def pointer(self) -> str:
+        """As Triton's signatures have it."""
+        return _POINTERS[self.dtype]
+
+
+class Parameter(NamedTuple):
+    """An argument of a kernel: its type as Triton's signatures have it, ``constexpr``, or a pointer, ``*fp32``."""
+
+    name: str
+    kind: str
+    spec: Spec | None = None
+    written: bool = False
+
+    @property
+    def several(self) -> bool:
+        """Whether a C kernel is told the dtype behind it."""
+        return self.spec is not None and self.spec.dtype is None
+
+    @property
+    def in_c(self) -> str:
+        """As a C function declares it."""
+        if self.several:
+            return f"const void *{self.name}, int64_t {self.name}_kind"
+        if self.kind.startswith("*"):
+            return f"{'' if self.written else 'const '}{_TYPES[self.kind[1:]]} *{self.name}"
+        return f"{'float' if self.kind == 'fp32' else 'int64_t'} {self.name}"
+
+
+def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
+    """The text of ``generated.h``."""
+    columns = ", ".join(column.name for column in Coef)
+    lines = [f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */", *_rules(RULES.read_text())]
+    for name, parameters in kernels.items():
+        lines.append(f"#define {name}_ARGUMENTS {', '.join(parameter.in_c for parameter in parameters)}")
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- formulas
+
+_OPERATORS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.RShift: ">>",
+    ast.BitXor: "^",
+    ast.BitAnd: "&",
+    ast.GtE: ">=",
+    ast.Gt: ">",
+    ast.LtE: "<=",
+    ast.Lt: "<",
+    ast.NotEq: "!=",
+    ast.Eq: "==",
+}
+_CALLS = {
+    "where": "({} ? {} : {})",
+    "sqrt_rn": "sqrtf({})",
+    "div_rn": "({} / {})",
+    "abs": "fabsf({})",
+    "of": "{}[{}]",
+}
+
+
+def _rules(source: str) -> Iterator[str]:
+    """Each rule as an inline function; several results are a struct's. Those in float64 are for no C kernel."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            yield f"#define {ast.unparse(node.targets[0])} {_expression(node.value)}"
+        elif isinstance(node, ast.FunctionDef) and "float64" not in ast.dump(node):
+            yield from _function(node)
+
+
+def _function(rule: ast.FunctionDef) -> Iterator[str]:
+    kinds = {argument.arg: _kind(argument.arg, argument.annotation) for argument in rule.args.args}
+    arguments = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+    results = [node.value for node in ast.walk(rule) if isinstance(node, ast.Return)]
+    given = _kind("", rule.returns)
+    if isinstance(results[0], ast.Tuple):
+        names = ", ".join(_expression(each) for each in results[0].elts)
+        given = f"struct {rule.name}"
+        yield f"{given} {{ float {names}; }};"
+    value = "int" if isinstance(rule.returns, ast.Name) and rule.returns.id == "int" else "float"
+    body = " ".join(_statements(rule.body, set(kinds), rule.name, "uint32_t" if value == "int" else "float"))
+    yield f"static inline {given} {rule.name}({arguments}) {{ {body} }}"
+
+
+def _kind(name: str, annotation: ast.expr | None) -> str:
+    if name == "k":
+        return "const float *"
+    if isinstance(annotation, ast.Name):
+        return {"int": "uint32_t", "bool": "int32_t"}[annotation.id]
+    return "int64_t" if isinstance(annotation, ast.Attribute) else "float"
+
+
+def _statements(body: Sequence[ast.stmt], known: set[str], rule: str, kind: str) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                yield f"{'' if name in known else kind + ' '}{name} = {_expression(node.value)};"
+                known.add(name)
+            case ast.Return(value=ast.Tuple(elts=values)):
+                yield f"return (struct {rule}){{{', '.join(map(_expression, values))}}};"
+            case ast.Return(value=ast.expr() as value):
+                yield f"return {_expression(value)};"
+            case ast.If():
+                then, other = (" ".join(_statements(each, known, rule, kind)) for each in (node.body, node.orelse))
+                yield f"if ({_expression(node.test)}) {{ {then} }} else {{ {other} }}"
+            case ast.Expr(value=ast.Constant()):  # a docstring
+                pass
+            case _:
+                raise NotImplementedError(f"{rule} cannot be printed in C: {ast.unparse(node)}")
+
+
+def _expression(node: ast.expr) -> str:
+    match node:
+        case ast.BinOp(left=left, op=operator, right=right):
+            return f"({_expression(left)} {_OPERATORS[type(operator)]} {_expression(right)})"
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            return f"({_expression(left)} {_OPERATORS[type(operator)]} {_expression(right)})"
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return f"(-{_expression(operand)})"
+        case ast.Name(id=name):
+            return name
+        case ast.Constant(value=float() as value):
+            return f"{value!r}f"
+        case ast.Constant(value=int() as value):
+            return str(value) if value < 2**31 else f"{value}u"
+        case ast.Call(func=function, args=arguments):
+            name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+            values = [_expression(argument) for argument in arguments]
+            return _CALLS[name].format(*values) if name in _CALLS else f"{name}({', '.join(values)})"
+    raise NotImplementedError(f"this cannot be printed in C: {ast.unparse(node)}")

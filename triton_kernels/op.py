@@ -1,0 +1,305 @@
+"""One declaration per op: its signature, what it writes, its kernel. All else is derived from it.
+
+To add an op, write in one file:
+
+1. the formulas, in ``rules``, if they are new;
+2. the kernel, ``@jit() def name_kernel(...)``, whose arguments are bound by name:
+   - an argument of the op; None where the caller leaves an optional tensor out. Of a list of tensors it is their
+     table of addresses (``block_io.place_of``), of ``Words`` the same memory as 32-bit words;
+   - ``X_stride``, the first stride of tensor X, in its elements (of ``Words``, in quads of 16 bytes);
+   - a constant in capitals: the op's bool or int of that name (``BLOCK_SIZE``), or, of a list of tensors, how they
+     are stored (``block_io.load_user``);
+   - one of ``STANDARD`` (``block_start``, ``blocks_per_chunk``, ...), or of the op's own ``derive``, which maps a name
+     to its type and to a function whose arguments are bound in the same way. ``programs`` is the grid, by default
+     ``blocks``; ``num_warps`` is Triton's;
+3. the eager op, which specifies it: ``@op(name_kernel, writes=(...))`` on a function with the annotations below;
+4. if CPUs need it fast, ``KERNEL(name) {...}`` in one of ``native``'s C files: its arguments are those of the Triton
+   kernel, printed from this declaration (``native.generate``), behind the range of programs;
+5. its name in ``__init__``, and its constants in ``benchmarks/audit_cases``.
+
+The decorated function becomes the op ``torch.ops.fusedonebit.<name>``, which ``torch.compile`` sees as opaque and
+mutating what the declaration says. It is registered through ``torch.library.Library``: the decorator ``custom_op``
+imports Dynamo at its first call (over a second) and costs four times as much at every later one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from typing import Annotated, Any, NamedTuple, ParamSpec, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from . import native
+from .backends import chosen
+from .jit import Deferred
+from .layout import BLOCK_SIZES
+from .native.generate import Parameter, Spec
+from .tables import block_tables, pointer_table
+
+Floats = Annotated[Tensor, Spec(torch.float32)]
+PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
+"""float32 [P], or longer: one for each element of the flat index space."""
+PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
+"""float32 [B]: one for each block."""
+Variance = Annotated[Tensor, Spec(None, "element")]
+"""float32 or bfloat16 [P]."""
+Doubles = Annotated[Tensor, Spec(torch.float64)]
+DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]
+Indices = Annotated[Tensor, Spec(torch.int32, "block")]
+"""int32 [B]."""
+Flag = Annotated[Tensor, Spec(torch.int32, dense=False)]
+"""int32 [1], or a column of words."""
+Counters = Annotated[Tensor, Spec(torch.int64)]
+Bits = Annotated[Tensor, Spec(torch.uint8)]
+Words = Annotated[Tensor, Spec(torch.uint32)]
+"""uint8 of rows of a multiple of 16 bytes, on which kernels work as on 32-bit words."""
+Tensors = Sequence[Tensor]
+"""The users' tensors, of any float dtype, dense; empty is zeros."""
+Sizes = Sequence[int]
+
+NUM_WARPS = 4
+Derived = Mapping[str, tuple[str, Callable[..., Any]]]
+P = ParamSpec("P")
+
+
+def _per_chunk(blocks: int, packed: Tensor) -> int:
+    if blocks < len(packed):
+        raise ValueError(f"live_row must have a block for each chunk at least, got {blocks} blocks")
+    return blocks // len(packed)
+
+
+STANDARD: Derived = {
+    "blocks": ("i32", lambda live_row: len(live_row)),
+    "programs": ("i32", lambda blocks: blocks),
+    "num_warps": ("i32", lambda: NUM_WARPS),
+    "blocks_per_chunk": ("i32", _per_chunk),
+    "plane": ("i32", lambda packed: packed.stride(-2)),  # bytes between the planes of bits, where TERNARY
+    "TERNARY": ("constexpr", lambda packed: packed.dim() == 3),
+    "tables": ("", block_tables),
+    "block_start": ("*i64", lambda tables: tables.start),  # where each block begins in its tensor
+    "block_tensor": ("*i32", lambda tables: tables.tensor),
+    "live": ("*u8", lambda tables: tables.live.bits),
+    "live_row": ("*i32", lambda tables: tables.live.row),
+}
+
+
+class LaunchCounter:
+    """How many kernels have been launched, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.by_name.values())
+
+    def reset(self) -> None:
+        """Starts again at zero."""
+        self.by_name.clear()
+
+
+launches = LaunchCounter()
+"""Counts every launch of this process."""
+
+
+class _Argument(NamedTuple):
+    """An argument of an op: its type in a schema, and what is known of a tensor."""
+
+    schema: str
+    spec: Spec | None
+
+
+_SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
+
+
+def _argument(hint: Any) -> _Argument:
+    optional = type(None) in get_args(hint)
+    if optional:
+        hint = next(other for other in get_args(hint) if other is not type(None))
+    if hint in _SCHEMAS:
+        return _Argument(_SCHEMAS[hint], None)
+    return _Argument("Tensor?" if optional else "Tensor", hint.__metadata__[0])
+
+
+class Op:
+    """What is derived from a declaration."""
+
+    def __init__(self, eager: Callable[..., None], kernel: Deferred | None, writes: Sequence[str], derive: Derived):
+        self.name, self.eager, self.kernel, self.writes, self._derive = eager.__name__, eager, kernel, writes, derive
+        hints = get_type_hints(eager, include_extras=True)
+        self.arguments = {name: _argument(hints[name]) for name in inspect.signature(eager).parameters}
+        self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
+        self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+        self.parameters: list[Parameter] = []
+        if kernel is not None:
+            names = list(inspect.signature(kernel.function).parameters)
+            self.parameters = [self._parameter(name) for name in names]
+            self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
+
+    @property
+    def schema(self) -> str:
+        """As ``torch.library`` has it."""
+        texts = []
+        for name, parameter in inspect.signature(self.eager).parameters.items():
+            kind = self.arguments[name].schema
+            if name in self.writes:
+                kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + self.writes.index(name))}!)")
+            default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+            texts.append(f"{kind} {name}{default}")
+        return f"({', '.join(texts)}) -> ()"
+
+    # ------------------------------------------------------------ binding
+
+    def _key(self, name: str) -> str:
+        """Where the value of a kernel's argument is found after ``bind``; notes how it is computed."""
+        if name in self._steps:
+            return name
+        lower = name.lower()
+        if name in self._derive:
+            return self._computed(name, self._derive[name][1])
+        if name == "device":
+            given = [n for n, argument in self.arguments.items() if argument.schema == "Tensor"]
+            return self._computed(name, lambda tensor: tensor.device, given[:1])
+        if name == "packed":
+            given = [n for n in ("exp_avg_bits", "arrived_bits", "bits") if n in self.arguments]
+            return self._computed(name, lambda bits: bits, given[:1])
+        if name in self._lists:
+            return self._computed(f"{name}.table", lambda pointers: pointers.table, [self._pointers(name)])
+        if lower in self._lists:
+            return self._computed(name, lambda pointers: pointers.stored, [self._pointers(lower)])
+        if name == "tensors":
+            return self._computed(name, len, self._lists[:1])
+        if name.endswith("_stride"):
+            return self._computed(name, _stride, [self._key(name.removesuffix("_stride"))])
+        if name in self.arguments:
+            spec = self.arguments[name].spec
+            if spec is not None and spec.dtype is torch.uint32:
+                return self._computed(f"{name}.words", _words, [name])
+            return name
+        if lower in self.arguments:
+            return lower
+        return self._computed(name, STANDARD[name][1])
+
+    def _computed(self, key: str, function: Callable[..., Any], needed: Sequence[str] | None = None) -> str:
+        if key not in self._steps:
+            if needed is None:
+                needed = [n if n in self.arguments else self._key(n) for n in inspect.signature(function).parameters]
+            self._steps[key] = function, list(needed)
+        return key
+
+    def _pointers(self, name: str) -> str:
+        needed = [name, self._key("device")] + ["sizes"] * (name not in self.writes and name != "params")
+        return self._computed(f"{name}.pointers", pointer_table, needed)
+
+    def _parameter(self, name: str) -> Parameter:
+        if name in self._derive or (name in STANDARD and name not in self.arguments):
+            return Parameter(name, {**STANDARD, **self._derive}[name][0])
+        if name.isupper():
+            return Parameter(name, "constexpr")
+        if name in self._lists:
+            return Parameter(name, "*i64")
+        argument = self.arguments.get(name)
+        if argument is None:  # a stride, or the number of tensors
+            return Parameter(name, "i32")
+        if argument.spec is None:
+            return Parameter(name, "fp32" if argument.schema == "float" else "i32")
+        return Parameter(name, argument.spec.pointer, argument.spec, name in self.writes)
+
+    def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The op's arguments and all that the kernel needs of them, by name."""
+        values = dict(zip(self.arguments, arguments, strict=False))
+        for key, (function, needed) in self._steps.items():
+            values[key] = function(*[values[name] for name in needed])
+        return values
+
+    # ------------------------------------------------------------ running
+
+    def launch(self, arguments: Sequence[Any], on: str) -> None:
+        """Launches the kernel, Triton's or that in C, on the device of its tensors, and counts it."""
+        values = self.bind(arguments)
+        *given, device, programs, num_warps = [values[key] for key in self._launched]
+        launches.by_name[self.name] = launches.by_name.get(self.name, 0) + 1
+        if on == "native":
+            functions = native.library()
+            assert functions is not None
+            functions[self.name].run(programs, given, values.get("blocks", 0), values.get("block_size", BLOCK_SIZES[0]))
+            return
+        assert self.kernel is not None
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            # A fused multiply-add would round once where rules round twice.
+            self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
+
+    def implementation(self, device_type: str) -> Callable[..., None]:
+        """What ``torch.library`` calls for tensors of a device."""
+        if self.kernel is None:
+            return self.eager
+        written = [i for i, name in enumerate(self.arguments) if name in self.writes and name in self._lists]
+
+        def run(*arguments: Any) -> None:
+            backend = chosen(device_type)
+            if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
+                self.eager(*arguments)
+                return
+            self.launch(arguments, backend)
+            for i in written:  # through their addresses, which autograd does not see
+                torch.autograd.graph.increment_version(arguments[i])
+
+        return run
+
+
+def _stride(tensor: Tensor | None) -> int:
+    if tensor is None or not tensor.dim():
+        return 0
+    return tensor.stride(0) // 4 if tensor.dtype is torch.uint32 else tensor.stride(0)
+
+
+def _words(bits: Tensor) -> Tensor:
+    """uint8 [n, 4 m] as uint32 [n, m], the same memory."""
+    words = bits.view(torch.uint32)
+    if words.stride(0) % 4 or words.shape[-1] % 4:
+        raise ValueError(f"packed bits must have rows of a multiple of 16 bytes, got {bits.stride(0)}")
+    return words
+
+
+OPS: dict[str, Op] = {}
+"""Every op that was declared, by name."""
+_LIBRARY = torch.library.Library("fusedonebit", "DEF")
+
+
+def op(
+    kernel: Deferred | None = None, *, writes: Sequence[str], derive: Derived | None = None
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Declares an op by its eager function; see the module's docstring.
+
+    Args:
+        kernel: In Triton; None for what runs once, or when somebody asks.
+        writes: The arguments that it changes.
+        derive: Arguments of the kernel of this op alone: their types in Triton's notation, and how they are computed.
+    """
+
+    def declare(eager: Callable[P, None]) -> Callable[P, None]:
+        declared = OPS[eager.__name__] = Op(eager, kernel, tuple(writes), derive or {})
+        _LIBRARY.define(declared.name + declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
+            _LIBRARY.impl(declared.name, declared.implementation(key.lower()), key)
+        torch.library.register_fake(f"fusedonebit::{declared.name}", _fake, lib=_LIBRARY)
+        native.declare(declared.name, declared.parameters)
+        overload = getattr(torch.ops.fusedonebit, declared.name).default
+
+        @wraps(eager)
+        def call(*arguments: P.args, **named: P.kwargs) -> None:
+            overload(*arguments, **named)
+
+        return call
+
+    return declare
+
+
+def _fake(*_: object) -> None:
+    """Nothing is returned, so there is no shape to infer."""
