@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks import tuning_kernels
 from benchmarks.audit_cases import (
     CASES,
     MERGE_LIMIT,
@@ -45,14 +44,6 @@ from benchmarks.audit_cases import (
     round_bytes,
     step_bytes,
 )
-from fusedonebit.triton_kernels import (
-    finish_kernels,
-    kernels,
-    lamb_kernels,
-    marsit_kernels,
-    update_kernels,
-    zero_one_kernels,
-)
 from fusedonebit.triton_kernels.op import OPS
 
 LIMITS = Path(__file__).with_name("limits.json")
@@ -62,7 +53,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MODULES = (kernels, finish_kernels, update_kernels, lamb_kernels, marsit_kernels, zero_one_kernels)
 
 
 @dataclass
@@ -81,16 +71,25 @@ class Audit:
 
 def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
     """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
-    op = OPS.get(case.kernel)
-    modules = (*MODULES, tuning_kernels)
-    function = op.kernel.triton if op else next(getattr(m, case.kernel) for m in modules if hasattr(m, case.kernel))
-    names = function.arg_names
-    types = {p.name: case.typed(p.name, p.kind) for p in op.parameters} if op else {n: case.type_of(n) for n in names}
+    kernel = OPS[case.kernel].kernel
+    assert kernel is not None
+    return compile_kernel(kernel.triton, *case.specialised(), case.num_warps, target, multiples)
+
+
+def compile_kernel(
+    function: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    target: GPUTarget,
+    multiples: Collection[str] = (),
+) -> Any:
+    """Compiles a function for arguments of such types; see ``compile_case``."""
+    names = list(types)
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}
-    constants = {(names.index(n),): value for n, value in case.constants.items()}
-    source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
-    options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=target, options=options)
+    values = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(fn=function, signature=dict(types), constexprs=values, attrs=aligned)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False})
 
 
 def audit(case: Case, target: GPUTarget) -> Audit:

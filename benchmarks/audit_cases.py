@@ -1,75 +1,53 @@
-"""What the byte audit compiles: the kernels, the types of their arguments, and their constants."""
+"""What the byte audit compiles: the ops' kernels, each by what differs from the usual call; types are the ops' own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from fusedonebit.triton_kernels.op import OPS
 
 BLOCK = 1024
 WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
-_POINTERS = {
-    "*i64": "pointers block_start segment_start layer_start rounding",
-    "*fp32": (
-        "compensated worker_scale exp_avg_scale coef exp_avg_sq out marker scale message_scales arrived_scales "
-        "server_scale grad exp_avg x fresh last_scale largest layers unscale bound"
-    ),
-    "*fp64": "partials agreement count exp_avg_sq_sums norms squares",
-    "*u8": "exp_avg_bits last_bits live tails bits arrived_bits",
-    "*i32": "block_tensor segment slot live_row tail_row skip hold started message_flags",
-}
-TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-TYPES |= dict.fromkeys(("factor", "most", "per_worker"), "fp32")
 PACKED = ("merge_signs", "pick_owned", "place_owned")
-_WORD_TYPES = dict.fromkeys(("bits", "arrived_bits", "owners", "picked", "gathered"), "*u32")
-_WORD_TYPES |= dict.fromkeys(("words", "arrived_words"), "*i32") | {"threshold": "i64", "thresholds": "*i64"}
-_LOCAL_TYPES = dict.fromkeys(("params", "grads"), "*i64") | dict.fromkeys(("scale", "limit", "factor"), "*fp32")
-TYPES_OF = dict.fromkeys(PACKED, _WORD_TYPES)
-TYPES_OF |= {"local_update": _LOCAL_TYPES | {"flags": "*i32"}, "add_values": {"params": "*i64", "values": "*fp32"}}
-TYPES_OF |= {"local_step": dict.fromkeys(("params", "grads"), "*i64") | {"flags": "*i32"}}
-"""Where a kernel's argument has another type than its namesakes."""
-FP32 = {"DTYPE": 0, "ALIGNED": True, "BLOCK": BLOCK}
-GRADS = {"GRADS": 4, "BLOCK_SIZE": BLOCK}
-ADAM = FP32 | {"EPS_INSIDE": False}
-COMPRESS = ADAM | {"VARIANCE": 0, "PRECONDITION": False, "TERNARY": False}
-FINISH = {"NORM": 2, "TERNARY": False, "LANES": 2048, "SHORT": 0}
+CONSTANTS = dict.fromkeys(("PARAMS", "GRADS", "TENSORS"), 4) | {"BLOCK_SIZE": BLOCK, "WORDS": WORDS, "LANES": 1024}
+"""What constants are where a case does not say, False otherwise: tensors are float32 and aligned."""
+BF16 = {"PARAMS": 5, "GRADS": 5}
+MIXED = {"PARAMS": 7, "GRADS": 7}
+UNALIGNED = {"PARAMS": 0, "GRADS": 0}
+VARIANCE = {"exp_avg_sq": "*fp32"}
+FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
+STOCHASTIC = {"rounding": "*i64"}
+FINISH = {"NORM": 2, "LANES": 2048, "SHORT": 0}
 SHORT = {"LANES": 128, "SHORT": 32}
-REDUCE = {"TERNARY": False, "KEEPS": True, "BLOCK": BLOCK}
-NEAREST = {"ROUNDING": False}
-APPLY = ADAM | NEAREST | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False}
-RATIO = ADAM | {"VARIANCE": 0, "PRECONDITIONED": False, "TERNARY": False, "DEEPSPEED": False, "BLEND": False}
-FROZEN_BF16 = {"VARIANCE": 1}
-LAYERS = {"DEEPSPEED": False, "LANES": 1024}
-LOCAL = FP32 | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "MOMENTUM": True, "ADAM": False, "DECAYS": False, "MOVES": False}
-OWN_STEP = ADAM | {"GRAD_DTYPE": 0, "GRAD_ALIGNED": True, "PRECONDITION": True, "MOVES": True, "LAST": False}
-OWN_STEP |= {"LEAKS": False}
+MAJORITY = {"compensated": None, "server_scale": None}
+BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
+LOCAL = {"exp_avg": "*fp32"}
+ADAM = LOCAL | VARIANCE
+OWN_STEP = {"PRECONDITION": True, "MOVES": True}
 ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
-REBUILD = {"EPS_INSIDE": False, "PRECONDITION": True, "BLOCK": BLOCK}
-BF16 = {"DTYPE": 1, "GRAD_DTYPE": 1}
-MIXED = {"DTYPE": 3, "GRAD_DTYPE": 3}
-UNALIGNED = {"ALIGNED": False, "GRAD_ALIGNED": False}
-
 
 Loops = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with its constants.
+    """One op's kernel.
 
     Attributes:
+        changes: Its constants where they are not ``CONSTANTS``, and the types of optional tensors that are given.
         loops: How often a loop in it runs per block; of each loop, in their order, where they differ.
         share: Elements of the line that belong to an element of a block: W where a kernel works on all chunks at once.
         halves: Indices that are cut to 32 bits on purpose, as the words that a hash makes random bits of.
     """
 
     kernel: str
-    constants: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
     loops: Loops = 1
     num_warps: int = 4
     share: int = 1
     halves: int = 0
-    bfloat16: str = ""
 
     @property
     def packed(self) -> bool:
@@ -81,126 +59,127 @@ class Case:
         """Of the line, for one block."""
         return self.share * (32 * WORDS if self.packed else BLOCK)
 
-    def typed(self, argument: str, declared: str) -> str:
-        """As Triton's signatures have it."""
-        if argument in self.constants:
-            return "constexpr"
-        return "*bf16" if argument in self.bfloat16 else declared
-
-    def type_of(self, argument: str) -> str:
-        """As Triton's signatures have it."""
-        if argument in self.constants:
-            return "constexpr"
-        if argument == "exp_avg_sq" and self.constants.get("VARIANCE") == FROZEN_BF16["VARIANCE"]:
-            return "*bf16"
-        return TYPES_OF.get(self.kernel, {}).get(argument) or TYPES.get(argument, "i32")
+    def specialised(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """Types of the kernel's arguments, as Triton's signatures have them, and the values of its constants."""
+        op = OPS[self.kernel]
+        types, constants = {}, {}
+        for name, kind, *_ in op.parameters:
+            optional = name in op.arguments and op.arguments[name].schema == "Tensor?"
+            value = self.changes.get(name, CONSTANTS.get(name, False) if kind == "constexpr" else None)
+            if isinstance(value, str):
+                types[name] = value
+            elif kind == "constexpr" or optional or name in self.changes:
+                types[name], constants[name] = "constexpr", value
+            else:
+                types[name] = kind
+        return types, constants
 
 
 CASES = {
-    "pack": Case("pack", {"BLOCK": BLOCK}),
-    "unpack": Case("unpack", {"BLOCK": BLOCK}),
-    "flatten": Case("flatten", FP32 | {"SCALED": False}),
-    "gradient_squares": Case("gradient_squares", FP32),
-    "gradient_squares, bf16": Case("gradient_squares", FP32 | {"DTYPE": 1}),
-    "momentum_compress": Case("momentum_compress", COMPRESS),
-    "momentum_compress, bf16": Case("momentum_compress", COMPRESS | {"DTYPE": 1}),
-    "momentum_compress, preconditioned": Case("momentum_compress", COMPRESS | {"PRECONDITION": True}),
-    "momentum_compress, preconditioned, bf16 variance": Case(
-        "momentum_compress", COMPRESS | FROZEN_BF16 | {"PRECONDITION": True}
-    ),
-    "momentum_compress, ternary": Case("momentum_compress", COMPRESS | {"TERNARY": True}),
-    "server_reduce, W=2": Case("server_reduce", REDUCE, loops=(0, 2)),
-    "server_reduce, W=8": Case("server_reduce", REDUCE, loops=(1, 0)),
-    "server_reduce, W=64": Case("server_reduce", REDUCE, loops=(8, 0)),
-    "server_reduce, W=2, majority": Case("server_reduce", REDUCE | {"KEEPS": False}, loops=(0, 2)),
-    "server_reduce, W=8, majority": Case("server_reduce", REDUCE | {"KEEPS": False}, loops=(1, 0)),
-    "server_reduce, W=2, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(0, 2)),
-    "apply_momentum": Case("apply_momentum", APPLY),
-    "apply_momentum, bf16": Case("apply_momentum", APPLY | {"DTYPE": 1}),
-    "apply_momentum, preconditioned": Case("apply_momentum", APPLY | {"PRECONDITIONED": True}),
-    "apply_momentum, bf16 variance": Case("apply_momentum", APPLY | FROZEN_BF16),
-    "apply_momentum, ternary": Case("apply_momentum", APPLY | {"TERNARY": True}),
-    "adam_update": Case("adam_update", FP32 | NEAREST | {"SUMS": False}),
+    "pack": Case("pack"),
+    "unpack": Case("unpack"),
+    "flatten": Case("flatten"),
+    "gradient_squares": Case("gradient_squares"),
+    "gradient_squares, bf16": Case("gradient_squares", {"TENSORS": 5}),
+    "momentum_compress": Case("momentum_compress"),
+    "momentum_compress, bf16": Case("momentum_compress", BF16),
+    "momentum_compress, preconditioned": Case("momentum_compress", VARIANCE),
+    "momentum_compress, preconditioned, bf16 variance": Case("momentum_compress", FROZEN_BF16),
+    "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
+    "server_reduce, W=2": Case("server_reduce", loops=(0, 2)),
+    "server_reduce, W=8": Case("server_reduce", loops=(1, 0)),
+    "server_reduce, W=64": Case("server_reduce", loops=(8, 0)),
+    "server_reduce, W=2, majority": Case("server_reduce", MAJORITY, loops=(0, 2)),
+    "server_reduce, W=8, majority": Case("server_reduce", MAJORITY, loops=(1, 0)),
+    "server_reduce, W=2, ternary": Case("server_reduce", {"TERNARY": True}, loops=(0, 2)),
+    "apply_momentum": Case("apply_momentum", VARIANCE),
+    "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16),
+    "apply_momentum, preconditioned": Case("apply_momentum"),
+    "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16),
+    "apply_momentum, ternary": Case("apply_momentum", VARIANCE | {"TERNARY": True}),
+    "adam_update": Case("adam_update"),
     "finish": Case("finish", FINISH | {"NORM": 1, "LANES": 8192}, loops=(1, 0, 1, 1, 0), num_warps=32),
-    "lamb_update": Case("lamb_update", ADAM | {"SUMS": False}),
-    "lamb_coefficient": Case("lamb_coefficient", LAYERS),
-    "lamb_move": Case("lamb_move", ADAM | NEAREST),
-    "lamb_ratio": Case("lamb_ratio", RATIO),
-    "lamb_ratio, DeepSpeed's": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True}),
-    "lamb_ratio, preconditioned": Case("lamb_ratio", RATIO | {"PRECONDITIONED": True}),
-    "lamb_ratio, preconditioned, bf16 variance": Case("lamb_ratio", RATIO | FROZEN_BF16 | {"PRECONDITIONED": True}),
-    "lamb_ratio, ternary": Case("lamb_ratio", RATIO | {"TERNARY": True}),
-    "lamb_rescale": Case("lamb_rescale", LAYERS | {"BLEND": False}),
+    "lamb_update": Case("lamb_update"),
+    "lamb_coefficient": Case("lamb_coefficient"),
+    "lamb_move": Case("lamb_move"),
+    "lamb_ratio": Case("lamb_ratio"),
+    "lamb_ratio, DeepSpeed's": Case("lamb_ratio", BLENDED),
+    "lamb_ratio, preconditioned": Case("lamb_ratio", {"PRECONDITIONED": True}),
+    "lamb_ratio, preconditioned, bf16 variance": Case("lamb_ratio", FROZEN_BF16 | {"PRECONDITIONED": True}),
+    "lamb_ratio, ternary": Case("lamb_ratio", {"TERNARY": True}),
+    "lamb_rescale": Case("lamb_rescale"),
     "local_update": Case("local_update", LOCAL),
     "local_update, bf16": Case("local_update", LOCAL | BF16),
-    "local_update, Adam": Case("local_update", LOCAL | {"ADAM": True}),
-    "local_update, Adam, decays": Case("local_update", LOCAL | {"ADAM": True, "DECAYS": True}),
-    "local_update, Adam, bf16": Case("local_update", LOCAL | BF16 | {"ADAM": True}),
-    "merge_signs": Case("merge_signs", {"BLOCK": WORDS}),
-    "pick_owned, W=2": Case("pick_owned", {"BLOCK": WORDS}, loops=2, share=2),
-    "pick_owned, W=8": Case("pick_owned", {"BLOCK": WORDS}, loops=8, share=8),
-    "place_owned, W=2": Case("place_owned", {"BLOCK": WORDS}, loops=2),
-    "place_owned, W=8": Case("place_owned", {"BLOCK": WORDS}, loops=8),
-    "add_values": Case("add_values", FP32 | NEAREST | {"REPLACES": False}),
-    "add_values, replaces": Case("add_values", FP32 | NEAREST | {"REPLACES": True}),
+    "local_update, Adam": Case("local_update", ADAM),
+    "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}),
+    "local_update, Adam, bf16": Case("local_update", ADAM | BF16),
+    "merge_signs": Case("merge_signs"),
+    "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
+    "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
+    "place_owned, W=2": Case("place_owned", loops=2),
+    "place_owned, W=8": Case("place_owned", loops=8),
+    "add_values": Case("add_values"),
+    "add_values, replaces": Case("add_values", {"REPLACES": True}),
     "local_step": Case("local_step", OWN_STEP | {"PRECONDITION": False}),
     "local_step, preconditioned": Case("local_step", OWN_STEP),
     "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"LAST": True}),
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
-    "rebuild_momentum": Case("rebuild_momentum", REBUILD | {"PRECONDITION": False}),
-    "rebuild_momentum, preconditioned": Case("rebuild_momentum", REBUILD),
-    "lion_compress": Case("lion_compress", GRADS, halves=2),
-    "lion_compress, bf16": Case("lion_compress", GRADS | {"GRADS": 5}, halves=2),
+    "rebuild_momentum": Case("rebuild_momentum"),
+    "rebuild_momentum, preconditioned": Case("rebuild_momentum", VARIANCE),
+    "lion_compress": Case("lion_compress", halves=2),
+    "lion_compress, bf16": Case("lion_compress", BF16, halves=2),
 }
 VARIANTS = {
     "finish, layers": Case("finish", FINISH, num_warps=8),
     "finish, layers, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=8),
     "finish, blocks": Case("finish", FINISH | SHORT),
     "finish, blocks, ternary": Case("finish", FINISH | SHORT | {"TERNARY": True}),
-    "server_reduce, W=64, ternary": Case("server_reduce", REDUCE | {"TERNARY": True}, loops=(8, 0)),
-    "flatten, mixed, scaled": Case("flatten", FP32 | {"DTYPE": 3, "SCALED": True}),
-    "gradient_squares, mixed": Case("gradient_squares", FP32 | {"DTYPE": 3, "ALIGNED": False}),
-    "momentum_compress, fp16": Case("momentum_compress", COMPRESS | {"DTYPE": 2}),
-    "momentum_compress, mixed": Case("momentum_compress", COMPRESS | {"DTYPE": 3}),
-    "momentum_compress, unaligned": Case("momentum_compress", COMPRESS | {"ALIGNED": False}),
-    "momentum_compress, small blocks": Case("momentum_compress", COMPRESS | {"BLOCK": 128}),
-    "apply_momentum, mixed": Case("apply_momentum", APPLY | {"DTYPE": 3}),
-    "apply_momentum, unaligned": Case("apply_momentum", APPLY | {"ALIGNED": False}),
-    "apply_momentum, eps inside": Case("apply_momentum", APPLY | {"EPS_INSIDE": True}),
-    "adam_update, sums": Case("adam_update", FP32 | NEAREST | {"SUMS": True}),
-    "lamb_update, bf16": Case("lamb_update", ADAM | {"SUMS": False, "DTYPE": 1}),
-    "lamb_update, mixed, sums": Case("lamb_update", ADAM | {"SUMS": True, "DTYPE": 3, "EPS_INSIDE": True}),
-    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", LAYERS | {"DEEPSPEED": True}),
-    "lamb_move, mixed": Case("lamb_move", ADAM | NEAREST | {"DTYPE": 3, "EPS_INSIDE": True}),
-    "apply_momentum, stochastic rounding": Case("apply_momentum", APPLY | {"DTYPE": 1, "ROUNDING": True}),
-    "adam_update, mixed, stochastic rounding": Case("adam_update", FP32 | {"SUMS": True, "DTYPE": 3, "ROUNDING": True}),
-    "lamb_move, stochastic rounding": Case("lamb_move", ADAM | {"DTYPE": 1, "ROUNDING": True}),
-    "lamb_ratio, mixed": Case("lamb_ratio", RATIO | {"DEEPSPEED": True, "BLEND": True, "DTYPE": 3}),
-    "lamb_rescale, DeepSpeed's": Case("lamb_rescale", LAYERS | {"DEEPSPEED": True, "BLEND": True}),
-    "local_update, no momentum": Case("local_update", LOCAL | {"MOMENTUM": False}),
+    "server_reduce, W=64, ternary": Case("server_reduce", {"TERNARY": True}, loops=(8, 0)),
+    "flatten, mixed, scaled": Case("flatten", {"TENSORS": 7, "unscale": "*fp32"}),
+    "gradient_squares, mixed": Case("gradient_squares", {"TENSORS": 3}),
+    "momentum_compress, fp16": Case("momentum_compress", {"GRADS": 6}),
+    "momentum_compress, mixed": Case("momentum_compress", MIXED),
+    "momentum_compress, unaligned": Case("momentum_compress", UNALIGNED),
+    "momentum_compress, small blocks": Case("momentum_compress", {"BLOCK_SIZE": 128}),
+    "apply_momentum, mixed": Case("apply_momentum", VARIANCE | MIXED),
+    "apply_momentum, unaligned": Case("apply_momentum", VARIANCE | UNALIGNED),
+    "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
+    "adam_update, sums": Case("adam_update", {"exp_avg_sq_sums": "*fp64"}),
+    "lamb_update, bf16": Case("lamb_update", BF16),
+    "lamb_update, mixed, sums": Case("lamb_update", MIXED | {"exp_avg_sq_sums": "*fp64", "EPS_INSIDE_SQRT": True}),
+    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", {"DEEPSPEED": True}),
+    "lamb_move, mixed": Case("lamb_move", MIXED | {"EPS_INSIDE_SQRT": True}),
+    "apply_momentum, stochastic rounding": Case("apply_momentum", VARIANCE | BF16 | STOCHASTIC),
+    "adam_update, mixed, stochastic rounding": Case("adam_update", MIXED | STOCHASTIC | {"exp_avg_sq_sums": "*fp64"}),
+    "lamb_move, stochastic rounding": Case("lamb_move", BF16 | STOCHASTIC),
+    "lamb_ratio, mixed": Case("lamb_ratio", MIXED | BLENDED),
+    "lamb_rescale, DeepSpeed's": Case("lamb_rescale", BLENDED),
+    "local_update, no momentum": Case("local_update", {}),
     "local_update, decays": Case("local_update", LOCAL | {"DECAYS": True}),
     "local_update, moves": Case("local_update", LOCAL | {"MOVES": True}),
     "local_update, mixed": Case("local_update", LOCAL | MIXED | {"DECAYS": True, "MOVES": True}),
-    "local_update, Adam, moves": Case("local_update", LOCAL | {"ADAM": True, "DECAYS": True, "MOVES": True}),
-    "local_update, Adam, mixed": Case("local_update", LOCAL | MIXED | {"ADAM": True, "DECAYS": True, "MOVES": True}),
-    "local_update, Adam, unaligned": Case("local_update", LOCAL | UNALIGNED | {"ADAM": True, "DECAYS": True}),
-    "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK": 128}),
-    "merge_signs, short rows": Case("merge_signs", {"BLOCK": WORDS, "programs": 1}),
-    "pick_owned, W=1": Case("pick_owned", {"BLOCK": WORDS, "world_size": 1}),
-    "place_owned, W=1": Case("place_owned", {"BLOCK": WORDS, "world_size": 1}),
-    "add_values, bf16": Case("add_values", FP32 | {"REPLACES": False, "DTYPE": 1, "ROUNDING": True}),
-    "add_values, mixed": Case("add_values", FP32 | NEAREST | {"REPLACES": True, "DTYPE": 3, "ALIGNED": False}),
+    "local_update, Adam, moves": Case("local_update", ADAM | {"DECAYS": True, "MOVES": True}),
+    "local_update, Adam, mixed": Case("local_update", ADAM | MIXED | {"DECAYS": True, "MOVES": True}),
+    "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
+    "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
+    "merge_signs, short rows": Case("merge_signs", {"parts": 1}),
+    "pick_owned, W=1": Case("pick_owned", {"world_size": 1}),
+    "place_owned, W=1": Case("place_owned", {"world_size": 1}),
+    "add_values, bf16": Case("add_values", BF16 | STOCHASTIC),
+    "add_values, mixed": Case("add_values", {"REPLACES": True, "PARAMS": 3}),
     "local_step, DeepSpeed's, last": Case(
         "local_step", OWN_STEP | {"PRECONDITION": False, "LEAKS": True, "LAST": True}
     ),
     "local_step, only momentum": Case("local_step", OWN_STEP | ONLY_MOMENTUM),
     "local_step, only momentum, plain": Case("local_step", OWN_STEP | ONLY_MOMENTUM | {"PRECONDITION": False}),
-    "local_step, mixed": Case("local_step", OWN_STEP | MIXED | UNALIGNED | {"EPS_INSIDE": True, "LAST": True}),
-    "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK": 128}),
-    "rebuild_momentum, eps inside": Case("rebuild_momentum", REBUILD | {"EPS_INSIDE": True}),
-    "rebuild_momentum, small blocks": Case("rebuild_momentum", REBUILD | {"BLOCK": 128}),
-    "lion_compress, mixed": Case("lion_compress", GRADS | {"GRADS": 3}),
-    "lion_compress, small blocks": Case("lion_compress", GRADS | {"BLOCK_SIZE": 128}),
+    "local_step, mixed": Case(
+        "local_step", OWN_STEP | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True, "LAST": True}
+    ),
+    "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
+    "rebuild_momentum, eps inside": Case("rebuild_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
+    "rebuild_momentum, small blocks": Case("rebuild_momentum", VARIANCE | {"BLOCK_SIZE": 128}),
+    "lion_compress, mixed": Case("lion_compress", {"GRADS": 3}),
+    "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")

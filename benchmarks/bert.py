@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import Lamb
-from fusedonebit.triton_kernels.ops import KERNELS
+from fusedonebit.triton_kernels.op import OPS
 
 from .loopback import Loopback
 from .optimizers import AGAINST_ADAMW, LR, ONEBIT, Maker, Step, against_adamw, check, numel_of, of_shapes
@@ -38,7 +38,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = function.name().split("::")
-        self.calls[name] += namespace == "fusedonebit" and name in KERNELS
+        self.calls[name] += namespace == "fusedonebit" and name in OPS and OPS[name].kernel is not None
         return function(*args, **(kwargs or {}))
 
 

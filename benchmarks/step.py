@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch
 
-from fusedonebit.triton_kernels import arithmetic, twins, using
+from fusedonebit.triton_kernels import eager, jit, using
+from fusedonebit.triton_kernels.op import OPS
 
 from .optimizers import (
     AGAINST_ADAMW,
@@ -87,9 +88,9 @@ def _twin(report: Report) -> None:
     for backend in backends(report.device):
         with using(backend):  # type: ignore[arg-type]
             add(backend, compress)
-    in_torch = mock.patch.multiple(arithmetic, numpy=None), mock.patch.multiple(twins, numpy=None)
+    in_torch = mock.patch.multiple(eager, numpy=None), mock.patch.multiple(jit, numpy=None)
     with in_torch[0], in_torch[1], torch._inductor.config.patch(force_disable_caches=True):
-        fast = partial(torch.compile(twins.momentum_compress), *compress.args)
+        fast = partial(torch.compile(OPS["momentum_compress"].eager), *compress.args)
         began = time.perf_counter()
         fast()
         add("torch.compile of twin", fast, time.perf_counter() - began)

@@ -41,7 +41,7 @@ KERNELS = (
     "lamb_ratio",
     "adam_update",
 )
-STRIDES = ("arrived_stride", "exp_avg_stride", "bits_stride")
+STRIDES = ("arrived_bits_stride", "exp_avg_bits_stride", "bits_stride")
 """Messages are multiples of 16 bytes, which the launcher sees."""
 CHOSEN = (1024, 4)
 """Elements per block and warps per program, as the launcher has them."""
@@ -176,7 +176,7 @@ def variant(name: str, block: int, num_warps: int) -> Variant:
 
 def _case(name: str, block: int, num_warps: int) -> Case:
     case = CASES[name]
-    return replace(case, constants=case.constants | {"BLOCK": block}, num_warps=num_warps)
+    return replace(case, changes=case.changes | {"BLOCK_SIZE": block}, num_warps=num_warps)
 
 
 HEADER = (
@@ -218,8 +218,9 @@ def walks(num_warps: int = 4, ranks: int = 64) -> Iterator[dict[str, Any]]:
     """What was tried: per element and rank, instructions; per rank, barriers; loads before the first barrier waits."""
     target = audit.TARGETS["sm_90"]
     for number, name in enumerate(tuning_kernels.WALKS):
-        case = Case("walk", {"WALK": number, "BLOCK": 1024}, num_warps=num_warps)
-        compiled = audit.compile_case(case, target, STRIDES)
+        constants = {"WALK": number, "BLOCK": 1024}
+        types = tuning_kernels.TYPES | dict.fromkeys(constants, "constexpr")
+        compiled = audit.compile_kernel(tuning_kernels.walk, types, constants, num_warps, target, STRIDES)
         registers, spills = audit.resources(compiled.asm["cubin"])
         many, few = (sass.executed(compiled.asm["cubin"], n) for n in (2 * ranks, ranks))
         yield {
@@ -249,12 +250,12 @@ def walk_table(rows: list[dict[str, Any]]) -> str:
 @contextmanager
 def built_with(block: int, num_warps: int) -> Iterator[None]:
     """Within it, layouts of a ``Workload`` have such blocks, and launches so many warps."""
-    from fusedonebit.triton_kernels import FlatLayout, launch, layout, using
+    from fusedonebit.triton_kernels import FlatLayout, layout, op, using
 
     with (
         mock.patch.object(layout, "BLOCK_SIZES", (*BLOCKS, 256, 128)),
         mock.patch("benchmarks.workload.FlatLayout", partial(FlatLayout, block_size=block)),
-        mock.patch.dict(launch.launch.__kwdefaults__, num_warps=num_warps),
+        mock.patch.object(op, "NUM_WARPS", num_warps),
         # A dry run is the twins': C kernels know the package's own blocks only.
         nullcontext() if torch.cuda.is_available() else using("plain"),
     ):

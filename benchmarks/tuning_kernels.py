@@ -1,4 +1,4 @@
-"""Ways to walk over the ranks that were tried for ``server_reduce``; ``kernels.server_reduce`` has the last of them.
+"""Ways to walk over the ranks that were tried for ``server_reduce``; ``reduce.server_reduce`` has the last of them.
 
 Each adds up in rank order, and so has the same bits. W must be a multiple of 8.
 """
@@ -8,9 +8,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusedonebit.triton_kernels.access import bits_of, elements
-from fusedonebit.triton_kernels.kernels import add_four, load_four, load_four_scales, moved
+from fusedonebit.triton_kernels import block_io, reduce
 
+bits_of, elements = block_io.bits_of.triton, block_io.elements.triton
+add_four, load_four, load_four_scales, moved = (
+    function.triton for function in (reduce.add_four, reduce.load_four, reduce.load_four_scales, reduce.moved)
+)
+
+TYPES = {
+    "arrived_bits": "*u8",
+    "arrived_bits_stride": "i32",
+    "arrived_scales": "*fp32",
+    "scales_stride": "i32",
+    "compensated": "*fp32",
+    "largest": "*fp32",
+    "world_size": "i32",
+    "per_worker": "fp32",
+}
+"""Of the arguments of ``walk``."""
 WALKS = ("one by one", "unrolled by 8", "four in a word", "next four first", "eight under way")
 
 
@@ -78,7 +93,7 @@ def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, 
 @triton.jit
 def walk(
     arrived_bits,  # uint8 [W, stride]
-    arrived_stride,  # bytes between its rows
+    arrived_bits_stride,  # bytes between its rows
     arrived_scales,  # float32 [W]
     scales_stride,  # elements between them
     compensated,  # float32 [n], the sum of s_w/W*sign_w is added
@@ -93,7 +108,7 @@ def walk(
     at = compensated + b * BLOCK + elements(BLOCK)
     arrived = arrived_bits + b * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     total = tl.zeros([BLOCK // 8, 8], tl.float32)
-    given = (arrived, arrived_stride, arrived_scales, scales_stride, world_size, per_worker, total)
+    given = (arrived, arrived_bits_stride, arrived_scales, scales_stride, world_size, per_worker, total)
     if WALK == 0:
         total, most = one_by_one(*given, 1)
     elif WALK == 1:

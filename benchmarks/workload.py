@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedonebit import triton_kernels as ops
 from fusedonebit.comm.message import CHECKED, Flag, Messages, Word
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
-from fusedonebit.triton_kernels.marsit_twins import threshold_of
+from fusedonebit.triton_kernels.marsit_signs import threshold_of
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""

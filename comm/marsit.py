@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
-from ..triton_kernels.marsit_twins import hashed, threshold_of
+from ..triton_kernels.marsit_signs import hashed, threshold_of
 from .message import CHECKED, Flag, Messages, Word, agreed_flags, layout_word, union
 from .ring_topology import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce

@@ -14,11 +14,8 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 import staging
-import torch
 
 import fusedonebit
-from fusedonebit import triton_kernels
-from fusedonebit.triton_kernels.ops import twin
 
 project = "fusedonebit"
 author = "the fusedonebit authors"
@@ -90,17 +87,9 @@ def _without_links_back(app: Sphinx, page: str, template: str, context: dict[str
         context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
 
 
-def _show_twins() -> None:
-    """Ops are objects without a signature; their twins have it, and their documentation."""
-    for name in triton_kernels.__all__:
-        if isinstance(getattr(triton_kernels, name), torch._ops.OpOverloadPacket):
-            setattr(triton_kernels, name, twin(name))
-
-
 def setup(app: Sphinx) -> None:
     """Fills the source folder; formulas become MathML, which browsers show by themselves, also offline."""
     staging.stage(Path(app.srcdir))
-    _show_twins()
     app.connect("autodoc-process-docstring", _as_written, priority=400)  # before napoleon
     app.connect("html-page-context", _without_links_back)
     # "Bytes, headers included: ..." of a property is a sentence, not a type.

@@ -143,8 +143,9 @@ def _check_included(block: Block) -> None:
 
 
 def _check_config(block: Block) -> None:
-    from fusedonebit.apps.migrate.config import Config, Fate
     from fusedonebit.apps.migrate.script import translate
+
+    from fusedonebit.apps.migrate.config import Config, Fate
 
     config = Config(json.loads(block.text), str(block))
     translate(config, "recommended")

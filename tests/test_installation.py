@@ -25,7 +25,7 @@ from fusedonebit.apps import cli
 import fusedonebit.apps.lab.tasks, fusedonebit.apps.migrate.settings, fusedonebit.apps.train.run
 import fusedonebit.apps.plan.costs, fusedonebit.apps.report.page
 from fusedonebit.triton_kernels import native
-assert native.declarations()
+assert native.KERNELS
 print(fusedonebit.__file__)
 """
 PIP = ("--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check")

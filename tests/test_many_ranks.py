@@ -7,7 +7,7 @@ import torch
 from backends import assert_equal_backends, problem
 
 from fusedonebit import triton_kernels
-from fusedonebit.triton_kernels.launch import SHORT_LANES, SHORT_SEGMENT
+from fusedonebit.triton_kernels.finish import SHORT_LANES, SHORT_SEGMENT
 
 pytestmark = pytest.mark.kernels
 

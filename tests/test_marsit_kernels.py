@@ -19,7 +19,8 @@ from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, SimulatedTransport
 from fusedonebit.comm.message import CHECKED, Flag, Word
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
-from fusedonebit.triton_kernels.marsit_twins import NONFINITE, bernoulli, threshold_of
+from fusedonebit.triton_kernels.marsit import NONFINITE
+from fusedonebit.triton_kernels.marsit_signs import bernoulli, threshold_of
 
 pytestmark = pytest.mark.kernels
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._ops import OpOverloadPacket
 
-from fusedonebit.triton_kernels.ops import SCHEMAS, twin
+from fusedonebit.triton_kernels.op import OPS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -106,8 +105,6 @@ def test_what_is_exported_is_in_the_reference(exported: str):
 def test_what_is_exported_says_what_it_is_and_what_it_takes(exported: str):
     module, name = exported.rsplit(".", 1)
     given = getattr(importlib.import_module(module), name)
-    if isinstance(given, OpOverloadPacket):
-        given = twin(name)
     given = inspect.unwrap(given) if callable(given) else given
     if inspect.isclass(given) or inspect.isfunction(given) or inspect.ismodule(given):
         assert inspect.getdoc(given), f"{exported} has no docstring"
@@ -126,8 +123,8 @@ def undocumented(given: Any) -> list[str]:
         return []  # made by this package only
     text = inspect.getdoc(given) or ""
     for other in re.findall(r"as for ``(\w+)``", text):
-        if other in SCHEMAS:
-            text += "\n" + (inspect.getdoc(twin(other)) or "")
+        if other in OPS:
+            text += "\n" + (inspect.getdoc(OPS[other].eager) or "")
     listed = re.findall(r"^ *\*{0,2}([\w*, ]+?)(?: \(.*?\))?: ", text, re.MULTILINE)
     said = set(re.findall(r"\w+", " ".join([*listed, *re.findall(r"``(.*?)``", text)])))
     return [name for name in inspect.signature(given).parameters if name not in said]

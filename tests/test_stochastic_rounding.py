@@ -21,8 +21,7 @@ from torch.nn import Parameter
 
 from fusedonebit import DisagreementError, Lamb, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
-from fusedonebit.triton_kernels import Coef, using
-from fusedonebit.triton_kernels.access import elements, mixed, random_words
+from fusedonebit.triton_kernels import Coef, block_io, rules, using
 from fusedonebit.triton_kernels.cpu_tiles import Tile
 from fusedonebit.triton_kernels.eager import random_bits, stochastic
 
@@ -126,11 +125,18 @@ def test_any_layout_and_step_rounds_alike(op, sizes, step, random):
     assert_equal_backends(op, lambda: arguments(op, step, tuple(sizes), dtypes, 256, masks=masks))
 
 
+elements, random_words, random_sixteen = (
+    block_io.elements.triton,
+    block_io.random_words.triton,
+    rules.random_bits.triton,
+)
+
+
 @triton.jit
 def write_bits(rounding, block, out):
     i = elements(128)
-    words = random_words(rounding, tl.load(block), i, 128)
-    tl.store(out + i, (mixed(words) >> 16).to(tl.int32))
+    low, seed = random_words(rounding, tl.load(block), i, 128)
+    tl.store(out + i, random_sixteen(low, seed).to(tl.int32))
 
 
 @pytest.mark.parametrize("block", [0, 3, 2**25 - 1, 2**25, 2**26 + 5], ids=str)

@@ -105,10 +105,10 @@ def counting(live, row, i, BLOCK_SIZE: tl.constexpr):
 
 
 @jit()
-def only_active(x, live, row, BLOCK_SIZE: tl.constexpr):
+def only_active(x, mask, row):
     """``x``, zero where an element does not count."""
     if row != 0:
-        x = tl.where(active(live, row, BLOCK_SIZE), x, 0.0)
+        x = tl.where(mask, x, 0.0)
     return x
 
 
@@ -207,12 +207,12 @@ def _store(place, i, x, words, mask, STORED: tl.constexpr):
 
 
 @jit()
-def store_user(place, i, x, words, live, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def store_user(place, i, x, words, mask, row, STORED: tl.constexpr):
     """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype; see ``random_words``."""
     if row == 0:
         _store(place, i, x, words, None, STORED)
     elif row != 1:
-        _store(place, i, x, words, active(live, row, BLOCK_SIZE), STORED)
+        _store(place, i, x, words, mask, STORED)
 
 
 @jit()

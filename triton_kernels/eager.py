@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .coefficients import Coef
 from .cpu_tiles import Tile, gather, scatter
 from .jit import numpy
 from .live import FULL_ROW, SPREAD
@@ -41,29 +40,11 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
 
     Args:
         bits: uint8 [bytes], or [2, bytes] where ternary; see ``twins``.
-        scale: float32 [blocks].
+        scale: float32 [blocks, 1].
     """
     ternary = bits.dim() == 2
-    values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale[:, None])
+    values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale)
     return torch.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
-
-
-def residual(c: Tensor, scale: Tensor, ternary: bool) -> Tensor:
-    """``rules.residual`` for c float32 [blocks, block_size]."""
-    return rules.residual(c, scale[:, None], ternary)
-
-
-def column(k: Tensor, which: Coef) -> Tensor:
-    """A coefficient of each block, [blocks, 1], from rows ``k`` of the table."""
-    return k[:, which, None]
-
-
-counted = rules.counted
-
-
-def denom(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
-    """``rules.denominator``; ``v`` of any dtype."""
-    return rules.denominator(v.float(), k, eps_inside_sqrt)
 
 
 def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
@@ -90,15 +71,27 @@ def move(
     live_row: Tensor,
     rounding: Tensor | None,
 ) -> None:
-    """x = decay*x - step_size*update for the live elements of a tile; overwrites ``update``."""
+    """``rules.moved`` for the elements of a tile that count."""
     x = gather(params, tile, block_size)
-    moved = x * column(k, Coef.DECAY)
-    moved.sub_(update.mul_(column(k, Coef.STEP_SIZE)))
+    moved = rules.moved(x, update, k)
     mask = live_mask(live, live_row, tile)
     moved = moved if mask is None else torch.where(mask, moved, x)
     if rounding is not None:
         round_bfloat16(moved, params, tile, rounding)
     scatter(moved, params, tile)
+
+
+def moments(
+    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_sq_sums: Tensor | None, tile: Tile, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Updates m and v of a tile in place, and the sums of v if asked; returns views of both."""
+    b = tile.blocks
+    m, v = exp_avg.view(-1, g.shape[1])[b], exp_avg_sq.view(-1, g.shape[1])[b]
+    m.copy_(rules.momentum(m, g, k))
+    v.copy_(rules.variance(v, g, k))
+    if exp_avg_sq_sums is not None:
+        exp_avg_sq_sums[b] = v.sum(1, dtype=torch.float64)
+    return m, v
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:

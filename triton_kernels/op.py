@@ -47,6 +47,7 @@ PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
 """float32 [B]: one for each block."""
 Variance = Annotated[Tensor, Spec(None, "element")]
 """float32 or bfloat16 [P]."""
+AnyFloats = Annotated[Tensor, Spec(None)]
 Doubles = Annotated[Tensor, Spec(torch.float64)]
 DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]
 Indices = Annotated[Tensor, Spec(torch.int32, "block")]
@@ -130,7 +131,8 @@ class Op:
     """What is derived from a declaration."""
 
     def __init__(self, eager: Callable[..., None], kernel: Deferred | None, writes: Sequence[str], derive: Derived):
-        self.name, self.eager, self.kernel, self.writes, self._derive = eager.__name__, eager, kernel, writes, derive
+        self.name, self.eager, self.kernel = eager.__name__.lstrip("_"), eager, kernel
+        self.writes, self._derive = writes, derive
         hints = get_type_hints(eager, include_extras=True)
         self.arguments = {name: _argument(hints[name]) for name in inspect.signature(eager).parameters}
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
@@ -187,8 +189,10 @@ class Op:
 
     def _computed(self, key: str, function: Callable[..., Any], needed: Sequence[str] | None = None) -> str:
         if key not in self._steps:
-            if needed is None:
-                needed = [n if n in self.arguments else self._key(n) for n in inspect.signature(function).parameters]
+            if needed is None:  # those of its own arguments that are derived come first
+                names = inspect.signature(function).parameters
+                as_given = set(self.arguments) - (set(self._derive) - {key})
+                needed = [n if n in as_given else self._key(n) for n in names]
             self._steps[key] = function, list(needed)
         return key
 
@@ -197,18 +201,17 @@ class Op:
         return self._computed(f"{name}.pointers", pointer_table, needed)
 
     def _parameter(self, name: str) -> Parameter:
-        if name in self._derive or (name in STANDARD and name not in self.arguments):
-            return Parameter(name, {**STANDARD, **self._derive}[name][0])
-        if name.isupper():
-            return Parameter(name, "constexpr")
+        argument = self.arguments.get(name)
+        if argument is not None and argument.spec is not None:
+            return Parameter(name, argument.spec.pointer, argument.spec, name in self.writes)
         if name in self._lists:
             return Parameter(name, "*i64")
-        argument = self.arguments.get(name)
-        if argument is None:  # a stride, or the number of tensors
-            return Parameter(name, "i32")
-        if argument.spec is None:
+        if argument is not None:
             return Parameter(name, "fp32" if argument.schema == "float" else "i32")
-        return Parameter(name, argument.spec.pointer, argument.spec, name in self.writes)
+        derived = {**STANDARD, **self._derive}.get(name)
+        if derived is not None:
+            return Parameter(name, derived[0])
+        return Parameter(name, "constexpr" if name.isupper() else "i32")  # else a stride, or the number of tensors
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """The op's arguments and all that the kernel needs of them, by name."""
@@ -284,7 +287,8 @@ def op(
     """
 
     def declare(eager: Callable[P, None]) -> Callable[P, None]:
-        declared = OPS[eager.__name__] = Op(eager, kernel, tuple(writes), derive or {})
+        declared = Op(eager, kernel, tuple(writes), derive or {})
+        OPS[declared.name] = declared
         _LIBRARY.define(declared.name + declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
             _LIBRARY.impl(declared.name, declared.implementation(key.lower()), key)

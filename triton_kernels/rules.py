@@ -14,13 +14,23 @@ from __future__ import annotations
 from .coefficients import (
     BETA1,
     BETA2,
+    BETA3,
+    C_MAX,
+    C_MIN,
     DECAY,
     EPS,
     GRAD_LIMIT,
+    LR,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
+    R_MAX,
+    R_MIN,
+    R_THRESHOLD,
     RSQRT_BIAS2,
     STEP_SIZE,
+    UNBIAS1,
+    UNIT,
+    WEIGHT_DECAY,
 )
 from .jit import of, rule, tl
 
@@ -79,6 +89,18 @@ def denominator(v, k, EPS_INSIDE_SQRT: tl.constexpr):
 
 
 @rule
+def preconditioned(x, v, k, EPS_INSIDE_SQRT: tl.constexpr):
+    """x / denominator: what moves a parameter, up to the step size (Adam; 1-bit Adam, Algorithm 1, line 11)."""
+    return tl.div_rn(x, denominator(v, k, EPS_INSIDE_SQRT))
+
+
+@rule
+def plain_scale(scale, k):
+    """|m| from the scale of unit*m, as it was compressed (1-bit LAMB, section 4.3)."""
+    return tl.div_rn(scale, of(k, UNIT))
+
+
+@rule
 def momentum(m, g, k):
     """m_t = beta1 * m_{t-1} + (1 - beta1) * g_t."""
     return m * of(k, BETA1) + g * of(k, ONE_MINUS_BETA1)
@@ -96,6 +118,116 @@ def moved(x, update, k):
     return x * of(k, DECAY) - update * of(k, STEP_SIZE)
 
 
+# ---------------------------------------------------------------- 1-bit Adam (Tang et al., 2021, Algorithm 1)
+
+
+@rule
+def carried(m, c, s, k, TERNARY: tl.constexpr):
+    """beta1 * m_{t-1} + e: what is compressed, but for the gradient (line 7)."""
+    return m * of(k, BETA1) + residual(c, s, TERNARY)
+
+
+@rule
+def gradient_share(g, k):
+    """(1 - beta1) * g_t, of which line 6 makes the momentum; none where the gradient is too large to count."""
+    return counted(g, k) * of(k, ONE_MINUS_BETA1)
+
+
+@rule
+def in_unit(x, k):
+    """unit * x: one scale then suits all layers (1-bit LAMB, section 4.3)."""
+    return x * of(k, UNIT)
+
+
+# ---------------------------------------------------------------- LAMB and 1-bit LAMB (Li et al., 2021)
+
+
+@rule
+def unbiased(m, k):
+    """m / (1 - beta1^t)."""
+    return m * of(k, UNBIAS1)
+
+
+@rule
+def decaying(update, x, k):
+    """update + wd * x."""
+    return update + x * of(k, WEIGHT_DECAY)
+
+
+@rule
+def lamb(x, m, v, k, EPS_INSIDE_SQRT: tl.constexpr):
+    """u_t = m / denominator + wd * x (eq. 2, line 3)."""
+    return decaying(preconditioned(unbiased(m, k), v, k, EPS_INSIDE_SQRT), x, k)
+
+
+@rule
+def rebuilt_gradient(m, last, k):
+    """g_t = (m_t - beta1 * m_{t-1}) / (1 - beta1) (Algorithm 1, line 15)."""
+    return tl.div_rn(m - last * of(k, BETA1), of(k, ONE_MINUS_BETA1))
+
+
+@rule
+def coefficient(x, u, k):
+    """c_t = clip(|x|/|u|, c_min, c_max), or 1 where a norm is zero (eq. 2, line 4); float64."""
+    c = tl.minimum(tl.maximum(x / u, of(k, C_MIN).to(tl.float64)), of(k, C_MAX).to(tl.float64))
+    return tl.where((x > 0) & (u > 0), c, 1.0)
+
+
+@rule
+def average(c_avg, c, k, DEEPSPEED: tl.constexpr):
+    """c_avg = beta3 * c_avg + (1 - beta3) * c (Algorithm 1, line 2); DeepSpeed leaves c == 1 out; float64."""
+    beta3 = of(k, BETA3).to(tl.float64)
+    moved = beta3 * c_avg + (1.0 - beta3) * c
+    if DEEPSPEED:
+        moved = tl.where(c == 1.0, c_avg, moved)
+    return moved
+
+
+@rule
+def blended(r, adam, u):
+    """DeepSpeed's r, with the share of the weight decay: R*r + 1 - R, R = min(1, |m/denom|/|u|); float64."""
+    share = tl.where(adam < u, adam / u, 1.0)
+    return r * share + (1.0 - share)
+
+
+@rule
+def limited(r, last, k, DEEPSPEED: tl.constexpr):
+    """r, near the last one (Algorithm 1, line 18), then in its range (line 19); DeepSpeed swaps them; float64."""
+    low, high = of(k, R_MIN).to(tl.float64), of(k, R_MAX).to(tl.float64)
+    threshold = of(k, R_THRESHOLD).to(tl.float64)
+    if DEEPSPEED:
+        r = tl.minimum(tl.maximum(r, low), high)
+    r = tl.minimum(tl.maximum(r, last * (1.0 - threshold)), last * (1.0 + threshold))
+    if not DEEPSPEED:
+        r = tl.minimum(tl.maximum(r, low), high)
+    return r
+
+
+@rule
+def layer_step(c, k):
+    """The columns STEP_SIZE and DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
+    step = of(k, LR).to(tl.float64) * c
+    step_size = (step * of(k, UNBIAS1).to(tl.float64)).to(tl.float32)
+    decay = (1.0 - step * of(k, WEIGHT_DECAY).to(tl.float64)).to(tl.float32)
+    return step_size, decay
+
+
+# ---------------------------------------------------------------- scales
+
+
+@rule
+def scale_of(absolute, squares, n, NORM: tl.constexpr):
+    """The scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; float64."""
+    l1 = absolute / n
+    l2 = tl.sqrt(squares / n)
+    if NORM == 0:
+        return l1.to(tl.float32)
+    elif NORM == 1:
+        return l2.to(tl.float32)
+    else:
+        return tl.minimum(l2, 1.9 * l1).to(tl.float32)
+
+
 # ---------------------------------------------------------------- distributed Lion (Liu et al., 2024, Algorithm 1)
 
 
@@ -105,6 +237,45 @@ def lion(m, g, k):
     c = m * of(k, BETA1) + g * of(k, ONE_MINUS_BETA1)
     m = m * of(k, BETA2) + g * of(k, ONE_MINUS_BETA2)
     return c, m
+
+
+# ---------------------------------------------------------------- Marsit (Wu et al., DAC 2022)
+
+
+@rule
+def compensation(c, sent, limit):
+    """What compression has left, bounded (Algorithm 1, line 10); the paper's limit is infinity."""
+    e = c - sent
+    e = tl.where(e < negative(limit), negative(limit), e)  # a NaN stays one
+    e = tl.where(e > limit, limit, e)
+    return e + 0.0  # no -0.0, whatever the backend makes of bounds that are zero
+
+
+@rule
+def accumulated(m, d, k):
+    """m_t = momentum * m_{t-1} + d."""
+    return m * of(k, BETA1) + d
+
+
+@rule
+def step_of(update, k):
+    """step_size * update."""
+    return update * of(k, STEP_SIZE)
+
+
+@rule
+def decoupled(u, x, k):
+    """u + lr * wd * x."""
+    return u + x * (of(k, LR) * of(k, WEIGHT_DECAY))
+
+
+# ---------------------------------------------------------------- 0/1 Adam (Lu et al., 2022, Algorithm 1)
+
+
+@rule
+def leaking(added, x, d, k):
+    """The buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
+    return added + x * of(k, WEIGHT_DECAY) * d
 
 
 # ---------------------------------------------------------------- random bits

@@ -35,16 +35,6 @@ class Pointers(NamedTuple):
     stored: int
     host: Tensor
 
-    @property
-    def dtype(self) -> int:
-        """The dtype of all."""
-        return self.stored % _ALIGNED
-
-    @property
-    def aligned(self) -> bool:
-        """Whether all are aligned."""
-        return self.stored >= _ALIGNED
-
 
 _MOST_TABLES = 256
 _tables: OrderedDict[tuple[Any, ...], Pointers] = OrderedDict()

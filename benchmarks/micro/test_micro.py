@@ -20,7 +20,7 @@ import torch
 from benchmarks.timing import Call, copy_of, time_by_turns
 from benchmarks.workload import CALLS, OF_TWO_WORKERS, PRECONDITIONED, Workload
 from fusedonebit.triton_kernels import cpu_tiles, using
-from fusedonebit.triton_kernels.ops import twin
+from fusedonebit.triton_kernels.op import OPS
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -56,7 +56,7 @@ def synchronised(call: Call) -> Call:
 def compiled(op: str, arguments: tuple) -> Call:
     """The twin under torch.compile; skips where no compiler can make it."""
     torch.compiler.reset()
-    call = partial(torch.compile(twin(op)), *arguments)
+    call = partial(torch.compile(OPS[op].eager), *arguments)
     try:
         call()
     except Exception as error:

@@ -20,7 +20,7 @@ from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebui
 
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import TAIL, FlatLayout, using
-from fusedonebit.triton_kernels.marsit_twins import threshold_of
+from fusedonebit.triton_kernels.marsit_signs import threshold_of
 
 SMALL = [(1,), (7,), (1023,), (1024,), (1025,), (300, 0, 5, 2048, 129)]
 LARGE = [(100_000,), (3_000_001, 40, 1_000_000)]

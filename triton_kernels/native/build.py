@@ -29,7 +29,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
     *("-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # bits equal the twins'
 )
-SOURCES = ("compress.c", "update.c", "marsit.c", "zero_one.c", "lion.c")
+SOURCES = ("compress.c", "update.c", "marsit.c", "lion.c")
 HERE = Path(__file__).parent
 
 ANSWER_SECONDS, BUILD_SECONDS, LOCK_SECONDS = 20.0, 120.0, 120.0

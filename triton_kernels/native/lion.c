@@ -1,6 +1,6 @@
 /* Distributed Lion's worker. */
 
-#include "access.h"
+#include "block_io.h"
 
 /* Where the update is 0 a coin makes it 1 or -1. */
 static void toss(float *restrict c, int64_t b, const int64_t *step, int64_t n)
@@ -42,7 +42,7 @@ KERNEL(lion_compress)
             memset(packed, 0xFF, BLOCK_SIZE / 8);
             continue;
         }
-        struct place at = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRADS % ALIGNED);
+        struct place at = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRADS);
         float *m = exp_avg + b * BLOCK_SIZE;
         load_user(g, at, live, live_row[b], BLOCK_SIZE);
         if (blend(new_m, c, m, g, at.k, live, live_row[b], BLOCK_SIZE) && !*hold)

@@ -1,4 +1,5 @@
-/* What the C kernels are made of, as access.py is for the Triton kernels: blocks in cache, bits, users' tensors.
+/* How a C kernel reaches its block, bits and the users' tensors, as block_io.py for Triton; formulas are generated
+   from rules.py.
 
    A kernel works on blocks begin..end-1 of the flat index space, one after the other. A block's operands are
    arrays of at most MOST floats that stay in the first-level cache; every loop over them is one or a few lines
@@ -35,7 +36,7 @@ struct place {
 };
 
 static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensors, const float *coef,
-                              const int32_t *block_tensor, const int64_t *block_start, int64_t dtype)
+                              const int32_t *block_tensor, const int64_t *block_start, int64_t stored)
 {
     static const float none[COLUMNS];
     if (tensors == 0) { /* then the line is one block of padding, and no table has a row for it */
@@ -43,7 +44,7 @@ static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensor
         return nowhere;
     }
     int64_t t = block_tensor[b];
-    int64_t kind = dtype == MIXED ? pointers[tensors + t] : dtype;
+    int64_t kind = stored % ALIGNED == MIXED ? pointers[tensors + t] : stored % ALIGNED;
     struct place found = {coef + t * COLUMNS, (char *)(intptr_t)pointers[t], kind, block_start[b]};
     return found;
 }
@@ -51,6 +52,9 @@ static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensor
 /* Asks for the line of the next block that lies where this block's line is: a block of floats is a page, where
    processors' own prefetching ends. One line at a time, between arithmetic: more wait for one another. */
 #define PREFETCH(x, n) __builtin_prefetch((x) + (n))
+
+/* A row of coefficients, to be kept in registers: stores of floats may change any other memory. */
+#define KEEP(k, row) float k[COLUMNS]; memcpy(k, row, sizeof k)
 
 /* ---------------------------------------------------------------- packed bits, LSB first */
 
@@ -183,12 +187,6 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
     }
 }
 
-static void only_counted(float *restrict g, const float *k, int64_t n)
-{
-    EACH_LINE(i, n)
-        LANES g[i + j] = counted(g[i + j], k);
-}
-
 static void store_one(struct place at, int64_t i, float x, uint32_t more)
 {
     switch (at.kind) {
@@ -254,14 +252,29 @@ static const float *variance_of(const void *exp_avg_sq, int64_t kind, int64_t b,
 
 /* ---------------------------------------------------------------- arithmetic */
 
-static void denom(float *restrict d, const float *restrict v, const float *k, int64_t eps_inside, int64_t n)
+static void denominators(float *restrict d, const float *restrict v, const float *row, int64_t eps_inside, int64_t n)
 {
+    KEEP(k, row);
     EACH_LINE(i, n) {
         PREFETCH(v + i, n);
         if (eps_inside)
             LANES d[i + j] = denominator(v[i + j], k, 1);
         else
             LANES d[i + j] = denominator(v[i + j], k, 0);
+    }
+}
+
+/* u = m / denominator; u may be m. */
+static void precondition(float *u, const float *m, const float *v, const float *row, int64_t eps_inside, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n) {
+        PREFETCH(m + i, n);
+        PREFETCH(v + i, n);
+        if (eps_inside)
+            LANES u[i + j] = preconditioned(m[i + j], v[i + j], k, 1);
+        else
+            LANES u[i + j] = preconditioned(m[i + j], v[i + j], k, 0);
     }
 }
 

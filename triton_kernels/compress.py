@@ -1,0 +1,146 @@
+"""A worker's compression: momentum, error feedback and signs. The kernel is never autotuned: it updates in place.
+
+Bits are one plane of signs, uint8 [W, P / 8W]; or, where ternary, two planes, uint8 [W, 2, P / 8W]: signs, and which
+elements are not zero (Tarasov & Ershov, section 4). Then sign(0) = 0, so that zeros have no residual and no momentum,
+weigh in no scale, and are counted in a fourth row of partial sums. Which of the two it is, ops see from the dimensions
+of their bits and from the rows of their sums.
+
+Partial sums are taken in float64 of float32 terms: squares are exact there, sums round far below the float32 result,
+and so the order of summation does not show.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import rules
+from .block_io import (
+    bytes_at,
+    counting,
+    elements,
+    load_bits,
+    load_user,
+    only_active,
+    place_of,
+    scaled,
+    store_bits,
+    store_partials,
+    tensor_of,
+)
+from .cpu_tiles import gather, tiles
+from .eager import DROPPED, compress, only_live, write_partials
+from .eager import scaled as scaled_by
+from .jit import jit, tl
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
+
+
+@jit()
+def momentum_compress_kernel(
+    grads, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef, block_tensor,
+    block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, hold,
+    blocks_per_chunk,
+    GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks.
+
+    Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if any.
+    """
+    if tl.load(hold) != 0:
+        return
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK_SIZE)
+    t, k = tensor_of(b, block_tensor, coef)
+    row = tl.load(live_row + b)
+    scale = tl.load(exp_avg_scale + b)
+    c = tl.load(compensated + b * BLOCK_SIZE + i)
+    packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+    signs, nonzero = load_bits(packed, plane, TERNARY)
+    m = scaled(signs, nonzero, scale, TERNARY)
+    kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
+    place = place_of(grads, tensors, t, block_start, b)
+    g = rules.gradient_share(load_user(place, i, counting(live, row, i, BLOCK_SIZE), row, GRADS), k)
+    if exp_avg_sq is not None:
+        v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        g = rules.preconditioned(g, v, k, EPS_INSIDE_SQRT)
+    else:
+        g = rules.in_unit(g, k)
+    # The mask is read again, so that no register holds it meanwhile.
+    c = only_active(g + kept, counting(live, row, i, BLOCK_SIZE), row)
+    finite = rules.finite(c)
+    c = tl.where(finite, c, kept)
+    tl.store(compensated + b * BLOCK_SIZE + i, c)
+    store_bits(bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
+    store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
+
+
+@op(momentum_compress_kernel, writes=("compensated", "bits", "partials"))
+def momentum_compress(
+    grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
+    exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
+    eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
+) -> None:  # fmt: skip
+    """Momentum, error feedback and sign compression in one pass (1-bit Adam, Algorithm 1, worker).
+
+        e = c - s*sign(c);  c = beta1*m + (1 - beta1)*g*unit + e;  bits = c >= 0
+
+    The residual is deferred: it is formed when ``c`` is read again, since its scale is known only
+    after all of ``c`` was seen. ``m`` comes from the last synchronised bits and scales. An element
+    whose gradient exceeds GRAD_LIMIT, or whose new ``c`` is not finite, drops its gradient and is counted.
+
+    Args:
+        grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
+        sizes: Elements of each gradient.
+        block_size: Elements per block.
+        compensated: c, float32 [P], read and written.
+        worker_scale: s of the last step, float32 [B].
+        exp_avg_bits: Signs of m, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
+        exp_avg_scale: |m|, float32 [B].
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        live, live_row: The active mask: elements that count; others get c = 0.
+        bits: As ``exp_avg_bits``, written.
+        partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements; or
+            [4, B] where ternary: number of elements that are not zero.
+        hold: int32 [1]; where set nothing is written.
+    """
+    if hold:
+        return
+    ternary = bits.dim() == 3
+    flat = compensated.view(-1, block_size)
+    for tile in tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor)):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        m = scaled_by(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+        kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
+        g = rules.gradient_share(gather(grads, tile, block_size), k)
+        if exp_avg_sq is None:
+            g = rules.in_unit(g, k)
+        else:
+            g = rules.preconditioned(g, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
+        new = only_live(g.add_(kept), live, live_row, tile)
+        if not write_partials(new, partials[:, b]):
+            finite = rules.finite(new)
+            new = torch.where(finite, new, kept)
+            write_partials(new, partials[:, b])
+            partials[DROPPED, b] = (~finite).sum(1).double()
+        flat[b] = new
+        compress(new, bits[tile.chunk, ..., tile.bytes])
+
+
+@op(writes=("compensated", "scale"))
+def settle(compensated: Floats, scale: Floats, ternary: bool, live: Bits, live_row: Indices) -> None:
+    """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step.
+
+    Args:
+        compensated: float32 [n].
+        scale: float32 [blocks of n].
+        ternary: Whether sign(0) is 0.
+        live, live_row: The active mask: elements that count; others have no residual.
+    """
+    block_size = compensated.numel() // scale.numel()
+    for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
+        c = compensated.view(-1, block_size)[tile.blocks]
+        c.copy_(only_live(rules.residual(c, scale[tile.blocks, None], ternary), live, live_row, tile))
+    scale.zero_()

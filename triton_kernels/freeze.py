@@ -1,0 +1,142 @@
+"""What runs once per freeze, or when somebody asks: the change between the stages, and statistics. In torch alone."""
+
+from __future__ import annotations
+
+import torch
+
+from . import rules
+from .coefficients import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
+from .cpu_tiles import tiles
+from .eager import only_live, square_sum
+from .jit import of
+from .op import Bits, Counters, Doubles, Floats, Indices, PerElement, Sizes, op
+
+
+@op(writes=("exp_avg", "exp_avg_sq"))
+def freeze(
+    sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
+    precondition: bool, coef: Floats, block_tensor: Indices, dead_value: Floats | None, least: Floats | None,
+    bfloat16: bool = False,
+) -> None:  # fmt: skip
+    """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
+
+    ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
+    its "residual" just what the full-precision momentum contributes.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        exp_avg: m, float32 [P]; c is written.
+        exp_avg_sq: v, float32 [P], read and written.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        precondition: unit = 1/denom per coordinate, with the v that is written, instead of the layer's.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
+            [tensors]; None leaves them.
+        least: What v must at least be, float32 [tensors], or None.
+        bfloat16: Rounds v to what bfloat16 can represent, before it is used.
+    """
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        owner = block_tensor[tile.blocks]
+        k = coef[owner]
+        c, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
+        if dead_value is not None:
+            v.copy_(torch.where(v == 0, dead_value[owner][:, None], v))
+        if least is not None:
+            v.copy_(torch.maximum(v, least[owner][:, None]))
+        if bfloat16:
+            v.copy_(v.bfloat16())
+        c.mul_(of(k, BETA1))
+        if precondition:
+            c.div_(rules.denominator(v, k, eps_inside_sqrt))
+        else:
+            c.mul_(of(k, UNIT))
+
+
+@op(writes=("exp_avg", "exp_avg_sq"))
+def thaw(
+    sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
+    precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, clip: bool,
+) -> None:  # fmt: skip
+    """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
+
+    v is corrected for its start at 0. With ``clip`` |m| is at most the root of v: a gradient that v
+    has never seen then moves a coordinate by about a step, as Adam would have.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        exp_avg: float32 [P]: unit*m is read, m written.
+        exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        precondition: unit = 1/denom per coordinate, instead of the layer's.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: The active mask: elements that count; others get v = 0.
+        clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
+    """
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        k = coef[block_tensor[tile.blocks]]
+        m, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
+        if precondition:
+            m.mul_(rules.denominator(v, k, eps_inside_sqrt))
+        else:
+            m.div_(of(k, UNIT))
+        v.mul_(of(k, RSQRT_BIAS2)).mul_(of(k, RSQRT_BIAS2))
+        v.copy_(only_live(v, live, live_row, tile))
+        if clip:
+            most = v.sqrt().div_(of(k, UNBIAS1))
+            torch.clamp(m, -most, most, out=m)
+
+
+@op(writes=("partials",))
+def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement, partials: Doubles) -> None:
+    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written; else as for ``freeze``."""
+    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
+        v = exp_avg_sq.view(-1, block_size)[tile.blocks]
+        partials[0, tile.blocks] = v.sum(1, dtype=torch.float64)
+        partials[1, tile.blocks] = (v > 0).sum(1).double()
+
+
+@op(writes=("partials",))
+def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, partials: Doubles) -> None:
+    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written.
+
+    Other arguments as for ``thaw``.
+    """
+    for tile in tiles(sizes, 1, block_size, x.device):
+        partials[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
+
+
+@op(writes=("partials",))
+def update_sums(
+    sizes: Sizes, block_size: int, x: PerElement | None, exp_avg_sq: PerElement, eps_inside_sqrt: bool, coef: Floats,
+    block_tensor: Indices, live: Bits, live_row: Indices, partials: Doubles,
+) -> None:  # fmt: skip
+    """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1.
+
+    Other arguments as for ``thaw``.
+    """
+    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
+        b = tile.blocks
+        d = rules.denominator(exp_avg_sq.view(-1, block_size)[b], coef[block_tensor[b]], eps_inside_sqrt)
+        wide = only_live(torch.ones_like(d) if x is None else x.view(-1, block_size)[b], live, live_row, tile).double()
+        partials[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
+
+
+@op(writes=("counts",))
+def exponents(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, counts: Counters) -> None:
+    """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        x: float32 [P], none negative; zeros are not counted.
+        live, live_row: The active mask: elements that count.
+        counts: int64 [32768], added to. Bin i begins at the float32 whose bits are ``i << 16``.
+    """
+    for tile in tiles(sizes, 1, block_size, x.device):
+        values = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).reshape(-1)
+        bins = values[values > 0].view(torch.int32) >> 16
+        counts += torch.bincount(bins, minlength=len(counts))

@@ -1,0 +1,390 @@
+"""LAMB and 1-bit LAMB (Li et al., 2021): equation (2) and Algorithm 1. Never autotuned: all update in place.
+
+Names: ``c`` a layer's coefficient, ``c_avg`` its moving average, ``r`` its ratio, one per tensor, in the table
+``layers``. What moves the parameters in the end are the columns ``STEP_SIZE`` and ``DECAY`` of ``coef``, which the two
+ops that compute coefficients write. Two kernels work on blocks and leave partial results, two work on layers, one
+program for each, and read those in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .block_io import (
+    bytes_at,
+    counting,
+    elements,
+    load_bits,
+    load_user,
+    only_active,
+    place_of,
+    scaled,
+    store_norm,
+    sum_of,
+    tensor_of,
+)
+from .coefficients import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE
+from .cpu_tiles import gather, tiles
+from .eager import moments, move, only_live, square_sum
+from .eager import scaled as scaled_by
+from .jit import jit, tl
+from .op import (
+    Bits,
+    Counters,
+    Derived,
+    DoublePerBlock,
+    Doubles,
+    Flag,
+    Floats,
+    Indices,
+    PerBlock,
+    PerElement,
+    Sizes,
+    Tensors,
+    Variance,
+    op,
+)
+from .update import moments_kernel, moved_kernel
+
+PER_LAYER: Derived = {
+    "programs": ("i32", lambda coef: len(coef)),
+    "tensors": ("i32", lambda coef: len(coef)),
+    "LANES": ("constexpr", lambda: 1024),  # blocks that a layer's program reads at once
+}
+
+
+@jit()
+def lamb_update_kernel(
+    params, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
+    exp_avg_sq_sums, norms, norms_stride,
+    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: x, 4 for g, 8 for m, 8 for v."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK_SIZE)
+        t, k = tensor_of(b, block_tensor, coef)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
+        x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+        store_norm(norms, b, x)
+        store_norm(norms + norms_stride, b, only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
+
+
+@op(lamb_update_kernel, writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms"))
+def lamb_update(
+    params: Tensors, sizes: Sizes, block_size: int, grad: PerElement, exp_avg: PerElement, exp_avg_sq: PerElement,
+    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
+    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles,
+) -> None:  # fmt: skip
+    """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
+
+        m = beta1*m + (1 - beta1)*g;  v = beta2*v + (1 - beta2)*g^2;  u = m/denom + wd*x
+
+    Moves no parameter: first every layer's coefficient must be known. Other arguments as for ``adam_update``.
+
+    Args:
+        params: Parameters of any float dtype, dense.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        norms: float64 [2, B], written: sums of x^2 and of u^2; those of padding stay as they are.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        k = coef[block_tensor[tile.blocks]]
+        g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
+        m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
+        x = only_live(gather(params, tile, block_size), live, live_row, tile)
+        u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), live, live_row, tile)
+        for row, values in enumerate((x, u)):
+            norms[row, tile.blocks] = square_sum(values)
+
+
+@jit()
+def lamb_coefficient_kernel(
+    norms, norms_stride, layer_start, skip, coef, layers, tensors, DEEPSPEED: tl.constexpr, LANES: tl.constexpr
+):
+    """Grid: tensors."""
+    t = tl.program_id(0).to(tl.int64)
+    if tl.load(skip) == 0:
+        begin = tl.load(layer_start + t)
+        end = tl.load(layer_start + t + 1)
+        k = coef + t * COLUMNS
+        x = tl.sqrt(sum_of(norms, begin, end, LANES))
+        u = tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES))
+        c = rules.coefficient(x, u, k)
+        c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
+        tl.store(layers + AVERAGE * tensors + t, rules.average(c_avg, c, k, DEEPSPEED).to(tl.float32))
+        tl.store(layers + COEFFICIENT * tensors + t, c.to(tl.float32))
+        _store_step(c, k)
+
+
+@jit()
+def _store_step(c, k):
+    step_size, decay = rules.layer_step(c, k)
+    tl.store(k + STEP_SIZE, step_size)
+    tl.store(k + DECAY, decay)
+
+
+@op(lamb_coefficient_kernel, writes=("coef", "layers"), derive=PER_LAYER)
+def lamb_coefficient(
+    norms: Doubles, layer_start: Counters, skip: Flag, deepspeed: bool, coef: Floats, layers: Floats
+) -> None:
+    """Each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
+
+        c = clip(|x|/|u|, c_min, c_max), 1 where a norm is zero;  c_avg = beta3*c_avg + (1 - beta3)*c
+
+    Args:
+        norms: float64 [2, B]: sums of x^2 and of u^2.
+        layer_start: int64 [tensors + 1], first block of each tensor, and B.
+        skip: int32 [1]; where set nothing changes.
+        deepspeed: Leave c == 1 out of the average, as DeepSpeed does.
+        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE and DECAY are written.
+        layers: float32 [rows of ``Layer``, tensors], read and written.
+    """
+    if skip:
+        return
+    x, u = _norms_of(norms, layer_start)
+    c = rules.coefficient(x, u, coef)
+    layers[AVERAGE] = rules.average(layers[AVERAGE, :, None].double(), c, coef, deepspeed)[:, 0]
+    layers[COEFFICIENT] = c[:, 0]
+    _write_step(c, coef)
+
+
+def _norms_of(norms: Tensor, layer_start: Tensor) -> list[Tensor]:
+    """Each layer's norms, float64 [tensors, 1], from sums of squares of its blocks."""
+    return [torch.segment_reduce(row, "sum", offsets=layer_start).sqrt()[:, None] for row in norms]
+
+
+def _write_step(c: Tensor, coef: Tensor) -> None:
+    step_size, decay = rules.layer_step(c, coef)
+    coef[:, STEP_SIZE], coef[:, DECAY] = step_size[:, 0], decay[:, 0]
+
+
+@jit()
+def lamb_move_kernel(
+    params, tensors, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip, rounding,
+    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: x twice, 4 for m, 4 for v."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK_SIZE)
+        t, k = tensor_of(b, block_tensor, coef)
+        at = b * BLOCK_SIZE + i
+        update = rules.preconditioned(tl.load(exp_avg + at), tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        place = place_of(params, tensors, t, block_start, b)
+        moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+
+
+@op(lamb_move_kernel, writes=("params",))
+def lamb_move(
+    params: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
+    rounding: Counters | None,
+) -> None:  # fmt: skip
+    """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
+
+    Arguments as for ``lamb_update``, ``exp_avg``, ``exp_avg_sq`` and ``skip`` as for ``adam_update``, ``rounding`` as
+    for ``apply_momentum``; ``params`` are written, nothing else.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        m, v = exp_avg.view(-1, block_size)[b], exp_avg_sq.view(-1, block_size)[b]
+        move(params, tile, block_size, rules.preconditioned(m, v, k, eps_inside_sqrt), k, live, live_row, rounding)
+
+
+@jit()
+def lamb_ratio_kernel(
+    params, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, last_bits, last_scale, exp_avg_sq, fresh,
+    started, coef, block_tensor, block_start, live, live_row, skip, largest, norms, norms_stride, blocks_per_chunk,
+    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITIONED: tl.constexpr, DEEPSPEED: tl.constexpr,
+    TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks.
+
+    Bytes per element: 4 or 2 for the frozen variance, 4 + 4 for the fresh one, 3/8 for bits (twice where TERNARY); x
+    with norms.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if tl.load(skip) == 0:
+        i = elements(BLOCK_SIZE)
+        t, k = tensor_of(b, block_tensor, coef)
+        scale = tl.load(exp_avg_scale + b)
+        packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = load_bits(packed, plane, TERNARY)
+        held = tl.load(fresh + b * BLOCK_SIZE + i)
+        frozen = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        last_at = last_bits + b * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
+        if TERNARY:
+            last_at += b // blocks_per_chunk * plane  # the chunks before have a second plane each
+        last_signs, last_nonzero = load_bits(last_at, plane, TERNARY)
+        m = scaled(signs, nonzero, rules.plain_scale(scale, k), TERNARY)
+        last = scaled(last_signs, last_nonzero, rules.plain_scale(tl.load(last_scale + b), k), TERNARY)
+        if PRECONDITIONED:
+            m = m * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
+            last = last * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
+        running = tl.load(started) != 0
+        g = rules.rebuilt_gradient(m, tl.where(running, last, held), k)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        v = only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
+        if DEEPSPEED:
+            ratio = tl.div_rn(rules.denominator(frozen, k, EPS_INSIDE_SQRT), rules.denominator(v, k, EPS_INSIDE_SQRT))
+        else:
+            ratio = tl.div_rn(frozen, v)
+        ratio = only_active(tl.where(ratio >= 0, ratio, 0.0), mask, row)  # not where it is 0/0 or inf/inf
+        tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
+        tl.store(fresh + b * BLOCK_SIZE + i, v)
+        tl.store(last_at, signs)
+        if TERNARY:
+            tl.store(last_at + plane, nonzero)
+        tl.store(last_scale + b, scale)
+        if norms is not None:
+            x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+            adam = only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
+            store_norm(norms, b, adam)
+            store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))
+
+
+@op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "largest", "norms"))
+def lamb_ratio(
+    params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, last_bits: Bits,
+    last_scale: PerBlock, exp_avg_sq: Variance, fresh: PerElement, started: Flag, eps_inside_sqrt: bool,
+    preconditioned: bool, deepspeed: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices,
+    skip: Flag, largest: PerBlock, norms: Doubles | None,
+) -> None:  # fmt: skip
+    """Rebuilds the gradient, updates the fresh variance, finds its largest ratio (lines 15 to 17).
+
+        g = (m_t - beta1*m_{t-1})/(1 - beta1);  v_t = beta2*v_{t-1} + (1 - beta2)*g^2
+        largest = max over a block of v_{T_w}/v_t, 0 where v_{T_w} is 0 or both are infinite
+
+    Both momenta are bits and scales. Only before the first step is m_{t-1} the warm-up's, in full
+    precision: ``fresh`` then holds it, and v_{t-1} is v_{T_w}. Leaves m_t as the next m_{t-1}.
+    Other arguments as for ``lamb_update``.
+
+    Args:
+        params: Parameters of any float dtype, dense; read only for ``norms``.
+        exp_avg_bits: Signs of m_t, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
+        exp_avg_scale: |m_t| times unit, float32 [B].
+        last_bits: Signs of m_{t-1}, of the same shape, contiguous, read and written.
+        last_scale: |m_{t-1}| times unit, float32 [B], read and written.
+        exp_avg_sq: v_{T_w}, the frozen variance, float32 or bfloat16 [P].
+        fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
+        started: int32 [1], 0 before the first step.
+        eps_inside_sqrt: Which denom; not read without one of the next two or ``norms``.
+        preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
+        deepspeed: The ratio is that of the denominators: of roots, plus eps.
+        live, live_row: The active mask.
+        skip: int32 [1]; where set nothing changes.
+        largest: float32 [B], written; 0 in blocks where nothing counts.
+        norms: float64 [2, B], written: sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, for
+            DeepSpeed's blend; or None.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, fresh.device, len(block_tensor)):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        frozen, held = exp_avg_sq.view(-1, block_size)[b].float(), fresh.view(-1, block_size)[b]
+        packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg_bits, last_bits))
+        m = scaled_by(packed, rules.plain_scale(exp_avg_scale[b, None], k))
+        last = scaled_by(last_packed, rules.plain_scale(last_scale[b, None], k))
+        if preconditioned:
+            m, last = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last))
+        g = rules.rebuilt_gradient(m, last if started else held, k)
+        v = only_live(rules.variance(held if started else frozen, g, k), live, live_row, tile)
+        above, below = (rules.denominator(x, k, eps_inside_sqrt) if deepspeed else x for x in (frozen, v))
+        ratio = above / below
+        ratio = torch.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
+        largest[b] = only_live(ratio, live, live_row, tile).amax(1)
+        held.copy_(v)
+        last_packed.copy_(packed)
+        last_scale[b] = exp_avg_scale[b]
+        if norms is not None:
+            adam = rules.preconditioned(rules.unbiased(m, k), frozen, k, eps_inside_sqrt)
+            u = rules.decaying(adam, gather(params, tile, block_size), k)
+            for row, values in enumerate((adam, u)):
+                norms[row, b] = square_sum(only_live(values, live, live_row, tile))
+
+
+@jit()
+def _max_of(row, begin, end, LANES: tl.constexpr):
+    """Largest of row[begin:end], float32; 0 of nothing."""
+    lane = tl.arange(0, LANES)
+    most = tl.zeros([LANES], tl.float32)
+    for at in range(begin, end, LANES):
+        most = tl.maximum(most, tl.load(row + at + lane, mask=at + lane < end, other=0.0))
+    return tl.max(most, axis=0)
+
+
+@jit()
+def lamb_rescale_kernel(
+    largest, norms, norms_stride, layer_start, skip, started, coef, layers, tensors,
+    DEEPSPEED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid: tensors."""
+    t = tl.program_id(0).to(tl.int64)
+    if tl.load(skip) == 0:
+        begin = tl.load(layer_start + t)
+        end = tl.load(layer_start + t + 1)
+        k = coef + t * COLUMNS
+        last = tl.load(layers + RATIO * tensors + t).to(tl.float64)
+        found = _max_of(largest, begin, end, LANES).to(tl.float64)
+        r = found
+        if norms is not None:
+            adam = tl.sqrt(sum_of(norms, begin, end, LANES))
+            r = rules.blended(r, adam, tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES)))
+        r = rules.limited(r, last, k, DEEPSPEED)
+        r = tl.where(found > 0, r, last).to(tl.float32)
+        c = r.to(tl.float64) * tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
+        tl.store(layers + RATIO * tensors + t, r)
+        tl.store(layers + COEFFICIENT * tensors + t, c.to(tl.float32))
+        if t == 0:
+            tl.store(started, 1)
+        _store_step(c, k)
+
+
+@op(lamb_rescale_kernel, writes=("started", "coef", "layers"), derive=PER_LAYER)
+def lamb_rescale(
+    largest: PerBlock, norms: Doubles | None, layer_start: Counters, skip: Flag, deepspeed: bool, started: Flag,
+    coef: Floats, layers: Floats,
+) -> None:  # fmt: skip
+    """Each layer's ratio, clipped both ways, and its coefficient c = r*c_avg (lines 17 to 20).
+
+    The paper first limits the change (line 18), then the range (line 19). DeepSpeed first blends in
+    the share of the weight decay, r = R*r + 1 - R with R = min(1, |m/denom|/|u|), then limits the
+    range, then the change. A layer that found no ratio keeps its own.
+
+    Args:
+        largest: float32 [B], from ``lamb_ratio``.
+        norms: float64 [2, B], from ``lamb_ratio``: then r is blended; or None.
+        layer_start: int64 [tensors + 1], first block of each tensor, and B.
+        skip: int32 [1]; where set nothing changes.
+        deepspeed: DeepSpeed's order.
+        started: int32 [1], set to 1.
+        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE and DECAY are written.
+        layers: float32 [rows of ``Layer``, tensors], read and written.
+    """
+    if skip:
+        return
+    found = torch.segment_reduce(largest, "max", offsets=layer_start, initial=0.0).double()[:, None]
+    last = layers[RATIO, :, None].double()
+    r = found if norms is None else rules.blended(found, *_norms_of(norms, layer_start))
+    r = torch.where(found > 0, rules.limited(r, last, coef, deepspeed), last).float()
+    c = r.double() * layers[AVERAGE, :, None].double()
+    layers[RATIO], layers[COEFFICIENT] = r[:, 0], c[:, 0]
+    started.fill_(1)
+    _write_step(c, coef)

@@ -1,0 +1,184 @@
+"""Marsit's local update (Wu et al., DAC 2022). The kernel is never autotuned: it updates in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .block_io import (
+    any_of,
+    bits_of,
+    bytes_at,
+    bytes_of,
+    counting,
+    elements,
+    load_user,
+    place_of,
+    store_user,
+    tensor_of,
+)
+from .coefficients import ONE_MINUS_BETA1
+from .cpu_tiles import Tile, gather, scatter, tiles
+from .eager import only_live, pack, signs
+from .jit import jit, of, tl
+from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
+
+NONFINITE = 1  # the flag of a chunk where an element's gradient or update does not count
+
+
+@jit()
+def local_update_kernel(
+    params, grads, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef, block_tensor,
+    block_start, live, live_row, factor, hold, flags, flags_stride, first_block, blocks_per_chunk,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of the chunks worked on.
+
+    Bytes per element: the gradient, 8 for c, 8 each for m and v, 1/8 each way for bits; the parameter where DECAYS,
+    twice where MOVES.
+    """
+    b = tl.program_id(0).to(tl.int64) + first_block
+    i = elements(BLOCK_SIZE)
+    row = tl.load(live_row + b)
+    mask = counting(live, row, i, BLOCK_SIZE)
+    t, k = tensor_of(b, block_tensor, coef)
+    byte = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+    at = b * BLOCK_SIZE + i
+    s = tl.load(scale + b)
+    sent = tl.where(bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+    kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
+    source = place_of(grads, tensors, t, block_start, b)
+    g = rules.counted(load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
+    place = place_of(params, tensors, t, block_start, b)
+    x = g
+    if DECAYS or MOVES:
+        x = load_user(place, i, mask, row, PARAMS)
+    d = g * of(k, ONE_MINUS_BETA1)
+    if DECAYS and exp_avg_sq is None:
+        d = rules.decaying(d, x, k)
+    m = d
+    old_m = d
+    if exp_avg is not None:
+        old_m = tl.load(exp_avg + at)
+        m = rules.accumulated(old_m, d, k)
+    v = d
+    old_v = d
+    if exp_avg_sq is not None:
+        old_v = tl.load(exp_avg_sq + at)
+        v = rules.variance(old_v, g, k)
+        u = rules.step_of(rules.preconditioned(m, v, k, False), k)
+        if DECAYS:
+            u = rules.decoupled(u, x, k)
+    else:
+        u = rules.step_of(m, k)
+    u = tl.where(mask, u, 0.0)
+    finite = rules.finite(kept + u)
+    if exp_avg_sq is not None:
+        finite = finite & rules.finite(v)
+    held = tl.load(hold) != 0
+    bad = any_of(~finite)
+    if (bad != 0) & (not held):
+        tl.atomic_or(flags + b // blocks_per_chunk * flags_stride, NONFINITE)
+    counts = finite & (not held)
+    u = tl.where(counts, u, 0.0)
+    c = kept + u
+    tl.store(compensated + at, c)
+    if exp_avg is not None:
+        tl.store(exp_avg + at, tl.where(counts, m, old_m))
+    if exp_avg_sq is not None:
+        tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
+    if MOVES:
+        store_user(place, i, x - u, None, mask, row, PARAMS)
+    else:
+        tl.store(byte, bytes_of(c >= 0))
+
+
+@op(
+    local_update_kernel,
+    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "bits", "flags"),
+    derive={
+        "first_block": ("i32", lambda first, blocks_per_chunk: first * blocks_per_chunk),
+        "programs": ("i32", lambda first, last, blocks_per_chunk: (last - first) * blocks_per_chunk),
+    },
+)
+def local_update(
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, first: int, last: int, exp_avg: PerElement | None,
+    exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
+    block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, hold: Flag, decays: bool, moves: bool,
+    flags: Flag,
+) -> None:  # fmt: skip
+    """A worker's own update, on top of what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
+
+        c = clip(c - s*sign(bits), limit) + u;  bits = c >= 0
+
+    with u of SGD, m = momentum*m + g + wd*x, u = lr*m; or, with a variance, of AdamW. The compensation
+    of the last round (line 10) is deferred: it is formed when ``c`` is read again. An element whose
+    gradient exceeds GRAD_LIMIT, or whose update is not finite, has none, keeps its moments, and sets its chunk's flag.
+
+    Args:
+        params: Parameters of any float dtype, dense; read where ``decays``, written where ``moves``.
+        grads: Gradients of any float dtype, dense; empty is zeros.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        first, last: Chunks ``first:last`` are worked on.
+        exp_avg: m, float32 [P], read and written; None: u = lr*g.
+        exp_avg_sq: v, float32 [P], read and written; None: SGD.
+        compensated: c, float32 [>= P], read and written.
+        scale: s, float32 [B]: how far the last global update went.
+        limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's.
+        bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
+        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
+        block_tensor: int32 [B].
+        live, live_row: The active mask: elements that count; others get c = 0.
+        factor: float32 [1], what gradients are multiplied with.
+        hold: int32 [1]; where set u = 0 and moments stay.
+        decays: Whether any tensor has weight decay.
+        moves: A local step between two rounds: x = x - u, and no bits.
+        flags: int32 [W], ``NONFINITE`` is set where it happened.
+    """
+    flat = compensated[: len(scale) * block_size].view(-1, block_size)
+    every = tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor))
+    of_a_chunk = len(every) // len(bits)
+    for tile in every[first * of_a_chunk : last * of_a_chunk]:
+        b = tile.blocks
+        own_bits = bits[tile.chunk, tile.bytes]
+        sent = signs(own_bits, len(scale[b])) * scale[b, None]
+        kept = only_live(rules.compensation(flat[b], sent, limit[b, None]), live, live_row, tile)
+        k = coef[block_tensor[b]]
+        g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k) * factor
+        x = gather(params, tile, block_size) if decays or moves else None
+        decaying = only_live(x, live, live_row, tile) if decays and x is not None else None
+        m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, k)
+        u = only_live(u, live, live_row, tile)
+        finite = rules.finite(kept + u) if v is None else rules.finite(kept + u) & rules.finite(v)
+        counts = torch.zeros_like(finite) if hold else finite
+        if not (hold or finite.all()):
+            flags[tile.chunk] |= NONFINITE
+        u = torch.where(counts, u, 0.0)
+        flat[b] = kept + u
+        for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):
+            if buffer is not None and new is not None:
+                old = buffer.view(-1, block_size)[b]
+                old.copy_(torch.where(counts, new, old))
+        if moves:
+            assert x is not None
+            scatter(x - u, params, tile)
+        else:
+            pack(flat[b].reshape(-1), own_bits)
+
+
+def _update(
+    g: Tensor, x: Tensor | None, exp_avg: Tensor | None, exp_avg_sq: Tensor | None, tile: Tile, k: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """New moments and the update of a tile, nothing written."""
+    b, width = tile.blocks, g.shape[1]
+    d = g * of(k, ONE_MINUS_BETA1)
+    if x is not None and exp_avg_sq is None:
+        d = rules.decaying(d, x, k)
+    m = d if exp_avg is None else rules.accumulated(exp_avg.view(-1, width)[b], d, k)
+    if exp_avg_sq is None:
+        return m, None, rules.step_of(m, k)
+    v = rules.variance(exp_avg_sq.view(-1, width)[b], g, k)
+    u = rules.step_of(rules.preconditioned(m, v, k, False), k)
+    return m, v, u if x is None else rules.decoupled(u, x, k)

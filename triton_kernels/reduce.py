@@ -1,0 +1,189 @@
+"""A server's average of what the workers sent, compressed again. The kernel is never autotuned: it updates in place."""
+
+from __future__ import annotations
+
+import torch
+
+from . import rules
+from .block_io import counting, elements, load_bits, only_active, scaled, store_bits, store_norm, store_partials
+from .cpu_tiles import tiles
+from .eager import compress, only_live, square_sum, write_partials
+from .eager import scaled as scaled_by
+from .jit import jit, tl
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, op
+
+
+@jit()
+def moved(pointer, stride, times: tl.constexpr):
+    """``pointer`` so many strides on; their product would need 64 bits."""
+    for _ in tl.static_range(times):
+        pointer += stride
+    return pointer
+
+
+@jit()
+def load_four(arrived, stride, plane, TERNARY: tl.constexpr):
+    """Four ranks' bytes one behind the other, int32 [n]: of signs and, where TERNARY, of what is not zero.
+
+    Four loads are under way together, and cross from the threads that load to those that add in one exchange.
+    """
+    signs, nonzero = load_bits(arrived, plane, TERNARY)
+    four, four_nonzero = signs.to(tl.int32), nonzero.to(tl.int32)
+    for place in tl.static_range(8, 32, 8):
+        arrived += stride
+        signs, nonzero = load_bits(arrived, plane, TERNARY)
+        four |= signs.to(tl.int32) << place
+        four_nonzero |= nonzero.to(tl.int32) << place
+    return four, four_nonzero
+
+
+@jit()
+def load_four_scales(scales, stride, per_worker):
+    """s_w/W of four ranks."""
+    first = tl.load(scales) * per_worker
+    scales += stride
+    second = tl.load(scales) * per_worker
+    scales += stride
+    third = tl.load(scales) * per_worker
+    scales += stride
+    return first, second, third, tl.load(scales) * per_worker
+
+
+@jit()
+def add_one(total, most, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
+    """Adds what the bytes at bit ``place`` stand for, and the scale itself."""
+    bit = tl.arange(0, 8)[None, :] + place
+    x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, rules.negative(scale))
+    if TERNARY:
+        x = tl.where(((four_nonzero[:, None] >> bit) & 1) != 0, x, 0.0)
+    return total + x, most + scale
+
+
+@jit()
+def add_four(total, most, fours, scales, TERNARY: tl.constexpr):
+    """Adds four ranks, in their order."""
+    signs, nonzero = fours
+    first, second, third, fourth = scales
+    total, most = add_one(total, most, signs, nonzero, 0, first, TERNARY)
+    total, most = add_one(total, most, signs, nonzero, 8, second, TERNARY)
+    total, most = add_one(total, most, signs, nonzero, 16, third, TERNARY)
+    return add_one(total, most, signs, nonzero, 24, fourth, TERNARY)
+
+
+@jit()
+def server_reduce_kernel(
+    arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, slot, skip, compensated,
+    server_scale, live, live_row, bits, partials, partials_stride, agreement, agreement_stride, hold, world_size,
+    per_worker, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of the chunk.
+
+    Bytes per element: W/8 in, 4 + 4 for c if any, 1/8 out; bits twice where TERNARY. Sums in rank order.
+    """
+    if tl.load(hold) != 0:
+        return
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK_SIZE)
+    byte = tl.arange(0, BLOCK_SIZE // 8)
+    row = tl.load(live_row + b)
+    at = tl.load(slot + b)
+    c = tl.zeros(i.shape, tl.float32)
+    if compensated is not None:
+        c = rules.residual(tl.load(compensated + b * BLOCK_SIZE + i), tl.load(server_scale + b), TERNARY)
+    total = tl.zeros(i.shape, tl.float32)
+    most = 0.0
+    if tl.load(skip) == 0:
+        # Pointers that move on: w * stride would need 64 bits.
+        arrived = arrived_bits + b * (BLOCK_SIZE // 8) + byte
+        scales = arrived_scales + at
+        for _ in range(world_size // 8):
+            first = load_four(arrived, arrived_bits_stride, plane, TERNARY)
+            first_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
+            arrived = moved(arrived, arrived_bits_stride, 4)
+            scales = moved(scales, arrived_scales_stride, 4)
+            second = load_four(arrived, arrived_bits_stride, plane, TERNARY)
+            second_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
+            arrived = moved(arrived, arrived_bits_stride, 4)
+            scales = moved(scales, arrived_scales_stride, 4)
+            total, most = add_four(total, most, first, first_scales, TERNARY)
+            total, most = add_four(total, most, second, second_scales, TERNARY)
+        for _ in range(world_size % 8):
+            scale = tl.load(scales) * per_worker
+            signs, nonzero = load_bits(arrived, plane, TERNARY)
+            total += scaled(signs, nonzero, scale, TERNARY)
+            most += scale
+            arrived += arrived_bits_stride
+            scales += arrived_scales_stride
+        c = c + total
+    mask = counting(live, row, i, BLOCK_SIZE)
+    c = only_active(c, mask, row)
+    total = only_active(total, mask, row)
+    if compensated is not None:
+        tl.store(compensated + b * BLOCK_SIZE + i, c)
+    store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY)
+    store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
+    store_norm(agreement, b, total)
+    widest = tl.cast(most, tl.float64)
+    tl.store(agreement + agreement_stride + b, widest * widest)
+
+
+@op(
+    server_reduce_kernel,
+    writes=("compensated", "bits", "partials", "agreement"),
+    derive={
+        "world_size": ("i32", lambda arrived_bits: len(arrived_bits)),
+        "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
+        "compensated": ("", lambda compensated: compensated if compensated.numel() else None),
+        "server_scale": ("", lambda compensated, server_scale: None if compensated is None else server_scale),
+    },
+)
+def server_reduce(
+    arrived_bits: Bits, arrived_scales: Floats, slot: Indices, skip: Flag, block_size: int, compensated: PerElement,
+    server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, agreement: Doubles,
+    hold: Flag,
+) -> None:  # fmt: skip
+    """Averages the workers' chunks and compresses the average (1-bit Adam, Algorithm 1, server).
+
+        E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
+
+    Without ``compensated`` there is no E: c is the average. The sum runs in rank order. Where ``skip`` is set
+    nothing is averaged and E stays as it is.
+
+    Args:
+        arrived_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
+        arrived_scales: float32 [W, slots].
+        slot: int32 [B / W], each block's slot.
+        skip: int32 [1].
+        block_size: Elements per block.
+        compensated: The server's c, float32 [P / W], read and written; or empty.
+        server_scale: Its s of the last step, float32 [B / W].
+        live, live_row: The active mask: elements of this chunk that count.
+        bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
+        partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
+        agreement: float64 [2, B / W], written: the sum of the average's squares, before E is added, and
+            the square that each would have if all workers' signs agreed.
+        hold: int32 [1]; where set nothing is written.
+    """
+    if hold:
+        return
+    world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, compensated.view(-1, block_size)
+    for tile in tiles((len(live_row) * block_size,), 1, block_size, compensated.device):
+        b = tile.blocks
+        total = torch.zeros(tile.numel // block_size, block_size, device=compensated.device)
+        new = torch.zeros_like(total)
+        if keeps:
+            new = rules.residual(flat[b], server_scale[b, None], arrived_bits.dim() == 3)
+        most = torch.zeros_like(total[:, 0])
+        if not skip:
+            scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
+            for w in range(world_size):
+                total += scaled_by(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
+                most += scales[w]
+            new += total
+        new = only_live(new, live, live_row, tile)
+        if keeps:
+            flat[b] = new
+        compress(new, bits[0, ..., tile.bytes])
+        write_partials(new, partials[:, b])
+        agreement[0, b] = square_sum(only_live(total, live, live_row, tile))
+        agreement[1, b] = most.double().square()

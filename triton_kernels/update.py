@@ -1,0 +1,210 @@
+"""What changes parameters: Adam's update, the apply of synchronised bits. Never autotuned: all is in place."""
+
+from __future__ import annotations
+
+import torch
+
+from . import rules
+from .block_io import (
+    bytes_at,
+    counting,
+    elements,
+    load_bits,
+    load_user,
+    only_active,
+    place_of,
+    random_words,
+    scaled,
+    store_user,
+    tensor_of,
+    total_of,
+)
+from .cpu_tiles import gather, scatter, tiles
+from .eager import live_mask, moments, move, only_live, round_bfloat16
+from .eager import scaled as scaled_by
+from .jit import jit, tl
+from .op import (
+    Bits,
+    Counters,
+    DoublePerBlock,
+    Flag,
+    Floats,
+    Indices,
+    PerBlock,
+    PerElement,
+    Sizes,
+    Tensors,
+    Variance,
+    op,
+)
+
+
+@jit()
+def moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Moves the elements of a block that count."""
+    words = random_words(rounding, b, i, BLOCK_SIZE)
+    x = load_user(place, i, mask, row, PARAMS)
+    store_user(place, i, rules.moved(x, update, k), words, mask, row, PARAMS)
+
+
+@jit()
+def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE: tl.constexpr):
+    """Updates m and v of a block, and the sum of v where asked; returns both."""
+    at = b * BLOCK_SIZE + i
+    g = only_active(tl.load(grad + at), mask, row)
+    m = rules.momentum(tl.load(exp_avg + at), g, k)
+    v = rules.variance(tl.load(exp_avg_sq + at), g, k)
+    tl.store(exp_avg + at, m)
+    tl.store(exp_avg_sq + at, v)
+    if exp_avg_sq_sums is not None:
+        tl.store(exp_avg_sq_sums + b, total_of(v))
+    return m, v
+
+
+@jit()
+def apply_momentum_kernel(
+    params, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
+    block_start, live, live_row, skip, rounding, blocks_per_chunk,
+    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY)."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK_SIZE)
+        t, k = tensor_of(b, block_tensor, coef)
+        packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = load_bits(packed, plane, TERNARY)
+        update = scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
+        if exp_avg_sq is not None:
+            v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+            update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        place = place_of(params, tensors, t, block_start, b)
+        moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+
+
+@op(apply_momentum_kernel, writes=("params",))
+def apply_momentum(
+    params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
+    exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
+    live_row: Indices, skip: Flag, rounding: Counters | None,
+) -> None:  # fmt: skip
+    """Applies the synchronised momentum with the frozen variance (1-bit Adam, Algorithm 1, line 11).
+
+        x = (1 - lr*wd)*x - step_size * m/denom,  m = scale*sign(bits)/unit
+        denom = sqrt(v)/sqrt(1 - beta2^F) + eps, or eps inside the root
+
+    Args:
+        params: Parameters of any float dtype, dense, written; computed in float32, rounded once.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        exp_avg_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
+        exp_avg_scale: float32 [B].
+        exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit already is 1/denom.
+        eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: The active mask: elements that move.
+        skip: int32 [1]; where set nothing moves.
+        rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
+            drawn from it and from the flat index (``rules.random_bits``); or None: to nearest.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        update = scaled_by(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
+        if exp_avg_sq is not None:
+            update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
+        move(params, tile, block_size, update, k, live, live_row, rounding)
+
+
+@jit()
+def adam_update_kernel(
+    params, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
+    exp_avg_sq_sums, rounding, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK_SIZE)
+        t, k = tensor_of(b, block_tensor, coef)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
+        update = rules.preconditioned(m, v, k, False)
+        place = place_of(params, tensors, t, block_start, b)
+        moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+
+
+@op(adam_update_kernel, writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums"))
+def adam_update(
+    params: Tensors, sizes: Sizes, block_size: int, grad: PerElement, exp_avg: PerElement, exp_avg_sq: PerElement,
+    coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
+    exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None,
+) -> None:  # fmt: skip
+    """One step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
+
+    Other arguments as for ``apply_momentum``.
+
+    Args:
+        grad: Averaged gradients, float32 [>= P].
+        exp_avg: m, float32 [P], read and written.
+        exp_avg_sq: v, float32 [P], read and written.
+        live, live_row: The active mask; moments of blocks where nothing counts may stay as they are.
+        skip: int32 [1]; where set nothing changes.
+        exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+        k = coef[block_tensor[tile.blocks]]
+        g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
+        m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
+        move(params, tile, block_size, rules.preconditioned(m, v, k, False), k, live, live_row, rounding)
+
+
+@jit()
+def add_values_kernel(
+    params, tensors, values, block_tensor, block_start, live, live_row, skip, rounding,
+    PARAMS: tl.constexpr, REPLACES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: 4, and the parameter twice (once)."""
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(live_row + b)
+    if (tl.load(skip) == 0) & (row != 1):
+        i = elements(BLOCK_SIZE)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        place = place_of(params, tensors, tl.load(block_tensor + b), block_start, b)
+        new = tl.load(values + b * BLOCK_SIZE + i)
+        if not REPLACES:
+            new = load_user(place, i, mask, row, PARAMS) - new
+        store_user(place, i, new, random_words(rounding, b, i, BLOCK_SIZE), mask, row, PARAMS)
+
+
+@op(add_values_kernel, writes=("params",))
+def add_values(
+    params: Tensors, sizes: Sizes, block_size: int, values: PerElement, replaces: bool, live: Bits,
+    live_row: Indices, skip: Flag, rounding: Counters | None,
+) -> None:  # fmt: skip
+    """x = x - values, or x = values, for the elements that count (Marsit, Algorithm 2, line 6).
+
+    Other arguments as for ``apply_momentum``.
+
+    Args:
+        values: float32 [>= P].
+        replaces: Which of the two.
+    """
+    if skip:
+        return
+    for tile in tiles(sizes, 1, block_size, values.device):
+        new = values[tile.start : tile.start + tile.numel].view(-1, block_size)
+        x = gather(params, tile, block_size)
+        moved = new.clone() if replaces else x - new
+        mask = live_mask(live, live_row, tile)
+        moved = moved if mask is None else torch.where(mask, moved, x)
+        if rounding is not None:
+            round_bfloat16(moved, params, tile, rounding)
+        scatter(moved, params, tile)

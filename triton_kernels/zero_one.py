@@ -1,0 +1,203 @@
+"""0/1 Adam (Lu et al., 2022): a step between two synchronisations, and what follows one. Never autotuned.
+
+There is no C: CPUs that run it are those of tests and of the lab.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import rules
+from .block_io import (
+    any_of,
+    bits_of,
+    bytes_at,
+    counting,
+    elements,
+    load_user,
+    only_active,
+    place_of,
+    store_user,
+    tensor_of,
+)
+from .coefficients import BETA1
+from .cpu_tiles import gather, scatter, tiles
+from .eager import live_mask, only_live, scaled
+from .jit import jit, of, tl
+from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
+
+NONFINITE = 1  # the flag that an element sets whose gradient or update does not count
+
+
+@jit()
+def local_step_kernel(
+    params, grads, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start, live,
+    live_row, hold, flags,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITION: tl.constexpr,
+    MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: 8 for c, 4 for v, 4 for m (8 unless LAST); where MOVES the gradient, x twice."""
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK_SIZE)
+    row = tl.load(live_row + b)
+    at = b * BLOCK_SIZE + i
+    if row == 1:
+        tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
+    else:
+        t, k = tensor_of(b, block_tensor, coef)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        m = tl.load(exp_avg + at)
+        d = rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
+        c = rules.residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
+        held = tl.load(hold) != 0
+        finite = i >= 0
+        if MOVES:
+            place = place_of(params, tensors, t, block_start, b)
+            g = load_user(place_of(grads, tensors, t, block_start, b), i, mask, row, GRADS)
+            x = load_user(place, i, mask, row, PARAMS)
+            new = rules.momentum(m, rules.counted(g, k), k)
+            u = tl.div_rn(new, d)
+            added = new
+            if PRECONDITION:
+                added = u
+            if LEAKS:
+                added = rules.leaking(added, x, d, k)
+            finite = rules.finite(c + added) & rules.finite(u)
+            counts = finite & mask & (not held)
+            store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
+            m = tl.where(counts, new, m)
+            c = tl.where(counts, c + added, c)
+        if LAST:
+            kept = m
+            if PRECONDITION:
+                kept = tl.div_rn(m, d)
+            total = c + kept * of(k, BETA1)
+            fits = rules.finite(total)
+            finite = finite & fits
+            c = tl.where(fits, total, c)
+        elif MOVES:
+            tl.store(exp_avg + at, m)
+        tl.store(compensated + at, tl.where(mask, c, 0.0))
+        bad = any_of(~finite & mask)
+        if (bad != 0) & (not held):
+            tl.atomic_or(flags, NONFINITE)
+
+
+@op(local_step_kernel, writes=("params", "exp_avg", "compensated", "flags"))
+def local_step(
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    eps_inside_sqrt: bool, precondition: bool, compensated: PerElement, worker_scale: PerBlock, coef: Floats,
+    block_tensor: Indices, live: Bits, live_row: Indices, hold: Flag, moves: bool, last: bool, leaks: bool,
+    flags: Flag,
+) -> None:  # fmt: skip
+    """A worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
+
+        m = beta1*m + (1 - beta1)*g;  x = (1 - lr*wd)*x - step_size * m/denom;  c = c + m/denom, or c + m
+
+    ``c`` is the buffer u of the paper on top of the residual that the last synchronisation has left, which is
+    deferred: it is formed when ``c`` is read again. Before the step that synchronises, ``last``, beta1*m is
+    added as well: ``momentum_compress`` then only adds that step's gradient. An element whose gradient exceeds
+    GRAD_LIMIT, or whose update is not finite, has none, keeps its moment, and sets the flag; nor is beta1*m added
+    where ``c`` would not be finite.
+
+    Args:
+        params: Parameters of any float dtype, dense, written where ``moves``.
+        grads: Gradients of any float dtype, dense, read where ``moves``; empty is zeros.
+        sizes: Elements of each.
+        block_size: Elements per block.
+        exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``.
+        exp_avg_sq: v, float32 [P].
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        precondition: Whether ``c`` sums m/denom, else m.
+        compensated: c, float32 [P], read and written.
+        worker_scale: s of the last synchronisation, float32 [B]; the caller sets it to 0 afterwards.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: The active mask: elements that count; others get c = 0.
+        hold: int32 [1]; where set x and m stay, and c gets no update.
+        moves: Whether this is a step; else only beta1*m is added where ``last``.
+        last: Whether the next step synchronises.
+        leaks: c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``.
+        flags: int32 [1], ``NONFINITE`` is set where it happened.
+    """
+    flat, moments = compensated.view(-1, block_size), exp_avg.view(-1, block_size)
+    for tile in tiles(sizes, 1, block_size, compensated.device, len(block_tensor)):
+        b = tile.blocks
+        k = coef[block_tensor[b]]
+        m, d = moments[b], rules.denominator(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt)
+        c = rules.residual(flat[b], worker_scale[b, None], False)
+        mask, finite = live_mask(live, live_row, tile), torch.ones_like(c, dtype=torch.bool)
+        if moves:
+            g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+            x = gather(params, tile, block_size)
+            new = rules.momentum(m, rules.counted(g, k), k)
+            u = new / d
+            added = u if precondition else new
+            if leaks:
+                added = rules.leaking(added, x, d, k)
+            finite = rules.finite(c + added) & rules.finite(u)
+            counts = (finite if mask is None else finite & mask) & (hold == 0)
+            scatter(torch.where(counts, rules.moved(x, u, k), x), params, tile)
+            m = torch.where(counts, new, m)
+            c = torch.where(counts, c + added, c)
+        if last:
+            total = c + (m / d if precondition else m) * of(k, BETA1)
+            fits = rules.finite(total)
+            finite, c = finite & fits, torch.where(fits, total, c)
+        elif moves:
+            moments[b] = m
+        flat[b] = only_live(c, live, live_row, tile)
+        bad = ~finite if mask is None else ~finite & mask
+        if bad.any() and not hold:
+            flags |= NONFINITE
+
+
+@jit()
+def rebuild_momentum_kernel(
+    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, exp_avg_sq, coef, block_tensor, live, live_row, exp_avg,
+    blocks_per_chunk, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any."""
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK_SIZE)
+    row = tl.load(live_row + b)
+    at = b * BLOCK_SIZE + i
+    if row == 1:
+        tl.store(exp_avg + at, tl.zeros(i.shape, tl.float32))
+    else:
+        byte = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        s = tl.load(exp_avg_scale + b)
+        m = tl.where(bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+        if exp_avg_sq is not None:
+            _, k = tensor_of(b, block_tensor, coef)
+            m = m * rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
+        tl.store(exp_avg + at, only_active(m, counting(live, row, i, BLOCK_SIZE), row))
+
+
+@op(rebuild_momentum_kernel, writes=("exp_avg",))
+def rebuild_momentum(
+    sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, exp_avg_sq: PerElement | None,
+    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, exp_avg: PerElement,
+) -> None:  # fmt: skip
+    """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale*sign(bits) * denom.
+
+    Args:
+        sizes: Elements of each tensor.
+        block_size: Elements per block.
+        exp_avg_bits: uint8 [W, P / 8W].
+        exp_avg_scale: float32 [B]: the buffer's scale over what its round has summed.
+        exp_avg_sq: v, float32 [P], or None: then without denom.
+        eps_inside_sqrt: Which denom; see ``apply_momentum``.
+        coef: float32 [tensors, columns of ``Coef``].
+        block_tensor: int32 [B].
+        live, live_row: The active mask: elements that count; others get 0.
+        exp_avg: m, float32 [>= P], written.
+    """
+    flat = exp_avg[: len(exp_avg_scale) * block_size].view(-1, block_size)
+    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg.device, len(block_tensor)):
+        b = tile.blocks
+        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+        if exp_avg_sq is not None:
+            v = exp_avg_sq.view(-1, block_size)[b]
+            m.mul_(rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt))
+        flat[b] = only_live(m, live, live_row, tile)
