@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import TAIL, FlatLayout, LiveTable, flatten
-from ..triton_kernels.launch import tables_of
 from ..triton_kernels.tables import tables_of
 from .transport import Transport
 

@@ -24,7 +24,6 @@ from ..triton_kernels import (
     local_update,
     unpack,
 )
-from ..triton_kernels.launch import tables_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size, result_of

@@ -160,8 +160,8 @@ class OneBitLion(DistributedOptimizer):
         reducer.synchronise(compress, self._told(abort, self._step_number, self._missing, **more))
         self._absent = reducer.absent
         self._list.before_update()
-        update = reducer.bits, reducer.scale, None, False, self._coefficients.still(coef, self._absent)
-        apply_momentum(self._list.dense, *where, *update, *tables, reducer.flags, self._rounding)
+        update, coef = (reducer.bits, reducer.scale), self._coefficients.still(coef, self._absent)
+        apply_momentum(self._list.dense, *where, *update, None, False, coef, *tables, reducer.flags, self._rounding)
         self._list.after_update()
         if self._absent is not None:
             reducer.restore(self._absent)
