@@ -16,7 +16,7 @@ TIE_BREAKER = 0.5
 
 
 class SignVote(CompressedAllReduce):
-    """The majority of signs, or their mean; ``compress`` writes a worker's signs to ``to_servers.bits`` and ``vote``s.
+    """Vote on signs: their majority, or their mean. ``compress`` writes a worker's to ``to_servers.bits``, then votes.
 
     Majority: one bit each way, and nothing is kept. Where votes tie the tie breaker's counts, which is another worker
     in each step: a tie that always were +1 would let coordinates drift. Mean: servers send the mean's signs and

@@ -1,4 +1,21 @@
-"""Every block of code in README.md and docs/*.md runs, or is checked in another way; see ``documentation``."""
+"""The code in README.md and docs/*.md runs, and the commands there are understood by the programs that they call.
+
+    ```python      is run: all of a page are one program, in order, under torchrun where they make a process group
+    ```py          an excerpt: its lines are those of files that tests run, which a marker names
+    ```sh, or indented by four    commands: each is parsed by the program that it calls, and run where that is quick
+    ```json        a DeepSpeed config, every key of which ``fusedonebit migrate`` explains
+    ```text        no code: what a program prints, a drawing
+    ```{literalinclude}   a file, as the site shows it: `make docs` fails where it is not there
+
+Markers are comments, which no reader of a page sees:
+
+    <!-- test: run             code that is run at this place: what a page need not show
+    ... -->
+    <!-- test: ranks 4 -->     how many ranks run the page; 2 otherwise
+    <!-- test: lines of examples/plain.py -->              before an excerpt
+    <!-- test: DeepSpeed's own -->                         before code that nobody can run here; it must compile
+    <!-- test: make test-ecosystem runs OneBitTrainer -->  before a block whose libraries only that target installs
+"""
 
 from __future__ import annotations
 
@@ -8,110 +25,132 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import documentation
 import pytest
 import test_readme
 import torch
-from documentation import PAGES, ROOT, Block, UncoveredError, blocks_of, commands, words
 from launched import launched
 
 from fusedonebit.apps import cli
+from fusedonebit.apps.migrate.config import Config, Fate
+from fusedonebit.apps.migrate.settings import translate
 from fusedonebit.apps.train import launch
 
-BLOCKS = {path: blocks_of(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES}
-COMMANDS = [
-    (block, line) for blocks in BLOCKS.values() for block in blocks if block.is_commands for line in commands(block)
-]
-FAST = [
-    "--model",
-    "tiny",
-    "--batch-size",
-    "2",
-    "--seq-len",
-    "16",
-    "--steps",
-    "12",
-    "--eval-every",
-    "6",
-    "--save-every",
-    "6",
-]
-"""Appended to a training command, where the last one counts."""
-
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PIECE = re.compile(
+    r"^<!-- test: run\n(?P<hidden>.*?)-->"
+    r"|^<!-- test: (?P<marker>[^\n]*?) -->\n*(?=`{3})"
+    r"|^(?P<fence>`{3,}) *(?P<language>\S*)[^\n]*\n(?P<fenced>.*?)^(?P=fence)$"
+    r"|(?<=\n\n)(?P<indented>(?: {4}[^\n]*\n|\n(?= {4}))+)",
+    re.MULTILINE | re.DOTALL,
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
-def how(command: str) -> str:
-    """What the tests do with a command."""
-    name, *arguments = words(command)
-    if name == "fusedonebit" and arguments:
-        return {"plan": "run", "train": "run in full", "lab": "run in full"}.get(arguments[0], "parsed")
-    if name == "torchrun" and "train" in arguments:
-        return "run in full"
-    return "the reader's" if name in ("git", "cd") else "parsed"
+class Block(NamedTuple):
+    """Code of a page; what is indented has the language "sh", a comment "python"."""
+
+    place: str
+    language: str
+    text: str
+    marker: str
+
+    @property
+    def is_run(self) -> bool:
+        return self.language == "python" and not self.marker
+
+    @property
+    def commands(self) -> list[str]:
+        """Its commands, without comments; a line that goes on is one."""
+        if self.language != "sh":
+            return []
+        lines = (re.sub(r"(^|\s+)#.*$", "", line) for line in self.text.replace("\\\n", " ").splitlines())
+        return [command.strip() for line in lines for command in re.split(r";|&&", line) if command.strip()]
 
 
-# ---------------------------------------------------------------- all blocks
+def blocks_of(page: str, text: str) -> list[Block]:
+    """All code of a page, in order; AssertionError for a block where nothing looks for it."""
+    blocks, marker = [], ""
+    for piece in PIECE.finditer(text):
+        if piece["marker"]:
+            marker = piece["marker"]
+            continue
+        place = f"{page}:{text.count(chr(10), 0, piece.start()) + 1}"
+        language, code = piece["language"], piece["fenced"]
+        if piece["hidden"] is not None:
+            language, code = "python", piece["hidden"]
+        elif code is None:
+            language, code = "sh", re.sub(r"^ {4}", "", piece["indented"], flags=re.MULTILINE)
+        blocks.append(Block(place, language, code, marker))
+        marker = ""
+    missed = re.search(r"^\s*(```|~~~).*", PIECE.sub("", text), re.MULTILINE)
+    assert missed is None, f"{page}: {missed[0].strip()!r} begins a block in a list or the like"
+    return blocks
 
 
-def test_no_block_is_left_out():
-    """Prints which page has what; `pytest -s` shows it."""
-    print(f"\n{'page':28} {'blocks':>6}   executed                          checked otherwise")
-    for path, blocks in BLOCKS.items():
+BLOCKS = {path: blocks_of(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES}
+COMMANDS = [(block.place, line) for blocks in BLOCKS.values() for block in blocks for line in block.commands]
+
+
+# ---------------------------------------------------------------- blocks that are not run
+
+
+def lines_of(code: str) -> list[str]:
+    lines = (re.sub(r"(^|\s+)# .*$", "", line).strip() for line in code.splitlines())
+    return [line for line in lines if line]
+
+
+def check(block: Block) -> None:
+    """Fails for a block that is neither run nor checked, or whose marker is not true."""
+    if found := re.fullmatch(r"lines of (.*)", block.marker):
+        files = found[1].split(", ")
+        assert all(file.startswith(("examples", "tests")) for file in files), f"{block.place}: no test runs {files}"
+        there = {line for file in files for line in lines_of((ROOT / file).read_text())}
+        assert [line for line in lines_of(block.text) if line not in there] == [], f"{block.place}: are in no {files}"
+    elif found := re.fullmatch(r"make test-ecosystem runs (\w+)", block.marker):
+        compile(block.text, block.place, "exec")
+        assert re.search(rf"class {found[1]}[(:]", block.text), block.place
+        assert f'"{found[1]}")' in (ROOT / "tests/ecosystem/test_ecosystem.py").read_text()
+    elif block.marker:
+        assert block.marker == "DeepSpeed's own", f"{block.place}: there is no marker {block.marker!r}"
+        compile(block.text, block.place, "exec")
+    elif block.language == "json":
+        config = Config(json.loads(block.text), block.place)
+        translate(config)
+        assert config.count(Fate.UNKNOWN) == 0, block.place
+    else:
+        known = ("python", "sh", "text", "{literalinclude}")
+        assert block.language in known, f"{block.place}: nothing tests {block.language!r}"
+
+
+def test_every_block_is_run_or_checked():
+    for blocks in BLOCKS.values():
         for block in blocks:
-            documentation.check(block)
-        visible = [block for block in blocks if block.language != "hidden"]
-        lines = Counter(how(line) for block in visible if block.is_commands for line in commands(block))
-        executed = {"python": sum(block.is_run for block in visible), "commands": lines["run"]}
-        executed["commands in full"] = lines["run in full"]
-        checked = {"commands": lines["parsed"], "the reader's": lines["the reader's"]}
-        checked["excerpts"] = sum(block.marker.startswith("lines of") for block in visible)
-        checked["make test-ecosystem"] = sum(block.marker.startswith("make") for block in visible)
-        checked["text"] = sum(block.language == "text" for block in visible)
-        told = [", ".join(f"{count} {name}" for name, count in of.items() if count) for of in (executed, checked)]
-        print(f"{path.name:28} {len(visible):6}   {told[0]:33} {told[1]}")
+            check(block)
     assert sum(block.is_run for blocks in BLOCKS.values() for block in blocks) >= 8
-
-
-def check_page(text: str) -> None:
-    for block in blocks_of("page.md", text):
-        documentation.check(block)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("```py\nx = 1\n```\n", "nothing tests a block of 'py'"),
-        ("```\nx = 1\n```\n", "nothing tests a block of '(none)'"),
-        ("```{literalinclude} fusedonebit/none.py\n```\n", "'fusedonebit/none.py' is no file of the package"),
-        ("```{literalinclude} tests/conftest.py\n```\n", "'tests/conftest.py' is no file of the package"),
-        ("```bash\nmake demo\n```\n", "nothing tests a block of 'bash'"),
+        ("```\nx = 1\n```\n", "nothing tests ''"),
         ("- a list\n\n  ```python\n  x = 1\n  ```\n", "begins a block in a list"),
-        ("```text\nfrom fusedonebit import OneBitAdam\n```\n", "says that it is no code"),
         ("<!-- test: never mind -->\n```python\nx = 1\n```\n", "there is no marker 'never mind'"),
-        ("<!-- test: lines of examples/plain.py -->\n\n```py\nx = 1\n```\n", "is no line of examples/plain.py"),
-        ("<!-- test: lines of docs/conf.py -->\n```py\nimport re\n```\n", "no test runs docs/conf.py"),
-        (
-            "<!-- test: lines of examples/plain.py -->\nWords.\n```py\nimport torch\n```\n",
-            "nothing tests a block of 'py'",
-        ),
-        (
-            "<!-- test: make test-ecosystem runs Other -->\n```python\nclass Other:\n    pass\n```\n",
-            "does not take Other",
-        ),
+        ("<!-- test: lines of examples/plain.py -->\n\n```py\nx = 1\n```\n", r"are in no \['examples/plain.py'\]"),
+        ("<!-- test: lines of examples/plain.py -->\nWords.\n```py\nx = 1\n```\n", "nothing tests 'py'"),
     ],
 )
 def test_a_block_that_nothing_covers_is_named(text: str, why: str):
-    with pytest.raises(UncoveredError, match=re.escape(why)):
-        check_page(f"# Page\n\n{text}")
+    with pytest.raises(AssertionError, match=why):
+        check(blocks_of("page.md", f"# Page\n\n{text}")[0])
 
 
 # ---------------------------------------------------------------- programs
@@ -122,11 +161,13 @@ def test_a_block_that_nothing_covers_is_named(text: str, why: str):
     "page", [path for path, blocks in BLOCKS.items() if any(b.is_run for b in blocks)], ids=lambda path: path.stem
 )
 def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path):
-    code = documentation.program(BLOCKS[page])
+    code = "\n".join(block.text for block in BLOCKS[page] if block.is_run)
     if not torch.cuda.is_available():
         code = code.replace('"cuda"', '"cpu"')
     (tmp_path / "page.py").write_text(code)
-    printed = launched(tmp_path / "page.py", documentation.ranks(page.read_text(), code), timeout=180)
+    asked = re.search(r"^<!-- test: ranks (\d+) -->", page.read_text(), re.MULTILINE)
+    ranks = int(asked[1]) if asked else 2 * ("init_process_group" in code)
+    printed = launched(tmp_path / "page.py", ranks, timeout=180)
     if page.name == "README.md":
         test_readme.check_bytes(printed, messages=2)
 
@@ -136,24 +177,6 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
 
 class _ParsedError(Exception):
     """A program has understood its arguments: it need not go on."""
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """Calls a program up to where it has parsed its arguments."""
-    real = argparse.ArgumentParser.parse_args
-
-    def parse_and_stop(self: argparse.ArgumentParser, *given: Any) -> Any:
-        raise _ParsedError(real(self, *given))
-
-    def run(program: Callable[..., Any], *given: Any) -> argparse.Namespace:
-        with monkeypatch.context() as patched:
-            patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-            with pytest.raises(_ParsedError) as stopped:
-                program(*given)
-        return stopped.value.args[0]
-
-    return run
 
 
 @pytest.fixture
@@ -169,26 +192,23 @@ def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _check_make(arguments: list[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for target in arguments:
-        assert target in targets or re.fullmatch(r"(OUT|PYTHON)=\S+", target), target
+def parsed(program: Callable[[], Any], patch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Calls a program up to where it has parsed its arguments."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *given: Any) -> Any:
+        raise _ParsedError(real(self, *given))
+
+    with patch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        with pytest.raises(_ParsedError) as stopped:
+            program()
+    return stopped.value.args[0]
 
 
-def _check_pip(arguments: list[str]) -> None:
-    install, what = arguments
-    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", what)
-    assert install == "install", arguments
-    assert found, arguments
-    assert set((found[1] or "dev").split(",")) <= set(extras)
-
-
-def _check_fusedonebit(arguments: list[str], parse: Callable[..., argparse.Namespace], patch: Any) -> None:
-    """All but the work itself: of a training also names and files are checked, a plan is made."""
-    if ">" in arguments:
-        arguments = arguments[: arguments.index(">")]
-    given = parse(cli.main, arguments)
+def check_fusedonebit(arguments: list[str], patch: pytest.MonkeyPatch) -> None:
+    """All but the work itself: of a training also names and files are checked, a plan and a report are made."""
+    given = parsed(lambda: cli.main(arguments), patch)
     if given.command == "lab":
         from fusedonebit.apps.lab import contenders, tasks
 
@@ -214,32 +234,29 @@ sys.exit("it parses nothing")
 """
 
 
-def _check_module(module: str, arguments: list[str], parse: Callable[..., argparse.Namespace], patch: Any) -> None:
+def check_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec(module) is not None
-    is_package = (ROOT / module.replace(".", "/")).is_dir()
-    source = ROOT / (module.replace(".", "/") + ("/__main__.py" if is_package else ".py"))
-    if "argparse" not in source.read_text():
+    file = ROOT / module.replace(".", "/")
+    source = (file / "__main__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+    if "argparse" not in source:
         assert not arguments
-        return
-    if re.search(
-        r"TRITON_INTERPRET|import [^\n]*\baudit\b", source.read_text()
-    ):  # switches Triton's interpreter off for its whole process
+    elif re.search(r"TRITON_INTERPRET|import [^\n]*\baudit\b", source):  # switches it off for its whole process
         subprocess.run([sys.executable, "-c", PARSE, module, *arguments], check=True, cwd=ROOT)
-        return
-    patch.setattr(sys, "argv", [module, *arguments])
-    given = parse(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
-    if module == "benchmarks":
-        from benchmarks.registry import CASES
+    else:
+        patch.setattr(sys, "argv", [module, *arguments])
+        given = parsed(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), patch)
+        if module == "benchmarks":
+            from benchmarks.registry import CASES
 
-        assert set(given.cases) <= set(CASES)
+            assert set(given.cases) <= set(CASES)
 
 
 @pytest.mark.long(but=4)
-@pytest.mark.parametrize(("block", "command"), COMMANDS, ids=str)
+@pytest.mark.parametrize(("place", "command"), COMMANDS, ids=str)
 def test_a_command_is_understood_by_what_it_calls(
-    block: Block, command: str, at_hand: Path, parse: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+    place: str, command: str, at_hand: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    name, *arguments = words(command)
+    name, *arguments = shlex.split(command)
     if name == "torchrun":
         from torch.distributed.run import get_args_parser
 
@@ -248,29 +265,38 @@ def test_a_command_is_understood_by_what_it_calls(
             assert given.training_script == "fusedonebit"
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun's
             monkeypatch.setenv("WORLD_SIZE", given.nproc_per_node)
-            _check_fusedonebit(given.training_script_args, parse, monkeypatch)
+            check_fusedonebit(given.training_script_args, monkeypatch)
         else:
             assert (ROOT / given.training_script).is_file()
             assert given.training_script.startswith("examples/")  # which have tests of their own
     elif name == "python":
         assert arguments[0] == "-m", command
-        _check_module(arguments[1], arguments[2:], parse, monkeypatch)
+        check_module(arguments[1], arguments[2:], monkeypatch)
     elif name == "fusedonebit":
-        _check_fusedonebit(arguments, parse, monkeypatch)
+        check_fusedonebit(arguments, monkeypatch)
     elif name == "make":
-        _check_make(arguments)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert all(target in targets or re.fullmatch(r"(OUT|PYTHON)=\S+", target) for target in arguments), command
     elif name == "pip":
-        _check_pip(arguments)
+        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        found = re.fullmatch(r"install \.(?:\[([\w,]+)\])?", " ".join(arguments))
+        assert found, command
+        assert set((found[1] or "dev").split(",")) <= set(extras)
     else:  # how to get what these pages are about
-        assert command in ("git clone <this repository>", "cd fusedonebit"), f"{block}: nothing checks {command!r}"
+        assert command in ("git clone <this repository>", "cd fusedonebit"), f"{place}: nothing checks {command!r}"
+
+
+TRAININGS = [line for _, line in COMMANDS if re.match(r"fusedonebit (train|lab)|torchrun .*-m fusedonebit", line)]
+FAST = shlex.split("--model tiny --batch-size 2 --seq-len 16 --steps 12 --eval-every 6 --save-every 6")
+"""Appended to a training command, where the last one counts."""
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", [line for _, line in COMMANDS if how(line) == "run in full"])
+@pytest.mark.parametrize("command", TRAININGS)
 def test_a_training_command_runs(command: str, at_hand: Path):
-    name, *arguments = words(command)
-    launcher = [*TORCHRUN] if name == "torchrun" else [sys.executable, "-m", "fusedonebit"]
+    name, *arguments = shlex.split(command)
+    launcher = TORCHRUN if name == "torchrun" else [sys.executable, "-m", "fusedonebit"]
     fast = FAST if "train" in arguments else []
     result = subprocess.run([*launcher, *arguments, *fast], capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
