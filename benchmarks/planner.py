@@ -1,6 +1,6 @@
 """The planner against published times: ``python -m benchmarks.planner`` writes its tables and picture.
 
-Nothing is measured here: what was measured is in ``fusedonebit.apps.plan.readings``.
+Nothing is measured here: what was measured is in ``planner_readings``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from matplotlib.axes import Axes
 
 from fusedonebit.apps.plan import Network
 from fusedonebit.apps.plan.costs import all_reduce, all_to_all, flat
-from fusedonebit.apps.plan.fit import (
+from fusedonebit.apps.plan.plot import draw
+from fusedonebit.apps.plan.report import Plan, duration
+
+from .pages import DOCS, PERFORMANCE, write_tables
+from .planner_fit import (
     CLUSTERS,
     SPLITS,
     Prediction,
@@ -28,8 +32,7 @@ from fusedonebit.apps.plan.fit import (
     summarise,
     unfitted,
 )
-from fusedonebit.apps.plan.plot import draw
-from fusedonebit.apps.plan.readings import (
+from .planner_readings import (
     ALL_REDUCE_256,
     ALL_TO_ALL_64_H800,
     ALL_TO_ALL_128,
@@ -40,9 +43,6 @@ from fusedonebit.apps.plan.readings import (
     TABLE_2,
     V100_64,
 )
-from fusedonebit.apps.plan.report import Plan, duration
-
-from .pages import DOCS, PERFORMANCE, write_tables
 
 PICTURE = DOCS / "planner.png"
 COLOURS = {"Ethernet": "#d1495b", "InfiniBand": "#2e6f95"}

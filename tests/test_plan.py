@@ -14,12 +14,12 @@ from torch.nn import Parameter
 
 from benchmarks import planner
 from benchmarks.pages import PERFORMANCE
+from benchmarks.planner_fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
+from benchmarks.planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, cost
 from fusedonebit.apps.plan.costs import all_reduce, column_links, has_torus, row_links, tree_share
-from fusedonebit.apps.plan.fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
-from fusedonebit.apps.plan.readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
 from fusedonebit.apps.plan.report import Plan
 from fusedonebit.apps.plan.units import parse_bandwidth, parse_count
 from fusedonebit.comm import SimulatedGroup

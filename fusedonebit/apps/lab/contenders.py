@@ -18,6 +18,7 @@ from ...core.options import VARIANCE_FLOOR, Options
 from ...optim.averaging import AdamUpdate, AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
 from ...triton_kernels import TAIL, Coef, freeze
+from ..averaged import Averaged
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam, BaselineSGD
 
@@ -99,22 +100,12 @@ class FreezableLamb(FrozenVariance, Lamb):
     """LAMB whose variance may stay; its coefficients go on."""
 
 
-class AveragedSGD(torch.optim.SGD):
+class AveragedSGD(Averaged, torch.optim.SGD):
     """SGD with momentum on averaged gradients."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
         super().__init__(params, lr, momentum=0.9)
         self._transport = process_group
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages the gradients over the ranks, then updates."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        self._transport.all_reduce(flat)
-        for g, part in zip(grads, flat.div_(self._transport.world_size).split([g.numel() for g in grads]), strict=True):
-            g.copy_(part.view_as(g))
-        return super().step(closure)
 
 
 def _sgd(of: Setting) -> torch.optim.Optimizer:

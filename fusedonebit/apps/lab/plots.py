@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from ..pictures import clear, running_mean, save
 from . import toys
 from .tasks import TASKS
 
 Record = Mapping[str, Any]
 
+SMOOTH = 0.9
 TOO_LARGE = 10.0
 """Times the first loss: there a curve ends, in a cross."""
 
@@ -50,13 +48,10 @@ def plot(records: Sequence[Record], path: Path) -> None:
     _narrow(axes.flat[len(tasks) + 1])
     for axis in axes.flat[panels:]:
         axis.set_axis_off()
-    for axis in axes.flat[:panels]:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    clear(axes.flat[:panels])
     ordered = {name: handles[name] for name in SHOWN if name in handles}
     figure.legend(ordered.values(), ordered.keys(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path, dpi=110)
 
 
 def _task(axis: Axes, task: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def _task(axis: Axes, task: str, records: Sequence[Record]) -> dict[str, Any]:
         run = next((r for r in records if (r["task"], r["optimizer"]) == (task, name) and r["losses"]), None)
         if run is None:
             continue
-        losses = list(_smooth(run["losses"], TOO_LARGE * run["losses"][0]))
+        losses = list(running_mean(_below(run["losses"], TOO_LARGE * run["losses"][0]), SMOOTH))
         handles[name] = axis.plot(losses, color=colour, linewidth=1.1)[0]
         if len(losses) < TASKS[task].steps:
             axis.plot(len(losses) - 1, losses[-1], "x", color=colour, markersize=8)
@@ -93,11 +88,9 @@ def _worst(values: Sequence[float]) -> list[float]:
     return [max(values[max(0, i - 19) : i + 1]) for i in range(len(values))]
 
 
-def _smooth(losses: Iterable[float | None], limit: float, keep: float = 0.9) -> Iterable[float]:
-    """A running mean that ends where the loss passes the limit, or is no number any more."""
-    mean, weight = 0.0, 0.0
+def _below(losses: Iterable[float | None], limit: float) -> Iterable[float]:
+    """The losses up to where one passes the limit, or is no number any more."""
     for loss in losses:
         if loss is None or loss > limit:
             return
-        mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
-        yield mean / weight
+        yield loss

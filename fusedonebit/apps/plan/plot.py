@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from ..pictures import clear, save
 from .costs import METHODS
 from .report import Plan, bandwidth, duration
 
@@ -34,8 +31,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
     """Draws a plan to a PNG."""
     figure, axis = plt.subplots(figsize=(10, 5.6), layout="constrained")
     draw(axis, plan)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw(axis: Axes, plan: Plan) -> None:
@@ -52,8 +48,7 @@ def draw(axis: Axes, plan: Plan) -> None:
     axis.set_xticks(_ticks(counts), [f"{n:,}" for n in _ticks(counts)])
     axis.tick_params(axis="x", which="minor", bottom=False)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
+    clear([axis])
     _mark(axis, plan)
     _name(axis, ends)
     net = plan.network

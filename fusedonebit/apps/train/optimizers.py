@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, policies
 from ...comm import Topology, make_transport
+from ..averaged import Averaged
 from ..lab.baselines import AGGREGATIONS, BaselineAdam
 
 Parameters = Iterable[tuple[str, Tensor]]
@@ -40,7 +41,7 @@ class Settings:
     seed: int = 0
 
 
-class AveragedAdamW(torch.optim.AdamW):
+class AveragedAdamW(Averaged, torch.optim.AdamW):
     """The baseline: torch's fused AdamW after one fp32 all-reduce of all gradients."""
 
     def __init__(self, params: Parameters, lr: float) -> None:
@@ -48,16 +49,8 @@ class AveragedAdamW(torch.optim.AdamW):
         self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages the gradients over the ranks, then updates."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._transport.traffic.start_step()
-        if self._transport.world_size > 1:
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            self._transport.all_reduce(flat)
-            parts = flat.div_(self._transport.world_size).split([g.numel() for g in grads])
-            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
+        """Average the gradients over the ranks, then update."""
         self._updates += 1
         return super().step(closure)
 

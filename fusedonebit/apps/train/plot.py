@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
+
+from ..pictures import clear, running_mean, save
 
 COLOURS = {
     "adamw": "#4c566a",
@@ -38,7 +36,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
             if axis is axes[1] and not sent:
                 continue
             axis.plot(xs, losses, color=colour, alpha=0.18, linewidth=0.8)
-            axis.plot(xs, _smooth(losses), color=colour, linewidth=1.6, label=name)
+            axis.plot(xs, list(running_mean(losses, _SMOOTH)), color=colour, linewidth=1.6, label=name)
             held_out = [(x, r["held_out_loss"]) for x, r in zip(xs, runs, strict=True) if "held_out_loss" in r]
             if held_out:
                 axis.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=4)
@@ -60,13 +58,10 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
         axes[1].set(xlabel="MB sent by one rank", xscale="log")
     else:
         axes[1].text(0.5, 0.5, "one rank: nothing is sent", ha="center", transform=axes[1].transAxes)
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    clear(axes)
     axes[0].plot([], [], "o", color="grey", markersize=4, label="dots: held out")
     axes[0].legend(frameon=False, fontsize=8, loc="center right")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 # What is recorded of each layer, and which of 1-bit LAMB's figures shows it.
@@ -100,23 +95,12 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
                 axis.axvline(frozen, color="black", linestyle="--", linewidth=1)
             axis.set(xlabel="step", yscale="linear" if key == "ratio" else "log")
             axis.set_title(f"{name}: {title}", fontsize=9)
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
+            clear([axis])
     title = "one line per layer"
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8, title=title)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _kind(layer: str) -> str:
     """A layer's name without the number of its block: layers of one kind share a colour."""
     return ".".join(part for part in layer.split(".") if not part.isdigit())
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = _SMOOTH * mean + (1 - _SMOOTH) * value
-        weight = _SMOOTH * weight + (1 - _SMOOTH)
-        result.append(mean / weight)
-    return result

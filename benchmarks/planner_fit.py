@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import NamedTuple
 
-from .costs import TREE_BANDWIDTH, Network, all_reduce, tree_share
-from .readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2, Cluster, Reading
+from fusedonebit.apps.plan.costs import TREE_BANDWIDTH, Network, all_reduce, tree_share
+
+from .planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2, Cluster, Reading
 
 CLUSTERS = (ETHERNET, INFINIBAND)
 
