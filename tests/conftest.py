@@ -14,9 +14,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Ranks are spawned processes: they import the tests by name, from here.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-sys.path.insert(0, str(Path(__file__).parent))
+# Ranks are processes: they import the tests by name, from here.
+FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "wire")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+sys.path[:0] = FOLDERS
 
 try:
     import hypothesis

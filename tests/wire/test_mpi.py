@@ -432,7 +432,7 @@ def stand_still(rank: int, transport: Transport) -> None:
 @needs_mpi
 @pytest.mark.full
 def test_the_example_runs_and_learns():
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     (command,) = re.findall(r"^mpirun -n 2 python (.*)$", (root / "examples" / "mpi.py").read_text(), re.MULTILINE)
     process = start_mpi(2, [str(root / command)], stdout=subprocess.PIPE)
     try:

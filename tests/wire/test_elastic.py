@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 KILLED_AFTER = 130
 Curve = dict[int, tuple[float, int]]
 

@@ -12,7 +12,7 @@ import pytest
 
 def count(*arguments: str, within: float) -> str:
     """What ``endings.py`` prints last."""
-    script = Path(__file__).with_name("endings.py")
+    script = Path(__file__).parents[1] / "endings.py"
     done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=within)
     assert "terminate called" not in done.stderr
     return done.stdout.splitlines()[-1]
