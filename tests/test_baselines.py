@@ -194,7 +194,7 @@ def many_draws(
     return updates[0], torch.stack(v).double().numpy()
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ssdm_is_the_mean_of_random_signs_whose_expectation_is_each_workers_direction(world_size):
     draws = 600
@@ -451,6 +451,7 @@ def test_psgd_is_sgd_on_averaged_gradients():
         torch.testing.assert_close(x.double(), p.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 def test_padding_does_not_swell_the_norms_of_cascading_compression():
     # Theorem 3: E|s3 - s1|^2 <= (2D)^M G^2 / M, where padding would count as elements.
     size, world_size, draws = 6, 3, 200

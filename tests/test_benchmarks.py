@@ -112,6 +112,7 @@ def test_every_kernel_of_the_table_is_measured(recorded):
     assert {"server_reduce, W=2", "server_reduce, W=8", "server_reduce, W=64"} <= {row["kernel"] for row in rows}
 
 
+@pytest.mark.long
 def test_a_gpus_limits_are_listed_and_a_dry_run_judges_none(recorded):
     tables = recorded("gpu-step")["tables"]
     limits = next(table for table in tables if table["title"].endswith("Numbers to meet"))

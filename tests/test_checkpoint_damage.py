@@ -129,6 +129,7 @@ def flip_in_a_file(trial: int, rank: int, data: bytes) -> Any:
 CASES = [(name, 5) for name in OPTIMIZERS] + [("onebit-adam", 2), ("onebit-lamb", 2)]
 
 
+@pytest.mark.long
 def test_every_flipped_bit_in_tensors_of_our_files_is_refused_on_all_ranks():
     refused = trials = 0
     for name, steps in CASES:

@@ -105,7 +105,7 @@ def test_a_whole_training_step_is_one_graph(name):
     assert (graphs(), breaks()) == (1, 0)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @EACH
 def test_inductor_takes_a_step_without_copying_parameters(name):
     pytest.importorskip("torch._inductor")
@@ -141,7 +141,7 @@ def train_ranks(rank: int, world_size: int, name: str, compiled: bool, whole: bo
     return parameters
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "whole"])
 @EACH
 def test_compiled_ranks_equal_eager_ranks(name, whole):

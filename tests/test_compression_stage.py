@@ -181,7 +181,7 @@ def largest_allocation(call) -> int:
     return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ Where no rank has a gradient, no term changes at all.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -164,6 +165,7 @@ def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(
     name=st.sampled_from(["onebit-lamb", "onebit-lamb", "onebit-lamb-frozen"]),

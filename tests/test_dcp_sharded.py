@@ -68,7 +68,7 @@ def pass_on(rank: int, world_size: int, name: str, folder: str, onward: str) -> 
     return kept
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adam", pytest.param("lamb", marks=pytest.mark.full)])
 def test_with_other_numbers_of_replicas_nothing_is_lost(tmp_path, name):
     folders = [str(tmp_path / str(i)) for i in range(3)]
@@ -94,6 +94,7 @@ def as_one_rank(rank: int, world_size: int, folder: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_with_another_number_of_shards_the_compression_stage_is_refused(tmp_path):
     run_ranks(write, 4, "adam", str(tmp_path / "saved"))
     (message,) = run_ranks(as_one_rank, 1, str(tmp_path / "saved"))

@@ -204,7 +204,7 @@ def test_the_bits_are_those_without_ddp_however_ddp_is_set_up(name, case):
             assert seen["counted"][FREEZE - 1] > 3
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("wrap", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
 def test_accumulating_under_no_sync_sends_at_the_boundary_only(name, wrap):
@@ -225,7 +225,7 @@ def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
         assert [bool(calls) for calls in seen["backward"]] == [True, False] * (FREEZE // 2) + [False] * (STEPS - FREEZE)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @ADAM_AND_LAMB
 def test_a_re_warm_up_has_the_bits_of_one_without_ddp(name):
     ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {"rewarm_every": 10, "rewarm_steps": 10})
@@ -265,7 +265,7 @@ def mixed(rank: int, world_size: int, name: str) -> tuple[list[str], str, float,
     return bits, attached[1].phase, max(apart[:FREEZE]), apart[-1]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @ADAM_AND_LAMB
 def test_layers_of_16_bits_train_and_stay_equal_on_all_ranks(name):
     ranks = run_ranks(mixed, 2, name)

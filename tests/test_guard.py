@@ -287,7 +287,7 @@ def drift(rank: int, transport, spike: float) -> tuple[float, float]:
     return sum(moved[40:60]) / 20, sum(moved[260:280]) / 20
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("spike", [1e3, 1e5])
 def test_one_bad_batch_does_not_slow_training_down_for_good(spike):
     with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):

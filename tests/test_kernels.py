@@ -178,6 +178,7 @@ def test_gradient_squares_equal_their_twin(sizes, dtype):
         assert_equal_backends("gradient_squares", make)
 
 
+@pytest.mark.long(but=["8", "1016"])
 @pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000])
 def test_pack_and_unpack_equal_their_twins(n):
     for dtype in DTYPES:

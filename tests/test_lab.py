@@ -133,6 +133,7 @@ def losses_on_a_real_rank(rank: int, world_size: int) -> list[float]:
     return lab.Worker(key, lab.begin(key), rank, make_transport(None, torch.device("cpu"))).train()["losses"]
 
 
+@pytest.mark.long
 def test_real_gloo_ranks_give_what_simulated_ones_do(monkeypatch):
     short(monkeypatch, "mlp", 60)
     threads = torch.get_num_threads()

@@ -270,7 +270,7 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
     return [p.detach() for p in params], stats["layers"]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     "kind",

@@ -350,7 +350,7 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
     return [optimizer.stats()["backend"], *(p.detach() for p in params), *(optimizer.compensation(p) for p in params)]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
     ("name", "topology", "options"),

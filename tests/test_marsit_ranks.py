@@ -239,7 +239,7 @@ def count_bytes(rank: int, world_size: int, options: dict, rounds: int) -> tuple
     return sent / rounds, received / rounds, told / rounds
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux' TCP_INFO")
 @pytest.mark.parametrize(
     ("options", "bits"),

@@ -42,6 +42,7 @@ def test_cascading_compression_diverges_where_marsit_trains(task: str):
     assert all(r["metric"] is None or r["metric"] < accuracy(task, "psgd") - 20 for r in runs)
 
 
+@pytest.mark.long
 def test_the_tables_of_the_documentation_are_those_of_the_runs():
     signs, times = (json.loads((marsit.RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
     text = marsit.PAGE.read_text()

@@ -189,6 +189,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.long
 def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
     """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
@@ -485,6 +486,7 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
         assert np.array_equal(ends[0][key], ends[1][key]), key
 
 
+@pytest.mark.long
 def test_loading_and_adding_a_group_keep_the_overlap():
     run_ranks(in_the_warm_up_and_after, 2)
 

@@ -371,6 +371,7 @@ def test_train_takes_auto_for_marsit_alone_and_records_what_it_is(tmp_path, caps
     assert json.loads((tmp_path / "starts.jsonl").read_text())["settings"]["topology"] == choose_topology(100, 1)
 
 
+@pytest.mark.long
 def test_importing_the_package_and_its_costs_does_not_import_what_draws():
     code = "import sys; from fusedonebit.apps import cli, plan; print({'matplotlib', 'rich'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

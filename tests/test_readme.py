@@ -25,6 +25,7 @@ def quick_start(optimizer: str) -> str:
     return program
 
 
+@pytest.mark.long(but=["MarsitSGD"])
 @pytest.mark.parametrize("optimizer", ["OneBitLamb", "MarsitSGD"])
 def test_quick_start_runs_with_another_optimizer(tmp_path: Path, optimizer: str):
     file = tmp_path / "quick_start.py"

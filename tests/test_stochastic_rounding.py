@@ -211,7 +211,7 @@ def test_an_op_rounds_to_one_of_the_two_neighbours_of_its_float32_result(op):
     assert (found != nearest).any()
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @EACH_OP
 def test_the_mean_over_many_steps_is_the_unrounded_value(op):
     steps, n = 1500, 64

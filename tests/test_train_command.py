@@ -167,6 +167,7 @@ def running(group: int) -> list[str]:
     return [process.arguments for process in processes() if process.group == group and process.state != "Z"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, endless):
     out = tmp_path / "out"
     process = endless(out, records=5)

@@ -82,6 +82,7 @@ def test_the_page_says_what_was_counted():
         assert table in PERFORMANCE.read_text()
 
 
+@pytest.mark.long
 def test_a_measured_sweep_runs_as_a_dry_run_on_the_cpu():
     command = [sys.executable, "-m", "benchmarks.tuning", "--device", "cpu", "--numel", "20000", "--rounds", "1"]
     done = subprocess.run([*command, "--kernels", "momentum_compress"], capture_output=True, text=True, cwd=ROOT)
