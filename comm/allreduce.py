@@ -116,7 +116,6 @@ class CompressedAllReduce:
         served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary)
         self.server = ErrorFeedback(served, slot[self._own], norm, ternary)
-        self.agreement = torch.zeros(2, blocks, dtype=torch.float64, device=device)
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         self.served = Messages(1, slots, layout, device, ternary)
@@ -276,7 +275,6 @@ class CompressedAllReduce:
             self.live.row[self._own],
             self.served.bits,
             self.server.partials,
-            self.agreement,
             self.hold,
         )
         self.server.finish(self.served)
@@ -361,13 +359,13 @@ class CompressedAllReduce:
     @property
     def wire_bytes(self) -> int:
         """See ``Reducer``."""
-        sums = (self.worker.partials, self.server.partials, self.agreement)
+        sums = (self.worker.partials, self.server.partials)
         scratch = (self.to_servers.buffer, self.served.buffer, *sums)
         return sum(tensor.nbytes for tensor in scratch)
 
     def state(self) -> list[Tensor]:
         """See ``Reducer``."""
-        held = [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.agreement]
+        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
         return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
 
     def norms(self) -> tuple[float, float, float]:

@@ -155,7 +155,6 @@ class Problem:
             *(self.exp_avg_bits, self.normal(self.layout.world_size, slots).abs(), slot[own].int()),
             *(torch.tensor([skip], dtype=torch.int32), self.layout.block_size, self.compensated[elements].clone()),
             *(self.worker_scale[own], self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
-            torch.full((2, self.layout.blocks_per_chunk), torch.nan, dtype=torch.float64),
             torch.tensor([hold], dtype=torch.int32),
         )
 

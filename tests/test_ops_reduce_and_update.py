@@ -73,7 +73,7 @@ def test_every_message_is_flagged_where_anything_was_dropped(dropped):
 
 def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     arguments = p.server_arguments(scope, rank, skip)
-    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials, agreement, _ = arguments
+    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials, _ = arguments
     own = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
     live, old, s = p.live[own], wide(compensated), np.repeat(wide(old_scale), block)
     signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)
@@ -91,10 +91,6 @@ def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     assert not partials[2].any()
     if p.ternary:
         assert np.array_equal(partials[3], (rows != 0).sum(1))
-    squares = (np.where(live, average, 0.0) ** 2).reshape(-1, block).sum(1)
-    np.testing.assert_allclose(agreement[0], squares, rtol=1e-5, atol=1e-12)
-    most = 0.0 if skip else scales[:, ::block].mean(0) ** 2
-    np.testing.assert_allclose(agreement[1], np.broadcast_to(most, squares.shape), rtol=1e-6)
 
 
 @pytest.mark.long(but=16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import rules
-from .block_io import counting, elements, load_bits, only_active, scaled, store_bits, store_norm, store_partials
+from .block_io import counting, elements, load_bits, only_active, scaled, store_bits, store_partials
 from .cpu_tiles import tiles
-from .eager import compress, only_live, square_sum, write_partials
+from .eager import compress, only_live, write_partials
 from .eager import scaled as scaled_by
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, op
@@ -50,31 +50,31 @@ def load_four_scales(scales, stride, per_worker):
 
 
 @jit()
-def add_one(total, most, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
-    """Adds what the bytes at bit ``place`` stand for, and the scale itself."""
+def add_one(total, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
+    """Adds what the bytes at bit ``place`` stand for."""
     bit = tl.arange(0, 8)[None, :] + place
     x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, rules.negative(scale))
     if TERNARY:
         x = tl.where(((four_nonzero[:, None] >> bit) & 1) != 0, x, 0.0)
-    return total + x, most + scale
+    return total + x
 
 
 @jit()
-def add_four(total, most, fours, scales, TERNARY: tl.constexpr):
+def add_four(total, fours, scales, TERNARY: tl.constexpr):
     """Adds four ranks, in their order."""
     signs, nonzero = fours
     first, second, third, fourth = scales
-    total, most = add_one(total, most, signs, nonzero, 0, first, TERNARY)
-    total, most = add_one(total, most, signs, nonzero, 8, second, TERNARY)
-    total, most = add_one(total, most, signs, nonzero, 16, third, TERNARY)
-    return add_one(total, most, signs, nonzero, 24, fourth, TERNARY)
+    total = add_one(total, signs, nonzero, 0, first, TERNARY)
+    total = add_one(total, signs, nonzero, 8, second, TERNARY)
+    total = add_one(total, signs, nonzero, 16, third, TERNARY)
+    return add_one(total, signs, nonzero, 24, fourth, TERNARY)
 
 
 @jit()
 def server_reduce_kernel(
     arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, slot, skip, compensated,
-    server_scale, live, live_row, bits, partials, partials_stride, agreement, agreement_stride, hold, world_size,
-    per_worker, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    server_scale, live, live_row, bits, partials, partials_stride, hold, world_size, per_worker,
+    TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunk.
 
@@ -91,7 +91,6 @@ def server_reduce_kernel(
     if compensated is not None:
         c = rules.residual(tl.load(compensated + b * BLOCK_SIZE + i), tl.load(server_scale + b), TERNARY)
     total = tl.zeros(i.shape, tl.float32)
-    most = 0.0
     if tl.load(skip) == 0:
         # Pointers that move on: w * stride would need 64 bits.
         arrived = arrived_bits + b * (BLOCK_SIZE // 8) + byte
@@ -105,31 +104,25 @@ def server_reduce_kernel(
             second_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
             arrived = moved(arrived, arrived_bits_stride, 4)
             scales = moved(scales, arrived_scales_stride, 4)
-            total, most = add_four(total, most, first, first_scales, TERNARY)
-            total, most = add_four(total, most, second, second_scales, TERNARY)
+            total = add_four(total, first, first_scales, TERNARY)
+            total = add_four(total, second, second_scales, TERNARY)
         for _ in range(world_size % 8):
             scale = tl.load(scales) * per_worker
             signs, nonzero = load_bits(arrived, plane, TERNARY)
             total += scaled(signs, nonzero, scale, TERNARY)
-            most += scale
             arrived += arrived_bits_stride
             scales += arrived_scales_stride
         c = c + total
-    mask = counting(live, row, i, BLOCK_SIZE)
-    c = only_active(c, mask, row)
-    total = only_active(total, mask, row)
+    c = only_active(c, counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
         tl.store(compensated + b * BLOCK_SIZE + i, c)
     store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY)
     store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
-    store_norm(agreement, b, total)
-    widest = tl.cast(most, tl.float64)
-    tl.store(agreement + agreement_stride + b, widest * widest)
 
 
 @op(
     server_reduce_kernel,
-    writes=("compensated", "bits", "partials", "agreement"),
+    writes=("compensated", "bits", "partials"),
     derive={
         "world_size": ("i32", lambda arrived_bits: len(arrived_bits)),
         "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
@@ -139,8 +132,7 @@ def server_reduce_kernel(
 )
 def server_reduce(
     arrived_bits: Bits, arrived_scales: Floats, slot: Indices, skip: Flag, block_size: int, compensated: PerElement,
-    server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, agreement: Doubles,
-    hold: Flag,
+    server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit Adam, Algorithm 1, server).
 
@@ -160,8 +152,6 @@ def server_reduce(
         live, live_row: The active mask: elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
         partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
-        agreement: float64 [2, B / W], written: the sum of the average's squares, before E is added, and
-            the square that each would have if all workers' signs agreed.
         hold: int32 [1]; where set nothing is written.
     """
     if hold:
@@ -173,17 +163,13 @@ def server_reduce(
         new = torch.zeros_like(total)
         if keeps:
             new = rules.residual(flat[b], server_scale[b, None], arrived_bits.dim() == 3)
-        most = torch.zeros_like(total[:, 0])
         if not skip:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             for w in range(world_size):
                 total += scaled_by(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
-                most += scales[w]
             new += total
         new = only_live(new, live, live_row, tile)
         if keeps:
             flat[b] = new
         compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])
-        agreement[0, b] = square_sum(only_live(total, live, live_row, tile))
-        agreement[1, b] = most.double().square()

@@ -90,7 +90,6 @@ KERNEL(server_reduce)
         return;
     for (int64_t b = begin; b < end; b++) {
         float *c = compensated ? compensated + b * BLOCK_SIZE : own, s = compensated ? server_scale[b] : 0.0f;
-        float most = 0.0f;
         if (!compensated)
             memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
@@ -100,7 +99,6 @@ KERNEL(server_reduce)
                    BLOCK_SIZE);
             for (int64_t i = 0; i < BLOCK_SIZE; i++)
                 total[i] += worker[i];
-            most += scale;
         }
         EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(c + i, BLOCK_SIZE);
@@ -109,10 +107,7 @@ KERNEL(server_reduce)
                 LANES c[i + j] += total[i + j];
         }
         only_live(c, live, live_row[b], BLOCK_SIZE);
-        only_live(total, live, live_row[b], BLOCK_SIZE);
         store_bits(bits + b * (BLOCK_SIZE / 8), plane, c, TERNARY, BLOCK_SIZE);
         store_partials(partials, partials_stride, b, c, 0, TERNARY, BLOCK_SIZE);
-        agreement[b] = norm_of(total, BLOCK_SIZE);
-        agreement[agreement_stride + b] = (double)most * most;
     }
 }
