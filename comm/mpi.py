@@ -166,7 +166,7 @@ class MPITransport:
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         nbytes = STAGED if self._is_staged(tensor) else LARGEST
-        return tensor.view(-1).split(max(1, nbytes // tensor.element_size()))
+        return torch.split(tensor.view(-1), max(1, nbytes // tensor.element_size()))
 
     def _pieces_of_rows(self, rows: Tensor) -> Iterator[tuple[MPI.Datatype, int]]:
         """Yield types, and how many of them make a row's columns; all of them at once, unless rows are huge."""
@@ -282,7 +282,8 @@ def _checked(mpi: ModuleType, comm: object) -> MPI.Intracomm:
         raise ValueError("comm must contain this process, got COMM_NULL")
     if not isinstance(parent, mpi.Intracomm):
         raise ValueError(f"comm must join one group of ranks, got the {type(parent).__name__} between two; Merge() it")
-    return parent
+    joined: MPI.Intracomm = parent
+    return joined
 
 
 def _is_cuda_aware(mpi: ModuleType, comm: MPI.Intracomm) -> bool:

@@ -266,7 +266,8 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
             f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}, which lacks "
             f"{missing}; see fusedonebit.comm.Transport"
         )
-    if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and group is outside:
         raise ValueError("process_group must contain this process")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         hint = "; pass it as mesh=, or its get_group()" if hasattr(group, "get_group") else ""

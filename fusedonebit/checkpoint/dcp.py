@@ -57,7 +57,7 @@ def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
-def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> None:
+def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
     """Saves model and optimizer; every rank calls it.
 
     Args:
@@ -77,7 +77,9 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
         torch_dcp.save(state, storage_writer=writer, process_group=_group(optimizer))
 
 
-def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, **more: Any) -> Any:
+def async_save(
+    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any
+) -> Any:
     """As ``save``, but returns a ``Future`` once everything is copied to the host: training may go on.
 
     Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
@@ -95,7 +97,7 @@ def async_save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: st
 
 
 def _to_save(
-    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike, more: Mapping[str, Any]
+    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckedWriter]:
     """What is saved, and what writes it; that sums up what it writes, which need not be done twice."""
     optimizer._sums_up = False
@@ -111,7 +113,7 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike) -> Future[Any]:
+def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
     """A ``Future`` that ends as ``future`` does, but with an ``Exception``."""
     told: Future[Any] = Future()
 
@@ -129,7 +131,7 @@ def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str 
 def load(
     model: Module,
     optimizer: DistributedOptimizer,
-    checkpoint_id: str | os.PathLike,
+    checkpoint_id: str | os.PathLike[str],
     *,
     weights_only: bool = True,
     **more: Any,
@@ -189,7 +191,7 @@ def _model(model: Module) -> dict[str, Any]:
 def template(
     model: Module,
     optimizer: DistributedOptimizer,
-    checkpoint_id: str | os.PathLike | None = None,
+    checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     storage_reader: torch_dcp.StorageReader | None = None,
     prefix: str = _OPTIMIZER,
@@ -309,7 +311,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike) -> Iterator[None]:
+def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turns what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
     transport = optimizer._transport if optimizer._shards.count == 1 else TorchTransport(None, optimizer.device)
     watched = transport.watched(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
@@ -351,7 +353,7 @@ def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> 
         )
 
 
-def _names(reader: torch_dcp.StorageReader, checkpoint_id: str | os.PathLike | None) -> Collection[str]:
+def _names(reader: torch_dcp.StorageReader, checkpoint_id: str | os.PathLike[str] | None) -> Collection[str]:
     try:
         return reader.read_metadata().state_dict_metadata.keys()
     except FileNotFoundError as error:

@@ -49,10 +49,10 @@ _HARMLESS = {
 class CheckedWriter(torch_dcp.StorageWriter):
     """Writes through torch's writer for ``checkpoint_id``, and then reads back what was written to sum it up."""
 
-    def __init__(self, checkpoint_id: str | os.PathLike) -> None:
-        self._inner: Any = _of_kind("Writer", checkpoint_id)
+    def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        self._inner: torch_dcp.FileSystemWriter = _of_kind("Writer", checkpoint_id)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See ``StorageWriter``."""
         self._inner.reset(checkpoint_id)
 
@@ -83,7 +83,7 @@ class CheckedWriter(torch_dcp.StorageWriter):
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """See ``StorageWriter``."""
         files = self._inner.fs
-        self._inner.fs = _Sealing(files)
+        self._inner.fs = _Sealing(files)  # type: ignore[assignment]  # it is one in all but its class
         try:
             _told(lambda: self._inner.finish(metadata, results))
         finally:
@@ -94,12 +94,12 @@ class CheckedWriter(torch_dcp.StorageWriter):
         return self._inner.storage_meta()
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike:
+    def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where it writes."""
         return self._inner.checkpoint_id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """See ``StorageWriter``."""
         return torch_dcp.FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
@@ -112,12 +112,12 @@ class CheckedReader(torch_dcp.StorageReader):
         weights_only: Whether to refuse metadata in which there is anything but metadata.
     """
 
-    def __init__(self, checkpoint_id: str | os.PathLike, weights_only: bool = True) -> None:
-        self._inner: Any = _of_kind("Reader", checkpoint_id)
+    def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
+        self._inner: torch_dcp.FileSystemReader = _of_kind("Reader", checkpoint_id)
         self._weights_only = weights_only
         self._read: tuple[metadata.Metadata, int] | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See ``StorageReader``."""
         self._inner.reset(checkpoint_id)
         self._read = None
@@ -188,12 +188,12 @@ class CheckedReader(torch_dcp.StorageReader):
         return self._inner.read_data(plan, planner)
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike:
+    def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where it reads."""
         return self._inner.checkpoint_id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """See ``StorageReader``."""
         return torch_dcp.FileSystemReader.validate_checkpoint_id(checkpoint_id)
 
@@ -265,7 +265,7 @@ def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
     return sums
 
 
-def _of_kind(kind: str, checkpoint_id: str | os.PathLike) -> Any:
+def _of_kind(kind: str, checkpoint_id: str | os.PathLike[str]) -> Any:
     """Torch's writer or reader for a path, or for a URL."""
     if "://" not in str(checkpoint_id):
         return getattr(filesystem, f"FileSystem{kind}")(checkpoint_id)

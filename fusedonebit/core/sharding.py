@@ -29,7 +29,8 @@ def local(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()  # type: ignore[attr-defined]
+        here: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return here
 
 
 def with_own_storage(part: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | N
             f"params must be sharded all or none, but {whole[0]} is not and {names[sharded.index(True)]} is; "
             "let fully_shard() wrap the module that it belongs to"
         )
-    mesh = params[0].device_mesh  # type: ignore[attr-defined]
+    mesh: DeviceMesh = params[0].device_mesh  # type: ignore[attr-defined]
     for p, name in zip(params, names, strict=True):
         placements: Any = p.placements  # type: ignore[attr-defined]
         if len(placements) != 1 or not placements[0].is_shard():

@@ -92,4 +92,5 @@ def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBu
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
     optimizer._transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
     work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged

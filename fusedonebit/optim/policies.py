@@ -126,7 +126,7 @@ class DoublingRounds:
         if done.rounds < self.after:
             return 1
         doublings = 1 + (done.rounds - self.after) // self.scaler
-        return min(self.most, 2 ** min(doublings, self.most.bit_length()))
+        return min(self.most, 1 << min(doublings, self.most.bit_length()))
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class DeepSpeedRounds:
 
     def _interval(self, step: int) -> int:
         doublings = max(0, step - self.var_freeze_step - _FIRST) // self.local_step_scaler
-        return min(self.local_step_clipper, 2 ** min(doublings, self.local_step_clipper.bit_length()))
+        return min(self.local_step_clipper, 1 << min(doublings, self.local_step_clipper.bit_length()))
 
 
 def check_policies(variance: object, sync: object) -> None:

@@ -86,8 +86,8 @@ def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: 
     if not optimizer.options.bias_correction or entered <= 0:
         return v.float().contiguous()
     frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
-    beta2 = float(group["betas"][1]) if frozen is None else frozen[optimizer._list.group_of[i]]
-    return (v.float() / (1 - beta2**entered)).contiguous()
+    beta2: float = float(group["betas"][1]) if frozen is None else frozen[optimizer._list.group_of[i]]
+    return torch.div(v.float(), 1 - beta2**entered).contiguous()
 
 
 def _tables(

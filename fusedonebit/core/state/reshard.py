@@ -140,7 +140,7 @@ def _has_rank(keeper: Keeper, compressed: bool) -> bool:
 def _width(spec: StateSpec, header: Header) -> int:
     """Return how long a row is in a checkpoint with this header."""
     per = {"bit": 8, "block": header["block_size"], "part": header["inside"], "chunk": header["world_size"]}
-    return header["line"] // per[spec.per]
+    return int(header["line"]) // int(per[spec.per])
 
 
 def _cut_alike(keeper: Keeper, header: Header) -> bool:
