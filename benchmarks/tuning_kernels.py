@@ -21,7 +21,6 @@ TYPES = {
     "arrived_scales": "*fp32",
     "scales_stride": "i32",
     "compensated": "*fp32",
-    "largest": "*fp32",
     "world_size": "i32",
     "per_worker": "fp32",
 }
@@ -32,34 +31,30 @@ WALKS = ("one by one", "unrolled by 8", "four in a word", "next four first", "ei
 @triton.jit
 def one_by_one(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total, UNROLL: tl.constexpr):
     """A byte of one rank at a time: one load under way, one exchange through shared memory for each rank."""
-    most = 0.0
     for _ in range(world_size // UNROLL):
         for _ in tl.static_range(UNROLL):
             scale = tl.load(scales) * per_worker
             total += tl.where(bits_of(tl.load(arrived)) != 0, scale, -scale)
-            most += scale
             arrived += arrived_stride
             scales += scales_stride
-    return total, most
+    return total
 
 
 @triton.jit
 def four_in_a_word(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
     """Bytes of four ranks make one word: four loads under way, and one exchange for four ranks."""
-    most = 0.0
     for _ in range(world_size // 4):
         four = load_four(arrived, arrived_stride, 0, False)
         of_four = load_four_scales(scales, scales_stride, per_worker)
-        total, most = add_four(total, most, four, of_four, False)
+        total = add_four(total, four, of_four, False)
         arrived = moved(arrived, arrived_stride, 4)
         scales = moved(scales, scales_stride, 4)
-    return total, most
+    return total
 
 
 @triton.jit
 def next_four_first(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
     """As ``four_in_a_word``, but the next four are loaded before these are added up."""
-    most = 0.0
     coming, _ = load_four(arrived, arrived_stride, 0, False)
     for at in range(0, world_size, 4):
         four = coming
@@ -67,15 +62,14 @@ def next_four_first(arrived, arrived_stride, scales, scales_stride, world_size, 
         arrived = tl.where(at + 4 < world_size, moved(arrived, arrived_stride, 4), arrived)
         coming, _ = load_four(arrived, arrived_stride, 0, False)
         of_four = load_four_scales(scales, scales_stride, per_worker)
-        total, most = add_four(total, most, (four, four), of_four, False)
+        total = add_four(total, (four, four), of_four, False)
         scales = moved(scales, scales_stride, 4)
-    return total, most
+    return total
 
 
 @triton.jit
 def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
     """Bytes and scales of eight ranks are loaded before any is added: the kernel's."""
-    most = 0.0
     for _ in range(world_size // 8):
         first = load_four(arrived, arrived_stride, 0, False)
         of_first = load_four_scales(scales, scales_stride, per_worker)
@@ -85,9 +79,9 @@ def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, 
         of_second = load_four_scales(scales, scales_stride, per_worker)
         arrived = moved(arrived, arrived_stride, 4)
         scales = moved(scales, scales_stride, 4)
-        total, most = add_four(total, most, first, of_first, False)
-        total, most = add_four(total, most, second, of_second, False)
-    return total, most
+        total = add_four(total, first, of_first, False)
+        total = add_four(total, second, of_second, False)
+    return total
 
 
 @triton.jit
@@ -97,7 +91,6 @@ def walk(
     arrived_scales,  # float32 [W]
     scales_stride,  # elements between them
     compensated,  # float32 [n], the sum of s_w/W*sign_w is added
-    largest,  # float32 [blocks], written: the sum of the scales
     world_size,  # W
     per_worker,  # 1 / W
     WALK: tl.constexpr,
@@ -110,14 +103,13 @@ def walk(
     total = tl.zeros([BLOCK // 8, 8], tl.float32)
     given = (arrived, arrived_bits_stride, arrived_scales, scales_stride, world_size, per_worker, total)
     if WALK == 0:
-        total, most = one_by_one(*given, 1)
+        total = one_by_one(*given, 1)
     elif WALK == 1:
-        total, most = one_by_one(*given, 8)
+        total = one_by_one(*given, 8)
     elif WALK == 2:
-        total, most = four_in_a_word(*given)
+        total = four_in_a_word(*given)
     elif WALK == 3:
-        total, most = next_four_first(*given)
+        total = next_four_first(*given)
     else:
-        total, most = eight_under_way(*given)
+        total = eight_under_way(*given)
     tl.store(at, tl.load(at) + total)
-    tl.store(largest + b, most)

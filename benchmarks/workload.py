@@ -196,7 +196,7 @@ class Workload:
             *(self._slot[:served].to(self.device, torch.int32), self.skip, self.layout.block_size),
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             *(self.table.bits, self.table.row[:served], self._bytes(1)),
-            *(torch.zeros(rows, served, dtype=torch.float64, device=self.device) for rows in (3, 2)),
+            torch.zeros(3, served, dtype=torch.float64, device=self.device),
             self.skip,
         )
         return partial(ops.server_reduce, *arguments)
