@@ -62,15 +62,15 @@ def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: fl
     Float64 partial sums may differ in the order of summation.
     """
     plain = make()
-    before = launches.total
+    before = launches.total()
     with using("plain"):
         getattr(triton_kernels, name)(*plain)
-    assert launches.total == before
+    assert launches.total() == before
     for backend in compared(tensors(plain)):
-        arguments, before = make(), launches.total
+        arguments, before = make(), launches.total()
         with using(backend):
             getattr(triton_kernels, name)(*arguments)
-        assert launches.total == before + (backend == "triton" or name in KERNELS)
+        assert launches.total() == before + (backend == "triton" or name in KERNELS)
         for expected, found in zip(tensors(plain), tensors(arguments), strict=True):
             if expected.dtype is torch.float64:
                 torch.testing.assert_close(found, expected, rtol=float64_rtol, atol=0.0, equal_nan=True)

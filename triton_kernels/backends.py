@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: Triton kernels, the C kernels of ``native``, or the plain-torch twins."""
+"""Which implementation of an op runs: Triton kernels, the C kernels of ``native``, or eager torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def using(backend: Backend) -> Iterator[None]:
 
     ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
     imports triton. ``"native"``, the default for CPU tensors where there is a C compiler, is for CPU tensors
-    only. ``"plain"`` runs the twins on CUDA tensors too.
+    only. ``"plain"``, eager torch, runs on CUDA tensors too.
 
     Raises:
         ValueError: for another name.

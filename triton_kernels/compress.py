@@ -11,8 +11,6 @@ and so the order of summation does not show.
 
 from __future__ import annotations
 
-import torch
-
 from . import rules
 from .block_io import (
     bytes_at,
@@ -122,7 +120,7 @@ def momentum_compress(
         new = only_live(g.add_(kept), live, live_row, tile)
         if not write_partials(new, partials[:, b]):
             finite = rules.finite(new)
-            new = torch.where(finite, new, kept)
+            new = tl.where(finite, new, kept)
             write_partials(new, partials[:, b])
             partials[DROPPED, b] = (~finite).sum(1).double()
         flat[b] = new

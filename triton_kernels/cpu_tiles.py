@@ -1,6 +1,6 @@
 """Walks the flat index space in cache-sized tiles, and moves tensors' elements in and out of them.
 
-The twins are memory-bound on a CPU. A tile's operands stay in cache from the first line of the
+Eager ops are memory-bound on a CPU. A tile's operands stay in cache from the first line of the
 arithmetic to the last, and no temporary is larger than a tile.
 """
 

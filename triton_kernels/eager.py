@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import rules
 from .cpu_tiles import Tile, gather, scatter
-from .jit import numpy
+from .jit import numpy, tl
 from .live import FULL_ROW, SPREAD
 
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
@@ -39,12 +39,12 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
     """What bits stand for, float32 [blocks, block_size]: scale and -scale, and 0 for zeros where ternary.
 
     Args:
-        bits: uint8 [bytes], or [2, bytes] where ternary; see ``twins``.
+        bits: uint8 [bytes], or [2, bytes] where ternary; see ``compress``.
         scale: float32 [blocks, 1].
     """
     ternary = bits.dim() == 2
     values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale)
-    return torch.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
+    return tl.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
 
 
 def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
@@ -58,7 +58,7 @@ def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
 def only_live(values: Tensor, live: Tensor, live_row: Tensor, tile: Tile) -> Tensor:
     """The values, zero where an element does not count."""
     mask = live_mask(live, live_row, tile)
-    return values if mask is None else torch.where(mask, values, 0.0)
+    return values if mask is None else tl.where(mask, values, 0.0)
 
 
 def move(
@@ -75,7 +75,7 @@ def move(
     x = gather(params, tile, block_size)
     moved = rules.moved(x, update, k)
     mask = live_mask(live, live_row, tile)
-    moved = moved if mask is None else torch.where(mask, moved, x)
+    moved = moved if mask is None else tl.where(mask, moved, x)
     if rounding is not None:
         round_bfloat16(moved, params, tile, rounding)
     scatter(moved, params, tile)
@@ -115,7 +115,7 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
         bits: int32 of x's shape, uniform in [0, 2^16): added below the bits that are kept, they carry.
     """
     kept = rules.bfloat16(x.view(torch.int32), bits) << 16
-    return torch.where(x.isnan(), x, kept.view(torch.float32))
+    return tl.where(x.isnan(), x, kept.view(torch.float32))
 
 
 def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:

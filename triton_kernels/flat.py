@@ -178,4 +178,4 @@ def gradient_squares(tensors: Tensors, sizes: Sizes, block_size: int, bound: Flo
     squares.zero_()
     for tile in tiles(sizes, 1, block_size, squares.device):
         g = gather(tensors, tile, block_size)
-        squares[tile.blocks] = square_sum(torch.where(g.abs() <= bound, g, 0.0))
+        squares[tile.blocks] = square_sum(tl.where(g.abs() <= bound, g, 0.0))

@@ -308,7 +308,7 @@ def lamb_ratio(
         v = only_live(rules.variance(held if started else frozen, g, k), live, live_row, tile)
         above, below = (rules.denominator(x, k, eps_inside_sqrt) if deepspeed else x for x in (frozen, v))
         ratio = above / below
-        ratio = torch.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
+        ratio = tl.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
         largest[b] = only_live(ratio, live, live_row, tile).amax(1)
         held.copy_(v)
         last_packed.copy_(packed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from . import rules
 from .block_io import (
     any_of,
@@ -88,9 +86,9 @@ def lion_compress(
         mask, finite = live_mask(live, live_row, tile), rules.finite(new) & rules.finite(c)
         if not (hold or (finite if mask is None else finite | ~mask).all()):
             flags |= NONFINITE
-        c = torch.where(finite, c, m)
+        c = tl.where(finite, c, m)
         coin = (random_bits(step, tile, block_size) & 1) * 2.0 - 1
-        c = only_live(torch.where(c == 0, coin, c), live, live_row, tile)
+        c = only_live(tl.where(c == 0, coin, c), live, live_row, tile)
         pack(c.reshape(-1), bits[tile.chunk, tile.bytes])
         written = finite & (hold == 0) if mask is None else finite & (hold == 0) & mask
-        moments[tile.blocks] = torch.where(written, new, m)
+        moments[tile.blocks] = tl.where(written, new, m)

@@ -1,4 +1,4 @@
-"""Which elements count: padding, masked coordinates and tensors without gradients do not.
+"""The active mask: padding, masked coordinates and tensors without gradients do not count.
 
 A row of ``live`` holds one bit per element of a block. Row 0 is all ones, row 1 all zeros; blocks
 of those two kinds need no row of their own, so that the table stays small unless masks are used.
@@ -21,7 +21,7 @@ SPREAD = 0x0102040810204080  # multiplied by eight 0/1 bytes, its top byte is th
 
 
 class LiveTable(NamedTuple):
-    """Live elements of a layout.
+    """The active mask of a layout.
 
     Attributes:
         bits: uint8 [rows, block_size / 8], LSB first.
@@ -43,7 +43,7 @@ def live_table(
     masks: Mapping[int, Tensor] | None = None,
     excluded: Collection[int] = (),
 ) -> LiveTable:
-    """Builds the table of live elements.
+    """Builds the active mask.
 
     Args:
         layout: The flat index space.

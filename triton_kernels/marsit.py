@@ -50,10 +50,9 @@ def local_update_kernel(
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
     source = place_of(grads, tensors, t, block_start, b)
     g = rules.counted(load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
-    place = place_of(params, tensors, t, block_start, b)
     x = g
     if DECAYS or MOVES:
-        x = load_user(place, i, mask, row, PARAMS)
+        x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
     d = g * of(k, ONE_MINUS_BETA1)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
@@ -89,7 +88,8 @@ def local_update_kernel(
     if exp_avg_sq is not None:
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
-        store_user(place, i, x - u, None, mask, row, PARAMS)
+        # Looked up again, so that no register holds it meanwhile.
+        store_user(place_of(params, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
     else:
         tl.store(byte, bytes_of(c >= 0))
 
@@ -116,11 +116,11 @@ def local_update(
     of the last round (line 10) is deferred: it is formed when ``c`` is read again. An element whose
     gradient exceeds GRAD_LIMIT, or whose update is not finite, has none, keeps its moments, and sets its chunk's flag.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
         params: Parameters of any float dtype, dense; read where ``decays``, written where ``moves``.
         grads: Gradients of any float dtype, dense; empty is zeros.
-        sizes: Elements of each.
-        block_size: Elements per block.
         first, last: Chunks ``first:last`` are worked on.
         exp_avg: m, float32 [P], read and written; None: u = lr*g.
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
@@ -129,7 +129,6 @@ def local_update(
         limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's.
         bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
         coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
-        block_tensor: int32 [B].
         live, live_row: The active mask: elements that count; others get c = 0.
         factor: float32 [1], what gradients are multiplied with.
         hold: int32 [1]; where set u = 0 and moments stay.
@@ -155,12 +154,12 @@ def local_update(
         counts = torch.zeros_like(finite) if hold else finite
         if not (hold or finite.all()):
             flags[tile.chunk] |= NONFINITE
-        u = torch.where(counts, u, 0.0)
+        u = tl.where(counts, u, 0.0)
         flat[b] = kept + u
         for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):
             if buffer is not None and new is not None:
                 old = buffer.view(-1, block_size)[b]
-                old.copy_(torch.where(counts, new, old))
+                old.copy_(tl.where(counts, new, old))
         if moves:
             assert x is not None
             scatter(x - u, params, tile)

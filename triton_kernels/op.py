@@ -25,6 +25,7 @@ imports Dynamo at its first call (over a second) and costs four times as much at
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
@@ -88,24 +89,8 @@ STANDARD: Derived = {
 }
 
 
-class LaunchCounter:
-    """How many kernels have been launched, by name."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, int] = {}
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self.by_name.values())
-
-    def reset(self) -> None:
-        """Starts again at zero."""
-        self.by_name.clear()
-
-
-launches = LaunchCounter()
-"""Counts every launch of this process."""
+launches: Counter[str] = Counter()
+"""Launches of each kernel in this process."""
 
 
 class _Argument(NamedTuple):
@@ -226,7 +211,7 @@ class Op:
         """Launches the kernel, Triton's or that in C, on the device of its tensors, and counts it."""
         values = self.bind(arguments)
         *given, device, programs, num_warps = [values[key] for key in self._launched]
-        launches.by_name[self.name] = launches.by_name.get(self.name, 0) + 1
+        launches[self.name] += 1
         if on == "native":
             functions = native.library()
             assert functions is not None

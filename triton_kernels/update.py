@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from . import rules
 from .block_io import (
     bytes_at,
@@ -204,7 +202,7 @@ def add_values(
         x = gather(params, tile, block_size)
         moved = new.clone() if replaces else x - new
         mask = live_mask(live, live_row, tile)
-        moved = moved if mask is None else torch.where(mask, moved, x)
+        moved = moved if mask is None else tl.where(mask, moved, x)
         if rounding is not None:
             round_bfloat16(moved, params, tile, rounding)
         scatter(moved, params, tile)

@@ -100,19 +100,16 @@ def local_step(
     GRAD_LIMIT, or whose update is not finite, has none, keeps its moment, and sets the flag; nor is beta1*m added
     where ``c`` would not be finite.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
         params: Parameters of any float dtype, dense, written where ``moves``.
         grads: Gradients of any float dtype, dense, read where ``moves``; empty is zeros.
-        sizes: Elements of each.
-        block_size: Elements per block.
         exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``.
         exp_avg_sq: v, float32 [P].
-        eps_inside_sqrt: Which denom; see ``apply_momentum``.
         precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last synchronisation, float32 [B]; the caller sets it to 0 afterwards.
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
         live, live_row: The active mask: elements that count; others get c = 0.
         hold: int32 [1]; where set x and m stay, and c gets no update.
         moves: Whether this is a step; else only beta1*m is added where ``last``.
@@ -137,13 +134,13 @@ def local_step(
                 added = rules.leaking(added, x, d, k)
             finite = rules.finite(c + added) & rules.finite(u)
             counts = (finite if mask is None else finite & mask) & (hold == 0)
-            scatter(torch.where(counts, rules.moved(x, u, k), x), params, tile)
-            m = torch.where(counts, new, m)
-            c = torch.where(counts, c + added, c)
+            scatter(tl.where(counts, rules.moved(x, u, k), x), params, tile)
+            m = tl.where(counts, new, m)
+            c = tl.where(counts, c + added, c)
         if last:
             total = c + (m / d if precondition else m) * of(k, BETA1)
             fits = rules.finite(total)
-            finite, c = finite & fits, torch.where(fits, total, c)
+            finite, c = finite & fits, tl.where(fits, total, c)
         elif moves:
             moments[b] = m
         flat[b] = only_live(c, live, live_row, tile)
@@ -181,15 +178,12 @@ def rebuild_momentum(
 ) -> None:  # fmt: skip
     """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale*sign(bits) * denom.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
-        sizes: Elements of each tensor.
-        block_size: Elements per block.
         exp_avg_bits: uint8 [W, P / 8W].
         exp_avg_scale: float32 [B]: the buffer's scale over what its round has summed.
         exp_avg_sq: v, float32 [P], or None: then without denom.
-        eps_inside_sqrt: Which denom; see ``apply_momentum``.
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
         live, live_row: The active mask: elements that count; others get 0.
         exp_avg: m, float32 [>= P], written.
     """

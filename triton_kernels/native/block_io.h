@@ -3,7 +3,7 @@
 
    A kernel works on blocks begin..end-1 of the flat index space, one after the other. A block's operands are
    arrays of at most MOST floats that stay in the first-level cache; every loop over them is one or a few lines
-   of the twin, and vectorises. Compiled without contraction, each operation rounds once, as in the twins. */
+   of the eager op, and vectorises. Compiled without contraction, each operation rounds once, as there. */
 
 #include <float.h>
 #include <math.h>

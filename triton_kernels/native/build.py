@@ -27,7 +27,12 @@ from pathlib import Path
 
 FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
-    *("-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # bits equal the twins'
+    *(
+        "-fno-fast-math",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ),  # bits equal those of eager torch
 )
 SOURCES = ("compress.c", "update.c", "marsit.c", "lion.c")
 HERE = Path(__file__).parent
