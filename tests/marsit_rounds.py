@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from observe import fingerprint, parameters
@@ -43,23 +39,8 @@ def train(optimizer: RoundOptimizer, rank: int, steps: int, start: int = 0) -> N
         optimizer.step()
 
 
-def caught(call: Callable[[], object]) -> tuple[type | None, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
 def kept(optimizer: RoundOptimizer) -> list[Tensor]:
     return [optimizer.compensation(p) for p in parameters(optimizer)]
-
-
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def own_state(optimizer: RoundOptimizer) -> list[str]:

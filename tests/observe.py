@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,3 +119,20 @@ def fingerprint(tensors: Sequence[Tensor]) -> str:
     for t in tensors:
         digest.update(local(t).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def caught(call: Callable[[], object]) -> tuple[type | None, str]:
+    """The type and text of what ``call`` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def through_a_file(thing: Any) -> Any:
+    """``thing`` after ``torch.save`` and ``torch.load``."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, observe, parameters
+from observe import fingerprint, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, PAPER, construct
 from ranks import run_ranks
 from torch.nn import Parameter
@@ -40,13 +40,6 @@ def step_once(optimizer: torch.optim.Optimizer, rank: int, step: int, bad: tuple
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
         optimizer.step()
-
-
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resume(

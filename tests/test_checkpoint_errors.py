@@ -7,10 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from observe import change_header, fingerprint, observe, parameters
+from observe import change_header, fingerprint, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH, construct
 from ranks import run_ranks
-from test_checkpoint import make, saved_state, step_once, through_a_file
+from test_checkpoint import make, saved_state, step_once
 from torch import Tensor
 
 from fusedonebit.checkpoint import KEY, forget_checksums, header_of

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, observe
+from observe import caught, fingerprint, observe
 from optimizers import construct
 from ranks import run_ranks
 from torch.nn import Parameter
@@ -44,15 +44,6 @@ def train(optimizer: OneBitOptimizer, params: list[Parameter], rank: int, steps:
     for step in range(start, start + steps):
         set_gradients(params, rank, step)
         optimizer.step()
-
-
-def caught(call: Callable[[], object]) -> tuple[type | None, str]:
-    """The type and text of what ``call`` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
 
 
 # ---------------------------------------------------------------- construction

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lines_of import conserved, imbalance, on_the_line, whole_state
+from observe import caught
 from optimizers import EACH_ONEBIT, construct
 from ranks import run_ranks
-from test_disagreement import caught
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, through_a_file, train
-from observe import change_header, fingerprint, parameters
+from marsit_rounds import EACH, EACH_PLACE, MARSIT, kept, make, own_state, set_gradients, train
+from observe import caught, change_header, fingerprint, parameters, through_a_file
 from ranks import run_ranks
 
 from fusedonebit import (

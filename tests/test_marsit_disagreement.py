@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from marsit_rounds import EACH, EACH_PLACE, MARSIT, PLACES, caught, kept, make, set_gradients, train
-from observe import fingerprint, parameters
+from marsit_rounds import EACH, EACH_PLACE, MARSIT, PLACES, kept, make, set_gradients, train
+from observe import caught, fingerprint, parameters
 from ranks import run_ranks
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from marsit_rounds import EACH, EACH_PLACE, MARSIT, caught, kept, make, own_state, set_gradients, train
-from observe import fingerprint, parameters
+from marsit_rounds import EACH, EACH_PLACE, MARSIT, kept, make, own_state, set_gradients, train
+from observe import caught, fingerprint, parameters
 from ranks import run_ranks
 from test_ddp import Sent
 from torch import Tensor, nn

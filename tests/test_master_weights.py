@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from observe import fingerprint, parameters
+from observe import fingerprint, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, construct
 from ranks import run_ranks
 from test_freeze import gradient
@@ -207,13 +206,6 @@ def test_a_group_added_later_has_masters_and_the_others_keep_theirs(written):
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def put(params: list[Parameter], saved: list[Tensor]) -> None:

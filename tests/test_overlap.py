@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lines_of import conserved, imbalance, on_the_line, whole_state
+from observe import caught
 from optimizers import EACH_ONEBIT, construct
 from ranks import run_ranks
-from test_disagreement import caught
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,10 +8,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, flat, observe, parameters, served, whole_server_error
+from observe import fingerprint, flat, observe, parameters, served, through_a_file, whole_server_error
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import run_ranks
-from test_checkpoint import through_a_file
 from test_conservation import BETA2, WARMUP, look
 from test_freeze import gradient, step_once
 from test_guard import make, train

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, flat, observe, parameters
+from observe import fingerprint, flat, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, LAMBS, UNGUARDED, construct
 from ranks import run_ranks
-from test_checkpoint import through_a_file
 from test_freeze import gradient
 from test_guard import make, train
 from torch.nn import Parameter

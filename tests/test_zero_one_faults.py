@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from observe import fingerprint, parameters
+from observe import caught, fingerprint, parameters
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zero_one_rounds import caught, make, make_parameters, momenta, residuals, set_gradients, train, variances, whole
+from zero_one_rounds import make, make_parameters, momenta, residuals, set_gradients, train, variances, whole
 
 from fusedonebit import (
     AbortedStepError,

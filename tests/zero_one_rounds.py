@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from marsit_rounds import caught, own_state, set_gradients, through_a_file, train
 from marsit_rounds import make as make_parameters
-from observe import flat, parameters
+from marsit_rounds import own_state, set_gradients, train
+from observe import caught, flat, parameters, through_a_file
 from torch import Tensor
 from torch.nn import Parameter
 

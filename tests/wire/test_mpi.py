@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from mpi_ranks import end, run_mpi, start_mpi
-from observe import fingerprint
+from observe import caught, fingerprint
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
 from ranks import RankError, run_ranks
-from test_disagreement import caught
 from test_simulated import train as train_exactly
 from torch import Tensor
 
