@@ -290,7 +290,7 @@ def build_badly(rank: int, world_size: int, name: str, options: dict) -> tuple[t
 @pytest.mark.parametrize(
     ("name", "world_size", "options", "message"),
     [
-        ("sgd", 2, {"topology": "tree"}, "topology must be one of 'ring', 'torus', 'owner', 'auto', got 'tree'"),
+        ("sgd", 2, {"topology": "tree"}, "topology must be one of 'ring', 'torus', 'owner', got 'tree'"),
         (
             "sgd",
             4,
