@@ -6,6 +6,7 @@ Nothing is downloaded: torch is the one that runs the tests, and pip works witho
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import venv
 from pathlib import Path
 
 import pytest
+from setuptools.config.pyprojecttoml import read_configuration
+
+import fusedonebit
 
 ROOT = Path(__file__).parent.parent
 LEFT_BEHIND = shutil.ignore_patterns(
@@ -91,6 +95,12 @@ def test_a_clone_offers_what_the_readme_names_after_one_import_that_takes_little
     assert run(sys.executable, "-c", NAMED, cwd=clone) == "module 'fusedonebit' has no attribute 'nothing'\n"
 
 
+def test_the_version_is_said_once_and_is_one_that_can_be_tagged():
+    packaged = read_configuration(ROOT / "pyproject.toml")["project"]["version"]
+    assert packaged == fusedonebit.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", packaged)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["pip install .", "pip install -e .", "wheel", "sdist"])
 def test_every_way_to_install_it_brings_all_of_it(how: str, clone: Path, python: Path, tmp_path: Path):
@@ -104,11 +114,13 @@ def test_every_way_to_install_it_brings_all_of_it(how: str, clone: Path, python:
             make = "import setuptools.build_meta as backend, sys; print(backend.build_sdist(sys.argv[1]))"
             what = dist / run(sys.executable, "-c", make, dist, cwd=clone).split()[-1]
         pip(python, "wheel", what, "--wheel-dir", dist, cwd=elsewhere)
-        pip(python, "install", *dist.glob("*.whl"), cwd=elsewhere)
+        (wheel,) = dist.glob("*.whl")
+        assert wheel.name.startswith(f"fusedonebit-{fusedonebit.__version__}-")
+        pip(python, "install", wheel, cwd=elsewhere)
         shutil.rmtree(clone)
     site = imported(python, elsewhere)
     assert site == clone / "fusedonebit" if "-e" in how else site.is_relative_to(tmp_path / "environment")
-    assert run(python.parent / "fusedonebit", "--version", cwd=elsewhere).startswith("fusedonebit ")
+    assert run(python.parent / "fusedonebit", "--version", cwd=elsewhere) == f"fusedonebit {fusedonebit.__version__}\n"
     for file in ("report/page.html", "triton_kernels/native/access.h", "py.typed"):
         assert (site / file).is_file(), file
     if clone.exists():  # where the reader is after `git clone ...; cd fusedonebit; pip install .`
