@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-ecosystem docs lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-compiler   those tests that need a C compiler or chromium, or do more with one; make test has them too"
 	@echo "make test-mpi   those tests that need Open MPI (apt-get install openmpi-bin), with mpi4py, which it installs"
 	@echo "make test-full  run all tests, the long ones included"
+	@echo "make test-oldest  some of each kind with the oldest torch and triton that are claimed (4 minutes, after gigabytes)"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make lint       ruff, mypy, and import-linter: who may import whom"
@@ -69,6 +70,21 @@ test-mpi: $(VENV)/.mpi
 test-full: $(READY)
 	$(BIN)/python -m pytest --full
 
+# Where an index has no CPU build of it, torch brings its CUDA libraries: 5 GB.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(firstword $(foreach name,python3.10 $(PYTHON),$(shell $(name) -c "import sys; print(sys.executable)" 2>/dev/null)))
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(OLDEST_PYTHON) -m venv $(OLDEST); }
+	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt "setuptools>=61" wheel torch triton
+	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt --no-build-isolation --editable ".[lab]" \
+		hypothesis numpy pytest pytest-timeout pytest-xdist
+	@touch $@
+
+# Every optimizer, on its own and beside its paper; kernels beside their twins; checkpoints; the wire.
+OLDEST_TESTS := like_torch hooks reference kernels lamb_kernels lion zero_one_kernels checkpoint dcp collectives
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py)
+
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[ecosystem]"
@@ -120,4 +136,4 @@ gpu:
 	exit $$failed
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,7 +21,7 @@ import fusedonebit
 
 ROOT = Path(__file__).parent.parent
 LEFT_BEHIND = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "runs", "*.egg-info", ".*_cache", ".hypothesis", "__pycache__", "peers"
+    ".git", ".venv*", "build", "dist", "runs", "*.egg-info", ".*_cache", ".hypothesis", "__pycache__", "peers"
 )
 ALL = """
 import fusedonebit.comm.mpi, fusedonebit.triton_kernels.native
