@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 
-.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format bench peers gpu clean
+.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make lint       ruff, mypy, and import-linter: who may import whom"
+	@echo "make hooks      let git look at each commit with the same tools (pre-commit)"
 	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
 	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
 	@echo "make gpu        tests and benchmarks on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton; OUT=folder"
@@ -112,6 +113,9 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+hooks: $(READY)
+	$(BIN)/pre-commit install
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --device cpu --out $(or $(OUT),runs/bench)
