@@ -27,7 +27,7 @@ PARTS = (
 )
 """Pages made of the README: name, title, and the heading at which each begins."""
 
-ALWAYS = (ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.py")))
+ALWAYS = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("*.py")))
 """Get a page also where nobody links to them."""
 
 CONTENTS = """
@@ -83,6 +83,7 @@ api/baselines
 :caption: More
 
 examples
+files/CONTRIBUTING
 files/CHANGELOG
 ```
 """
