@@ -1,4 +1,4 @@
-"""The code in README.md and docs/*.md runs, and the commands there are understood by the programs that they call.
+"""The code in README.md, CONTRIBUTING.md and docs/*.md runs, and the programs called there understand the commands.
 
     ```python      is run: all of a page are one program, in order, under torchrun where they make a process group
     ```py          an excerpt: its lines are those of files that tests run, which a marker names
@@ -43,7 +43,7 @@ from fusedonebit.apps.migrate.settings import translate
 from fusedonebit.apps.train import launch
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 PIECE = re.compile(
     r"^<!-- test: run\n(?P<hidden>.*?)-->"
     r"|^<!-- test: (?P<marker>[^\n]*?) -->\n*(?=`{3})"
