@@ -62,19 +62,19 @@ class MPITransport:
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, *, cuda_aware: bool | None = None) -> None:
-        self._mpi = load_mpi()
-        parent = _checked(self._mpi, comm)
+        self.mpi = load_mpi()
+        parent = _checked(self.mpi, comm)
         self.rank, self.world_size = parent.Get_rank(), parent.Get_size()
         self.traffic = Traffic()
         # The first line of MPICH's text reads "MPICH Version:      4.0.2".
-        first = self._mpi.Get_library_version().splitlines()[0].split(",")[0]
+        first = self.mpi.Get_library_version().splitlines()[0].split(",")[0]
         self.library = " ".join(first.replace("Version:", "").split()).rstrip("\0")
-        with self._named("duplicating the communicator"):
+        with self.naming("duplicating the communicator"):
             self.comm = parent.Dup()
-            self.comm.Set_errhandler(self._mpi.ERRORS_RETURN)  # which mpi4py turns into exceptions
-            self.cuda_aware = _is_cuda_aware(self._mpi, self.comm) if cuda_aware is None else cuda_aware
+            self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)  # which mpi4py turns into exceptions
+            self.cuda_aware = _is_cuda_aware(self.mpi, self.comm) if cuda_aware is None else cuda_aware
         self._free: dict[int, list[Tensor]] = {}
-        self._under_way: set[_Exchange] = set()
+        self.under_way: set[_Exchange] = set()
         if self.world_size > 1:
             _end_the_job_on_errors()
 
@@ -82,17 +82,17 @@ class MPITransport:
         """See ``Transport``."""
         self._check("all_to_all", received, sent)
         self._check_rows("all_to_all", received, sent, self.world_size)
-        with self._named("all_to_all"), self._host(sent) as source, self._host(received, "w") as target:
+        with self.naming("all_to_all"), self.on_host(sent) as source, self.on_host(received, "w") as target:
             for kind, count in self._pieces_of_rows(sent):
-                self.comm.Alltoall([_memory(self._mpi, source), count, kind], [_memory(self._mpi, target), count, kind])
+                self.comm.Alltoall([_memory(self.mpi, source), count, kind], [_memory(self.mpi, target), count, kind])
         self.traffic.add(sent.nbytes - sent[0].nbytes)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
         self._check("all_gather", gathered, sent)
         self._check_rows("all_gather", gathered, sent, 1)
-        with self._named("all_gather"), self._host(sent) as source, self._host(gathered, "w") as target:
-            own, all_ranks = _memory(self._mpi, source), _memory(self._mpi, target)
+        with self.naming("all_gather"), self.on_host(sent) as source, self.on_host(gathered, "w") as target:
+            own, all_ranks = _memory(self.mpi, source), _memory(self.mpi, target)
             for kind, count in self._pieces_of_rows(gathered):
                 self.comm.Allgather([own, count, kind], [all_ranks, count, kind])
         self.traffic.add(sent.nbytes * (self.world_size - 1))
@@ -103,10 +103,10 @@ class MPITransport:
         if tensor.dtype not in TYPES:
             names = ", ".join(str(dtype) for dtype in TYPES)
             raise TypeError(f"all_reduce must be given what MPI can add, {names}; got {tensor.dtype}")
-        kind = getattr(self._mpi, TYPES[tensor.dtype])
+        kind = getattr(self.mpi, TYPES[tensor.dtype])
         for piece in self._pieces(tensor):
-            with self._named("all_reduce"), self._host(piece, "rw") as host:
-                self.comm.Allreduce(self._mpi.IN_PLACE, [_memory(self._mpi, host), kind])
+            with self.naming("all_reduce"), self.on_host(piece, "rw") as host:
+                self.comm.Allreduce(self.mpi.IN_PLACE, [_memory(self.mpi, host), kind])
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
@@ -120,17 +120,17 @@ class MPITransport:
         """See ``Transport``."""
         self._check("broadcast", tensor)
         for piece in self._pieces(tensor):
-            with self._named("broadcast"), self._host(piece, "w" if self.rank else "r") as host:
-                self.comm.Bcast([_memory(self._mpi, host), self._mpi.BYTE], root=0)
+            with self.naming("broadcast"), self.on_host(piece, "w" if self.rank else "r") as host:
+                self.comm.Bcast([_memory(self.mpi, host), self.mpi.BYTE], root=0)
         self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
         """See ``Transport``; point to point."""
         self._check("exchange", received)
         self._check("exchange", sent)
-        with self._named("exchange"):
+        with self.naming("exchange"):
             pending = _Exchange(self, received, source, sent, destination)
-        self._under_way.add(pending)
+        self.under_way.add(pending)
         self.traffic.add(sent.nbytes)
         return pending
 
@@ -141,7 +141,7 @@ class MPITransport:
     # ---------------------------------------------------------------- what MPI is given
 
     @contextmanager
-    def _host(self, tensor: Tensor, access: str = "r") -> Iterator[Tensor]:
+    def on_host(self, tensor: Tensor, access: str = "r") -> Iterator[Tensor]:
         """Yield the memory for MPI to read or write: the tensor's own, or a pinned copy."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step over MPI can't be captured in a CUDA graph: MPI is called by the host")
@@ -172,11 +172,11 @@ class MPITransport:
         """Yield types, and how many of them make a row's columns; all of them at once, unless rows are huge."""
         width = rows.nbytes // len(rows)
         if width <= LARGEST:
-            yield self._mpi.BYTE, width
+            yield self.mpi.BYTE, width
             return
         for start in range(0, width, LARGEST):
             length = min(LARGEST, width - start)
-            columns = self._mpi.BYTE.Create_hindexed([length], [start])
+            columns = self.mpi.BYTE.Create_hindexed([length], [start])
             kind = columns.Create_resized(0, width).Commit()
             yield kind, 1
             columns.Free()
@@ -203,10 +203,11 @@ class MPITransport:
             )
 
     @contextmanager
-    def _named(self, collective: str) -> Iterator[None]:
+    def naming(self, collective: str) -> Iterator[None]:
+        """Turn MPI's errors in here into ``CollectiveError``, which names the collective."""
         try:
             yield
-        except self._mpi.Exception as error:
+        except self.mpi.Exception as error:
             raise failure(collective, self.rank, self.world_size, f"MPI, {self.library}", error) from error
 
 
@@ -215,10 +216,10 @@ class _Exchange:
 
     def __init__(self, transport: MPITransport, received: Tensor, source: int, sent: Tensor, destination: int) -> None:
         self._transport, self._expected = transport, received.nbytes
-        mpi, comm = transport._mpi, transport.comm
+        mpi, comm = transport.mpi, transport.comm
         with ExitStack() as stack:
-            target = stack.enter_context(transport._host(received, "w"))
-            origin = stack.enter_context(transport._host(sent))
+            target = stack.enter_context(transport.on_host(received, "w"))
+            origin = stack.enter_context(transport.on_host(sent))
             self._arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(mpi, target)]
             self._leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(mpi, origin)]
             self._finish = stack.pop_all()
@@ -226,8 +227,8 @@ class _Exchange:
     def wait(self) -> None:
         """See ``Pending``."""
         transport = self._transport
-        mpi = transport._mpi
-        with transport._named("exchange"):
+        mpi = transport.mpi
+        with transport.naming("exchange"):
             statuses = [mpi.Status() for _ in self._arriving]
             # Not Waitall: Open MPI's may never return once a message was too long, and its error names no cause.
             for request, status in zip(self._arriving, statuses, strict=True):
@@ -239,7 +240,7 @@ class _Exchange:
             error = ValueError(f"{arrived} bytes arrived where {self._expected} were expected")
             raise failure("exchange", transport.rank, transport.world_size, f"MPI, {transport.library}", error)
         self._finish.close()
-        transport._under_way.discard(self)
+        transport.under_way.discard(self)
 
 
 def _memory(mpi: ModuleType, tensor: Tensor) -> Any:

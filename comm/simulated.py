@@ -88,7 +88,7 @@ class SimulatedTransport:
         self.group, self.rank, self.world_size = group, rank, group.world_size
         self.traffic, self._others = Traffic(), group.world_size - 1
 
-    def _offered(self, what: str, sent: Tensor, nbytes: int, alike: bool = True) -> list[Tensor]:
+    def offered(self, what: str, sent: Tensor, nbytes: int, alike: bool = True) -> list[Tensor]:
         """Return what all ranks send, once all have come; they may overwrite it after the next meeting."""
         if not self.group.offers:
             raise RuntimeError("simulated ranks can only meet inside SimulatedGroup.run(function)")
@@ -103,20 +103,20 @@ class SimulatedTransport:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
-        for row, theirs in zip(received, self._offered("all_to_all", sent, sent.nbytes - sent[0].nbytes), strict=True):
+        for row, theirs in zip(received, self.offered("all_to_all", sent, sent.nbytes - sent[0].nbytes), strict=True):
             row.copy_(theirs[self.rank])
         self.group.meet("all_to_all")
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
         """See ``Transport``."""
-        for row, theirs in zip(gathered, self._offered("all_gather", sent, self._others * sent.nbytes), strict=True):
+        for row, theirs in zip(gathered, self.offered("all_gather", sent, self._others * sent.nbytes), strict=True):
             row.copy_(theirs[0])
         self.group.meet("all_gather")
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See ``Transport``; adds in rank order."""
         nbytes = 2 * tensor.nbytes * self._others // self.world_size
-        first, *others = self._offered("all_reduce", tensor, nbytes)
+        first, *others = self.offered("all_reduce", tensor, nbytes)
         total = sum(others, first.clone())
         self.group.meet("all_reduce")
         tensor.copy_(total)
@@ -124,14 +124,14 @@ class SimulatedTransport:
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``; adds in rank order."""
         n = received.numel()
-        first, *others = self._offered("reduce_scatter", sent, sent.nbytes - received.nbytes)
+        first, *others = self.offered("reduce_scatter", sent, sent.nbytes - received.nbytes)
         own = slice(self.rank * n, (self.rank + 1) * n)
         received.copy_(sum((other[own] for other in others), first[own].clone()))
         self.group.meet("reduce_scatter")
 
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
-        tensor.copy_(self._offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])
+        tensor.copy_(self.offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])
         self.group.meet("broadcast")
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
@@ -150,6 +150,6 @@ class _Exchange:
 
     def wait(self) -> None:
         """See ``Pending``."""
-        theirs = self._transport._offered("exchange", self._sent, self._sent.nbytes, alike=False)
+        theirs = self._transport.offered("exchange", self._sent, self._sent.nbytes, alike=False)
         self._received.copy_(theirs[self._source])
         self._transport.group.meet("exchange")

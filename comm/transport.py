@@ -193,13 +193,13 @@ class TorchTransport:
         self._call("broadcast", dist.broadcast, tensor.nbytes if self.rank == 0 else 0, tensor, group_src=0)
 
     def _call(self, name: str, collective: Callable[..., Any], nbytes: int, *tensors: Tensor, **more: Any) -> None:
-        with self._named(name):
+        with self.naming(name):
             collective(*map(in_flight, tensors), group=self.group, **more)
         self.traffic.add(nbytes)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
         """See ``Transport``; point to point."""
-        with self._named("exchange"):
+        with self.naming("exchange"):
             works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sent, group=self.group, group_peer=destination),
@@ -215,11 +215,14 @@ class TorchTransport:
         Args:
             call: What makes them, for the message.
         """
-        return self._named(call)
+        return self.naming(call)
 
     @contextmanager
-    def _named(self, collective: str, number: int | None = None) -> Iterator[None]:
-        # ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
+    def naming(self, collective: str, number: int | None = None) -> Iterator[None]:
+        """Turn errors in here into ``CollectiveError``, which names the collective and who is missing.
+
+        ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -239,7 +242,7 @@ class _Works:
 
     def wait(self) -> None:
         """See ``Pending``."""
-        with self._transport._named("exchange", self._number):
+        with self._transport.naming("exchange", self._number):
             for work in self._works:
                 work.wait()
 

@@ -13,11 +13,11 @@ from fusedonebit import OneBitOptimizer
 
 def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
-    reduce = optimizer._reduce
+    reduce = optimizer.reducer
     reduce.settle()
     tensors = {spec.name: spec.tensor(optimizer) for spec in optimizer.specs() if not spec.of_rank}
-    tensors |= {"v": optimizer._exp_avg_sq, "step": optimizer._own_steps, "scale": reduce.scale, "bits": reduce.bits}
-    tensors |= {"c": optimizer._exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
+    tensors |= {"v": optimizer.exp_avg_sq, "step": optimizer.own_steps, "scale": reduce.scale, "bits": reduce.bits}
+    tensors |= {"c": optimizer.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))
     state["digests"] = np.array(reduce.digests)
@@ -26,13 +26,13 @@ def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
 
 def conserved(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     """m, this rank's e and its part of E, by flat index, in the unit in which they are compressed."""
-    reduce, layout = optimizer._reduce, optimizer.layout
+    reduce, layout = optimizer.reducer, optimizer.layout
     state = whole_state(optimizer)
-    ranks, inside = optimizer._transport.world_size, 1
-    if optimizer._levels is not None:
-        ranks, inside = optimizer._levels[0].world_size, optimizer._levels[1].world_size
-    rank = optimizer._transport.rank // inside
-    here = [optimizer._transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
+    ranks, inside = optimizer.transport.world_size, 1
+    if optimizer.levels is not None:
+        ranks, inside = optimizer.levels[0].world_size, optimizer.levels[1].world_size
+    rank = optimizer.transport.rank // inside
+    here = [optimizer.transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
     servers = np.zeros(layout.numel)
     for part, served in zip(here, state["server"].reshape(len(here), -1), strict=True):
         chunk = part * ranks + rank

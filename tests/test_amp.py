@@ -102,7 +102,7 @@ def train(
             if step == NAN_AT and rank == 0:
                 spoil(optimizer, step, float("nan"))
             if overflowing:
-                optimizer._begin_step()  # so that the freeze, if it is due, counts as before
+                optimizer.begin_step()  # so that the freeze, if it is due, counts as before
             before = whole_state(optimizer) if overflowing else {}
             skipped = optimizer.stats()["skipped_steps"]
             if scaled and step != NAN_AT:

@@ -113,14 +113,14 @@ def test_inductor_takes_a_step_without_copying_parameters(name):
     addresses = [p.data_ptr() for p in compiled.model.parameters()]
     written: list[list[int]] = []
     optimizer = compiled.optimizer
-    take = optimizer._take_step
+    take = optimizer.take_step
 
     def watched(grads, params, checked):
         assert checked
         written.append([p.data_ptr() for p in params[: len(addresses)]])
         take(grads, params, checked)
 
-    optimizer._take_step = watched
+    optimizer.take_step = watched
     parameters = compiled.train_compiled_step(FREEZE + 5, "inductor")
     assert_equal(parameters, eager.train(FREEZE + 5, eager.step))
     assert written == [addresses] * (FREEZE + 5)

@@ -137,9 +137,9 @@ def conserved(optimizer: DistributedOptimizer) -> Tensor:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total / dist.get_world_size()
-    residual = torch.zeros_like(optimizer._exp_avg)
-    optimizer._reduce.take_residuals(residual)
-    total = optimizer._reduce.result().double() + residual.double()
+    residual = torch.zeros_like(optimizer.exp_avg)
+    optimizer.reducer.take_residuals(residual)
+    total = optimizer.reducer.result().double() + residual.double()
     return torch.cat([optimizer._in_momentum_units(total, i).reshape(-1) for i in range(len(owners(optimizer)))])
 
 

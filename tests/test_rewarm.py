@@ -119,7 +119,7 @@ def thaw_once(rank: int, transport, name: str, options: dict) -> dict:
     told = transport.traffic.collectives_total, transport.traffic.bytes_total
     train(optimizer, rank, WARMUP + EVERY, 1, factor=0.0)
     traffic = transport.traffic.collectives_total - told[0], transport.traffic.bytes_total - told[1]
-    residuals = optimizer._reduce.worker.compensated, optimizer._reduce.server.compensated
+    residuals = optimizer.reducer.worker.compensated, optimizer.reducer.server.compensated
     assert not residuals[1].any()
     told = optimizer.stats()
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)

@@ -184,7 +184,7 @@ def make_model(**options: Any) -> tuple[torch.nn.Module, ZeroOneAdam]:
 def conserved(optimizer: ZeroOneAdam) -> Tensor:
     """All residuals; takes them out."""
     total = torch.zeros(optimizer.layout.numel)
-    optimizer._reduce.take_residuals(total)
+    optimizer.reducer.take_residuals(total)
     layout = optimizer.layout
     return torch.cat([total[layout.offset(i) :][:size] for i, size in enumerate(layout.sizes)]).double()
 

@@ -87,12 +87,12 @@ def async_save(
     """
     _check_ranks(optimizer)
     state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    if dist.is_initialized() and optimizer._saving is None:
+    if dist.is_initialized() and optimizer.saving_group is None:
         group = _group(optimizer)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         with _telling(optimizer, "saved", checkpoint_id):
-            optimizer._saving = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer._saving}
+            optimizer.saving_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.saving_group}
     return _following(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
@@ -100,11 +100,11 @@ def _to_save(
     model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckedWriter]:
     """What is saved, and what writes it; that sums up what it writes, which need not be done twice."""
-    optimizer._sums_up = False
+    optimizer.sums_up = False
     try:
         state = {**state_of(model, optimizer), **more}
     finally:
-        optimizer._sums_up = True
+        optimizer.sums_up = True
     return _plain(state), CheckedWriter(checkpoint_id)
 
 
@@ -264,11 +264,11 @@ def template(
 def _room_for(
     model: Module, optimizer: DistributedOptimizer, prefix: str, header: Mapping[str, Any] | None, saved: set[str]
 ) -> dict[str, Any]:
-    optimizer._expected = (header,)
+    optimizer.expected_header = (header,)
     try:
         room = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
     finally:
-        optimizer._expected = None
+        optimizer.expected_header = None
     _check_names(model, prefix, saved)
     for name, state in room["state"].items():
         room["state"][name] = {k: v for k, v in state.items() if f"{prefix}.state.{name}.{k}" in saved}
@@ -296,8 +296,8 @@ def _has_parameter(model: Module, prefix: str) -> bool:
 def _agree(
     optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error: Exception | None, hint: str = ""
 ) -> None:
-    first = failure(lambda: agree(optimizer._transport, facts, optimizer.device, error, hint))
-    optimizer._shards.agree(facts, optimizer.device, first, hint)
+    first = failure(lambda: agree(optimizer.transport, facts, optimizer.device, error, hint))
+    optimizer.shards.agree(facts, optimizer.device, first, hint)
     if first is not None:
         raise first
 
@@ -313,7 +313,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
 @contextmanager
 def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turns what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
-    transport = optimizer._transport if optimizer._shards.count == 1 else TorchTransport(None, optimizer.device)
+    transport = optimizer.transport if optimizer.shards.count == 1 else TorchTransport(None, optimizer.device)
     watched = transport.watched(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
         with watched:
@@ -331,22 +331,22 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
     """Over which ranks a checkpoint is written: those of the optimizer; of shards, all."""
-    return None if optimizer._shards.count > 1 else getattr(optimizer._transport, "group", None)
+    return None if optimizer.shards.count > 1 else getattr(optimizer.transport, "group", None)
 
 
 def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-    rows = optimizer._rows
+    rows = optimizer.rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
-            f"{type(optimizer._transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
+            f"{type(optimizer.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
         )
 
 
 def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
-    if header.get("local") and header.get("world_size", optimizer._transport.world_size) > 1:
+    if header.get("local") and header.get("world_size", optimizer.transport.world_size) > 1:
         raise ValueError(
             f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
             "torch.distributed.checkpoint keeps one rank's: save at the end of a round"

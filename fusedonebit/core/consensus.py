@@ -36,7 +36,7 @@ def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
 
 def check_shards(optimizer: Keeper) -> None:
     """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
-    params, transport = optimizer._list, optimizer._transport
+    params, transport = optimizer.parameters, optimizer.transport
     if params.mesh is None:
         return
     if not optimizer.takes_shards:
@@ -88,17 +88,17 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
 
     Values come last. Those of different shards differ; all else they have in common.
     """
-    transport, device = optimizer._transport, optimizer.device
+    transport, device = optimizer.transport, optimizer.device
     hint = "construct the optimizer alike on every rank"
     stated = [] if error else facts(optimizer, broadcast)
     error = failure(lambda: agree(transport, stated, device, error, hint))
-    optimizer._shards.agree(_of_all_shards(optimizer, broadcast) if error is None else [], device, error, hint)
+    optimizer.shards.agree(_of_all_shards(optimizer, broadcast) if error is None else [], device, error, hint)
     if broadcast:
-        optimizer._list.before_update()
-        for dense in optimizer._list.dense:
+        optimizer.parameters.before_update()
+        for dense in optimizer.parameters.dense:
             transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
         with torch.no_grad():
-            optimizer._list.after_update()
+            optimizer.parameters.after_update()
     agree_on_values(
         optimizer, "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
     )
@@ -106,9 +106,9 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
 
 def agree_on_values(optimizer: Keeper, hint: str) -> None:
     """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
-    values, device = optimizer._list.values(), optimizer.device
-    error = failure(lambda: agree(optimizer._transport, values, device, hint=hint))
-    optimizer._shards.agree([], device, error, hint)
+    values, device = optimizer.parameters.values(), optimizer.device
+    error = failure(lambda: agree(optimizer.transport, values, device, hint=hint))
+    optimizer.shards.agree([], device, error, hint)
 
 
 def agree_on_loaded(optimizer: Keeper) -> None:
@@ -117,7 +117,7 @@ def agree_on_loaded(optimizer: Keeper) -> None:
     Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
     those of the round's beginning, on which all have agreed while they loaded.
     """
-    if optimizer._transport.world_size > 1 and optimizer.between_rounds:
+    if optimizer.transport.world_size > 1 and optimizer.between_rounds:
         agree_on_values(
             optimizer,
             "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
@@ -138,25 +138,25 @@ def failure(call: Callable[[], object]) -> Exception | None:
 
 def _of_all_shards(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
     """What ranks with different shards have in common: all but the shards' shapes and masks."""
-    of_a_shard = {name for name, _ in optimizer._list.facts()[1:]}
-    of_a_shard |= {f"the mask of {name}" for name in optimizer._list.names}
+    of_a_shard = {name for name, _ in optimizer.parameters.facts()[1:]}
+    of_a_shard |= {f"the mask of {name}" for name in optimizer.parameters.names}
     return [fact for fact in facts(optimizer, broadcast) if fact[0] not in of_a_shard]
 
 
 def facts(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
-    options, plist, masks = optimizer.options, optimizer._list, optimizer._masks
+    options, plist, masks = optimizer.options, optimizer.parameters, optimizer.masks
     groups = [
         (f"{key} of group {i}", repr(_plain(group[key])))
         for i, group in enumerate(map(numbers, optimizer.param_groups))
-        for key in optimizer._hyper_parameters
+        for key in optimizer.hyper_parameters
     ]
     named = list(zip(plist.owners, plist.names, strict=True))
     return [
         ("the optimizer", type(optimizer).__name__),
         *((f.name, stated(getattr(options, f.name))) for f in fields(options)),
         ("broadcast_parameters", repr(broadcast)),
-        ("the number of ranks of a node", str(optimizer._inside.world_size)),
+        ("the number of ranks of a node", str(optimizer.inside.world_size)),
         *plist.facts(),
         ("the number of groups", str(len(optimizer.param_groups))),
         *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
@@ -175,35 +175,35 @@ def _plain(value: object) -> object:
 
 def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
     """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
-    optimizer._catch_up()
-    optimizer._list.refresh_masters()
+    optimizer.catch_up()
+    optimizer.parameters.refresh_masters()
     kept = {
-        p: {k: v.clone() for k, v in optimizer.state[p].items() if k in optimizer._published}
-        for p in optimizer._list.owners
+        p: {k: v.clone() for k, v in optimizer.state[p].items() if k in optimizer.published}
+        for p in optimizer.parameters.owners
     }
-    outcomes, updates = optimizer._outcomes, optimizer._updates
-    old_list, old_groups = optimizer._list, list(optimizer.param_groups)
-    owners = enumerate(optimizer._list.owners)
+    outcomes, updates = optimizer.outcomes, optimizer.updates
+    old_list, old_groups = optimizer.parameters, list(optimizer.param_groups)
+    owners = enumerate(optimizer.parameters.owners)
     specs = [spec for spec in optimizer.specs() if spec.per == "tensor"]
     tables = {id(p): [spec.tensor(optimizer)[..., i] for spec in specs] for i, p in owners}
     error: Exception | None = None
     try:
         add(materialise_group(param_group))
-        optimizer._check_group(numbers(optimizer.param_groups[-1]), f"group {len(optimizer.param_groups) - 1}")
-        optimizer._put_lr_on_the_device()
-        optimizer._list = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
-        check_rounding(optimizer.options.stochastic_rounding, optimizer._list)
+        optimizer.check_group(numbers(optimizer.param_groups[-1]), f"group {len(optimizer.param_groups) - 1}")
+        optimizer.put_lr_on_the_device()
+        optimizer.parameters = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
+        check_rounding(optimizer.options.stochastic_rounding, optimizer.parameters)
     except Exception as caught:
         error = caught
     try:
         agree_on_everything(optimizer, error, broadcast=False)
     except Exception:
-        optimizer.param_groups, optimizer._list = old_groups, old_list
+        optimizer.param_groups, optimizer.parameters = old_groups, old_list
         raise
-    optimizer._block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
-    optimizer._build()
-    optimizer._outcomes, optimizer._updates = outcomes, updates
-    for i, p in enumerate(optimizer._list.owners):
+    optimizer.given_block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
+    optimizer.build()
+    optimizer.outcomes, optimizer.updates = outcomes, updates
+    for i, p in enumerate(optimizer.parameters.owners):
         for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
             spec.tensor(optimizer)[..., i] = column
     for p, state in kept.items():
@@ -213,22 +213,22 @@ def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dic
 
 def layout_of(optimizer: Keeper, chunks: int) -> FlatLayout:
     """The flat index space; as long for each shard, so that checkpoints are rectangular."""
-    sizes = optimizer._list.sizes
-    given = optimizer.options.block_size or optimizer._block_size
+    sizes = optimizer.parameters.sizes
+    given = optimizer.options.block_size or optimizer.given_block_size
     block_size = given or choose_block_size(sizes, chunks)
-    if optimizer._shards.count == 1:
+    if optimizer.shards.count == 1:
         return FlatLayout(sizes, chunks, block_size)
     if given is None:
-        block_size = -int(optimizer._shards.max(torch.tensor([-block_size], device=optimizer.device)))
+        block_size = -int(optimizer.shards.max(torch.tensor([-block_size], device=optimizer.device)))
     blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=optimizer.device)
-    return FlatLayout(sizes, chunks, block_size, int(optimizer._shards.max(blocks)))
+    return FlatLayout(sizes, chunks, block_size, int(optimizer.shards.max(blocks)))
 
 
 def live_of(optimizer: Keeper, excluded: Sequence[int] = ()) -> LiveTable:
     """Which elements count: those no mask keeps still, of tensors that are not excluded."""
     masks = {}
-    for i, (owner, p) in enumerate(zip(optimizer._list.owners, optimizer._list.params, strict=True)):
-        if owner in optimizer._masks:
-            ordered = torch.empty_strided(p.shape, optimizer._list.dense[i].stride(), dtype=torch.bool)
-            masks[i] = ordered.copy_(local(optimizer._masks[owner])).as_strided((p.numel(),), (1,))
+    for i, (owner, p) in enumerate(zip(optimizer.parameters.owners, optimizer.parameters.params, strict=True)):
+        if owner in optimizer.masks:
+            ordered = torch.empty_strided(p.shape, optimizer.parameters.dense[i].stride(), dtype=torch.bool)
+            masks[i] = ordered.copy_(local(optimizer.masks[owner])).as_strided((p.numel(),), (1,))
     return live_table(optimizer.layout, masks, excluded).to(optimizer.device)

@@ -29,7 +29,7 @@ def content_of(optimizer: Keeper) -> dict[str, Any]:
     Raises:
         TypeError: if parameters are sharded.
     """
-    if optimizer._shards.count > 1:
+    if optimizer.shards.count > 1:
         raise TypeError(
             f"{type(optimizer).__name__} of sharded parameters can't be pickled or deep-copied: save it with "
             "fusedonebit.dcp, or its state_dict(), and load that into a new optimizer"
@@ -37,10 +37,10 @@ def content_of(optimizer: Keeper) -> dict[str, Any]:
     return {
         "defaults": optimizer.defaults,
         "param_groups": optimizer.param_groups,
-        "hyper_parameters": optimizer._hyper_parameters,
+        "hyper_parameters": optimizer.hyper_parameters,
         "options": optimizer.options,
-        "masks": list(optimizer._masks.items()),
-        "ranks": Ranks(optimizer._transport, optimizer._levels),
+        "masks": list(optimizer.masks.items()),
+        "ranks": Ranks(optimizer.transport, optimizer.levels),
         "saved": Saved(save(optimizer)),
     }
 
@@ -54,17 +54,17 @@ def rebuild(optimizer: Keeper, content: dict[str, Any]) -> None:
     torch.optim.Optimizer.__setstate__(
         optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)}
     )
-    optimizer._lr = []
-    optimizer.options, optimizer._hyper_parameters = content["options"], content["hyper_parameters"]
-    optimizer._list = ParameterList(groups, optimizer.options.master_weights)
+    optimizer.lr_tensors = []
+    optimizer.options, optimizer.hyper_parameters = content["options"], content["hyper_parameters"]
+    optimizer.parameters = ParameterList(groups, optimizer.options.master_weights)
     optimizer.device = first_device(groups)
-    optimizer._masks = dict(content["masks"])
-    optimizer._transport, optimizer._levels = ranks.transports(optimizer.device)
-    optimizer._shards = ShardGroup()
-    optimizer._inside = optimizer._shards.transport if optimizer._levels is None else optimizer._levels[1]
+    optimizer.masks = dict(content["masks"])
+    optimizer.transport, optimizer.levels = ranks.transports(optimizer.device)
+    optimizer.shards = ShardGroup()
+    optimizer.inside = optimizer.shards.transport if optimizer.levels is None else optimizer.levels[1]
     saved = content["saved"].state_dict
     header = header_of(saved) or {}
-    optimizer._set_up(header["block_size"] if has_lines(header) else None)
+    optimizer.set_up(header["block_size"] if has_lines(header) else None)
     take_state(optimizer, saved)
 
 

@@ -19,12 +19,12 @@ RUNNING = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable
 
 def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """See ``DistributedOptimizer.stats``."""
-    optimizer._catch_up()
-    transport, layout = optimizer._transport, optimizer.layout
+    optimizer.catch_up()
+    transport, layout = optimizer.transport, optimizer.layout
     return {
         "phase": optimizer.phase,
-        "step": optimizer._outcomes.updates,
-        "skipped_steps": optimizer._outcomes.skipped,
+        "step": optimizer.outcomes.updates,
+        "skipped_steps": optimizer.outcomes.skipped,
         "freeze_step": None,
         "backend": backend(optimizer.device),
         "transport": repr(transport),
@@ -34,12 +34,12 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "collectives_step": transport.traffic.collectives_step,
         "bytes_step": transport.traffic.bytes_step,
         "bytes_total": transport.traffic.bytes_total,
-        "averaged_already": bool(optimizer._averaged_elsewhere),
-        "collectives_inside": optimizer._inside.traffic.collectives_step,
-        "bytes_inside": optimizer._inside.traffic.bytes_step,
+        "averaged_already": bool(optimizer.averaged_elsewhere),
+        "collectives_inside": optimizer.inside.traffic.collectives_step,
+        "bytes_inside": optimizer.inside.traffic.bytes_step,
         "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),
         "state_bytes": state_bytes(optimizer),
-        "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer._grad_norm),
+        "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer.last_grad_norm),
     }
 
 
@@ -52,7 +52,7 @@ def state_bytes(optimizer: DistributedOptimizer) -> int:
     """Bytes of all that the next step needs, tables included; each piece of memory counts once."""
     own = vars(optimizer)
     tensors = [value for value in own.values() if isinstance(value, Tensor)]
-    tensors += [optimizer._list.dense[i] for i in optimizer._list.masters] + list(optimizer._live)
+    tensors += [optimizer.parameters.dense[i] for i in optimizer.parameters.masters] + list(optimizer.live)
     tensors += [t for part in own.values() if callable(state := getattr(part, "state", None)) for t in state()]
     scratch = {t.untyped_storage().data_ptr() for t in scratch_of(optimizer)}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -67,11 +67,11 @@ def scratch_of(optimizer: Keeper) -> list[Tensor]:
 def describe(optimizer: DistributedOptimizer, groups: str, more: Sequence[str]) -> str:
     """See ``DistributedOptimizer.__repr__``; ``groups`` is torch's own text, ``more`` what a subclass adds."""
     lines = [
-        f"phase: {optimizer.phase}, {optimizer._outcomes.updates} updates",
+        f"phase: {optimizer.phase}, {optimizer.outcomes.updates} updates",
         *more,
         f"block_size: {optimizer.layout.block_size}",
         f"backend: {backend(optimizer.device)}",
-        f"transport: {optimizer._transport!r}",
+        f"transport: {optimizer.transport!r}",
     ]
     lines += [f"{name}: {getattr(optimizer.options, name)!r}" for name in RUNNING if getattr(optimizer.options, name)]
     rest = groups.split("\n", 1)[1]

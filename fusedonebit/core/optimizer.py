@@ -46,17 +46,17 @@ class DistributedOptimizer(Keeper):
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
     _step_supports_amp_scaling = True
 
-    _columns: ClassVar[dict[Coef, str]] = {}
+    columns: ClassVar[dict[Coef, str]] = {}
     """Hyper-parameters of a group that go into the coefficient table as they are."""
 
-    _sums_up = True
+    sums_up = True
     """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
-    _compresses: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
     """Whether less is sent than DDP would send."""
 
     _built: bool = False
-    _exp_avg: Tensor
+    exp_avg: Tensor
 
     def __init__(
         self,
@@ -71,95 +71,95 @@ class DistributedOptimizer(Keeper):
         broadcast_parameters: bool = False,
     ) -> None:
         self.options = options
-        self._hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
-        self._lr: list[Tensor] = []
+        self.hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
+        self.lr_tensors: list[Tensor] = []
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
-        self._transport = make_transport(group_of(process_group, mesh), self.device)
-        self._shards = construction.shards_of(first_mesh(params), self.device)
-        self._inside: Transport = self._shards.transport  # between ranks of one replica, or of one node
+        self.transport = make_transport(group_of(process_group, mesh), self.device)
+        self.shards = construction.shards_of(first_mesh(params), self.device)
+        self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
         try:
             if error is not None:
                 raise error
             options.check()
-            self._check_group(numbers(defaults))
+            self.check_group(numbers(defaults))
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][saving.KEY] = ""
-            self._put_lr_on_the_device()
-            self._list = ParameterList(self.param_groups, options.master_weights)
+            self.put_lr_on_the_device()
+            self.parameters = ParameterList(self.param_groups, options.master_weights)
             construction.check_shards(self)
-            construction.check_masks(mask or {}, self._list)
-            construction.check_rounding(options.stochastic_rounding, self._list)
-            self._masks = dict(mask or {})
+            construction.check_masks(mask or {}, self.parameters)
+            construction.check_rounding(options.stochastic_rounding, self.parameters)
+            self.masks = dict(mask or {})
             construction.check_device(self.device)
-            self._levels = cuts.levels_of(self, hierarchy)
-            self._inside = self._inside if self._levels is None else self._levels[1]
+            self.levels = cuts.levels_of(self, hierarchy)
+            self.inside = self.inside if self.levels is None else self.levels[1]
         except Exception as caught:
             error = caught
         construction.agree_on_everything(self, error, broadcast_parameters)
-        self._set_up()
+        self.set_up()
 
     # ---------------------------------------------------------------- construction
 
-    def _set_up(self, block_size: int | None = None) -> None:
+    def set_up(self, block_size: int | None = None) -> None:
         """Makes all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
-        self._published: set[str] = set()  # names of entries of ``state`` that are ours
-        self._ddp_attached = False
-        self._steps = StepCount(self._list.owners, self.device if self.options.capturable else None)
-        self._averaged_elsewhere: bool | None = None  # until the first step
-        self._rows = Rows(self._transport, self._shards, self.device)
-        _ = self._rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
-        self._block_size = block_size
-        self._saving: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
-        self._expected: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
-        self._just_loaded = False  # a checkpoint, and no step was taken since
-        self._build()
+        self.published: set[str] = set()  # names of entries of ``state`` that are ours
+        self.ddp_attached = False
+        self.step_count = StepCount(self.parameters.owners, self.device if self.options.capturable else None)
+        self.averaged_elsewhere: bool | None = None  # until the first step
+        self.rows = Rows(self.transport, self.shards, self.device)
+        _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
+        self.given_block_size = block_size
+        self.saving_group: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
+        self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
+        self.just_loaded = False  # a checkpoint, and no step was taken since
+        self.build()
         self._built = True
-        self._number = compiled.number_of(self)
+        self.number = compiled.number_of(self)
 
-    def _check_levels(self) -> None:
+    def check_levels(self) -> None:
         """Raises ValueError if this optimizer, as it is, can't work in two levels."""
         raise ValueError(f"hierarchy must be None: {type(self).__name__} compresses nothing")
 
-    def _build(self) -> None:
+    def build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
-        plist, device = self._list, self.device
+        plist, device = self.parameters, self.device
         self.layout = construction.layout_of(self, self._chunks)
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
-        self._live = construction.live_of(self)
+        self.live = construction.live_of(self)
         self._make_buffers()
-        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
-        self._own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
         self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
         self._missed: tuple[int, ...] = ()  # of which this rank has had none in this round, where rounds have steps
-        self._coefficients = CoefficientTable(
-            plist.group_of, device, self.options.bias_correction, self._columns, self.options.capturable
+        self.coefficients = CoefficientTable(
+            plist.group_of, device, self.options.bias_correction, self.columns, self.options.capturable
         )
         self._taken: list[dict[str, Any]] = []
-        self._put_lr_on_the_device()
-        self._take_hyper_parameters()
-        self._nothing = torch.empty(0, device=device)
+        self.put_lr_on_the_device()
+        self.take_hyper_parameters()
+        self.nothing = torch.empty(0, device=device)
         self._phase: Phase = "uncompressed"
-        self._outcomes = Outcomes(device, self.options.nonfinite)
-        self._outcomes.on_replays = self._steps.replayed
+        self.outcomes = Outcomes(device, self.options.nonfinite)
+        self.outcomes.on_replays = self.step_count.replayed
         if self.options.capturable:
-            self._outcomes.count_replays(device)
-        self._overflowed = torch.zeros(1, device=device)
-        self._grad_norm = torch.zeros((), device=device)
-        self._begun = self._averaged = False
+            self.outcomes.count_replays(device)
+        self.overflowed = torch.zeros(1, device=device)
+        self.last_grad_norm = torch.zeros((), device=device)
+        self._begun = self.averaged = False
         self._step_number: int | Tensor = 0
-        self._broken = ""
-        self._publish_state()
+        self.broken = ""
+        self.publish_state()
 
     @property
     def _chunks(self) -> int:
         """Into how many ranges, one for each rank to serve, the line is cut."""
-        return self._transport.world_size
+        return self.transport.world_size
 
     def _make_buffers(self) -> None:
         """Allocate what is kept from step to step."""
@@ -168,20 +168,20 @@ class DistributedOptimizer(Keeper):
     @property
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
-        return self._updates if self.options.stochastic_rounding else None
+        return self.updates if self.options.stochastic_rounding else None
 
-    def _publish_state(self) -> None:
+    def publish_state(self) -> None:
         """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
         specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
         visible = {spec.name: spec.tensor(self) for spec in specs}
-        before, self._published = self._published, {"step", "master", *visible}
-        for i, p in enumerate(self._list.owners):
-            parts = {name: self._list.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
-            if i in self._list.masters:
-                parts["master"] = self._list.dense[i]
-            views = {name: self._list.published(part, i) for name, part in parts.items()}
+        before, self.published = self.published, {"step", "master", *visible}
+        for i, p in enumerate(self.parameters.owners):
+            parts = {name: self.parameters.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
+            if i in self.parameters.masters:
+                parts["master"] = self.parameters.dense[i]
+            views = {name: self.parameters.published(part, i) for name, part in parts.items()}
             others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
-            self.state[p] = {**others, "step": self._own_steps[i], **views}
+            self.state[p] = {**others, "step": self.own_steps[i], **views}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before any variance is frozen. Every rank must call it.
@@ -192,7 +192,7 @@ class DistributedOptimizer(Keeper):
         """
         if not self._built:
             super().add_param_group(param_group)
-            self._check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
+            self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
             return
         if self._phase == "compression":
             raise RuntimeError(
@@ -202,42 +202,42 @@ class DistributedOptimizer(Keeper):
         self._refuse_if_broken()
         construction.add_group(self, param_group, super().add_param_group)
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
         for key in ("frozen_dtype", "freeze_step"):
             if key in group:
                 raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
         for key in LAMB_KEYS:
-            if key in group and key not in self._hyper_parameters:
+            if key in group and key not in self.hyper_parameters:
                 raise ValueError(
                     f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
                 )
 
-    def _put_lr_on_the_device(self) -> None:
+    def put_lr_on_the_device(self) -> None:
         """Where capturable: keeps learning rates in tensors that stay, as captured graphs read them again."""
         if not self.options.capturable:
             return
         for i, group in enumerate(self.param_groups):
-            if i == len(self._lr):
-                self._lr.append(torch.zeros((), device=self.device))
-            if group["lr"] is not self._lr[i]:
+            if i == len(self.lr_tensors):
+                self.lr_tensors.append(torch.zeros((), device=self.device))
+            if group["lr"] is not self.lr_tensors[i]:
                 check_lr(group["lr"], f" in group {i}")
-                self._lr[i].fill_(group["lr"])
-                group["lr"] = self._lr[i]
+                self.lr_tensors[i].fill_(group["lr"])
+                group["lr"] = self.lr_tensors[i]
 
-    def _take_hyper_parameters(self) -> None:
+    def take_hyper_parameters(self) -> None:
         """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
             read_once(group)
             # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
-            taken = numbers({key: group[key] for key in self._hyper_parameters})
+            taken = numbers({key: group[key] for key in self.hyper_parameters})
             if isinstance(group["lr"], Tensor) and not self.options.capturable:
                 check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
             if i == len(self._taken):
                 self._taken.append(taken)
             elif not _same(taken, self._taken[i]):
-                self._check_group({**group, **taken}, f"group {i}")
+                self.check_group({**group, **taken}, f"group {i}")
                 self._taken[i] = taken
 
     # ---------------------------------------------------------------- the step
@@ -263,16 +263,16 @@ class DistributedOptimizer(Keeper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._list.owners:  # nothing trains yet: nobody meets, and no step is counted
-            self._list.usable([], self._nothing)
+        if not self.parameters.owners:  # nothing trains yet: nobody meets, and no step is counted
+            self.parameters.usable([], self.nothing)
             self._opt_called = True
             return loss
-        grads = self._list.gradients(self._nothing)
+        grads = self.parameters.gradients(self.nothing)
         if torch.compiler.is_compiling():
             # What can be seen of tensors while they are traced the compiler guards from then on.
-            torch.ops.fusedonebit.step(self._list.params, grads, self._number, self._list.fits(grads))
+            torch.ops.fusedonebit.step(self.parameters.params, grads, self.number, self.parameters.fits(grads))
         else:
-            self._take_step(grads)
+            self.take_step(grads)
         return loss
 
     @torch._disable_dynamo
@@ -281,21 +281,19 @@ class DistributedOptimizer(Keeper):
 
         Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
         """
-        self._steps.clear(self._list.owners)
+        self.step_count.clear(self.parameters.owners)
         super().zero_grad(set_to_none)
-        self._steps.cleared(self._list.owners)
+        self.step_count.cleared(self.parameters.owners)
 
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _take_step(
-        self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False
-    ) -> None:
+    def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
         """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
         try:
             self._step_or_raise(given, params, checked)
         except Exception:
-            self._steps.forget()  # the same gradients may well be given again
+            self.step_count.forget()  # the same gradients may well be given again
             # A GradScaler removes what it has set only after a step that ends well.
             for name in SCALER_ATTRIBUTES:
                 vars(self).pop(name, None)
@@ -306,60 +304,60 @@ class DistributedOptimizer(Keeper):
         self._refuse_if_broken()
         captured = self._captured()
         if not captured:
-            self._outcomes.absorb_replays()
-        self._begin_step(captured)
+            self.outcomes.absorb_replays()
+        self.begin_step(captured)
         self._step_number = self._take_number(None if params is None else given, captured)
         error: Exception | None = None
         try:
-            self._put_lr_on_the_device()
-            self._take_hyper_parameters()
-            grads = given if checked else self._list.usable(given, self._nothing)
+            self.put_lr_on_the_device()
+            self.take_hyper_parameters()
+            grads = given if checked else self.parameters.usable(given, self.nothing)
         except Exception as caught:
             # The others must not wait for this rank: it takes part, and says that it can't go on.
-            grads, error = [self._nothing] * len(self._list), caught
+            grads, error = [self.nothing] * len(self.parameters), caught
         saw_averages = not captured and self._notice_averages(grads)
         # Who can't take the step claims to have all gradients: then nobody leaves a tensor out on its account.
-        self._missing = () if error is not None else self._list.missing(grads)
-        with self._list.standing_in(self._list.params if params is None else params):
+        self._missing = () if error is not None else self.parameters.missing(grads)
+        with self.parameters.standing_in(self.parameters.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
         self._advance(flags)
         error = self._error_due(error)
         if captured:
-            self._outcomes.record_captured(flags)
+            self.outcomes.record_captured(flags)
         elif error is None:
-            self._outcomes.record(flags, self._describe)
+            self.outcomes.record(flags, self._describe)
         else:
-            self._outcomes.record_own_failure(flags)
+            self.outcomes.record_own_failure(flags)
         if error is not None:
-            self._steps.fail()
+            self.step_count.fail()
             raise error
-        if saw_averages and self._transport.rank == self._shards.transport.rank == 0:
+        if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
             warn_of_averages()
 
     def _notice_averages(self, grads: Sequence[Tensor]) -> bool:
         """Count what DDP without our hook has sent; return whether it has just been noticed, at the first step."""
-        if self._ddp_attached:
+        if self.ddp_attached:
             return False
-        looking, ranks = self._averaged_elsewhere is None, self._transport.world_size
+        looking, ranks = self.averaged_elsewhere is None, self.transport.world_size
         if looking:
-            self._averaged_elsewhere = self._compresses and ranks > 1 and ddp_averages(self._list.owners)
-        if self._averaged_elsewhere:
-            self._transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
-        return looking and bool(self._averaged_elsewhere)
+            self.averaged_elsewhere = self.compresses and ranks > 1 and ddp_averages(self.parameters.owners)
+        if self.averaged_elsewhere:
+            self.transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
+        return looking and bool(self.averaged_elsewhere)
 
     def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
         """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
         if captured:
-            return self._steps.capture()
-        self._check_repeated(self._steps.take(self._list.owners, compiled))
-        return as_word(self._steps.total)
+            return self.step_count.capture()
+        self._check_repeated(self.step_count.take(self.parameters.owners, compiled))
+        return as_word(self.step_count.total)
 
     def _check_repeated(self, repeated: bool) -> None:
         """Raises RuntimeError if a step that this rank repeats can't tell the others of it."""
 
     def _refuse_if_broken(self) -> None:
-        if self._broken:
-            raise CollectiveError(f"this optimizer can't go on: {self._broken}")
+        if self.broken:
+            raise CollectiveError(f"this optimizer can't go on: {self.broken}")
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """What this step raises, if this rank had an error: all ranks know of it now."""
@@ -379,24 +377,24 @@ class DistributedOptimizer(Keeper):
                 f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
                 'until optimizer.phase == "compression"'
             )
-        if self._just_loaded:
+        if self.just_loaded:
             raise RuntimeError(
                 "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
                 "parameters in it: take an uncaptured step first"
             )
         return True
 
-    def _begin_step(self, captured: bool = False) -> None:
+    def begin_step(self, captured: bool = False) -> None:
         """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
         if self._begun:
             return
         if not captured:
             with self._breaking():
-                if self._just_loaded:
+                if self.just_loaded:
                     construction.agree_on_loaded(self)
-                self._just_loaded = False
-        self._transport.traffic.start_step()
-        self._inside.traffic.start_step()
+                self.just_loaded = False
+        self.transport.traffic.start_step()
+        self.inside.traffic.start_step()
         if not captured:
             with self._breaking():
                 self._enter_phase()
@@ -408,12 +406,12 @@ class DistributedOptimizer(Keeper):
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
         self._absent = None
         try:
-            coef = self._coefficient_table()
-            self._outcomes.attempts += not captured
+            coef = self.coefficient_table()
+            self.outcomes.attempts += not captured
             with self._breaking(begun=not captured):
                 return self._exchange(grads, coef, abort)
         finally:
-            self._begun = self._averaged = False
+            self._begun = self.averaged = False
 
     @contextmanager
     def _breaking(self, begun: bool = False) -> Iterator[None]:
@@ -421,26 +419,27 @@ class DistributedOptimizer(Keeper):
         try:
             yield
         except CollectiveError as failure:
-            self._outcomes.attempts -= begun  # it was none
-            self._broken = f"after {self._outcomes.updates} updates, {failure}"
-            raise CollectiveError(self._broken) from failure
+            self.outcomes.attempts -= begun  # it was none
+            self.broken = f"after {self.outcomes.updates} updates, {failure}"
+            raise CollectiveError(self.broken) from failure
 
-    def _coefficient_table(self) -> Tensor:
-        return self._coefficients(self._taken, self._own_steps)
+    def coefficient_table(self) -> Tensor:
+        """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
+        return self.coefficients(self._taken, self.own_steps)
 
     def _scaling(self, grads: Sequence[Tensor], largest: float, transport: Transport | None = None) -> Agreed:
         """What gradients are multiplied with, and flags for which nothing may change; of ``transport``'s ranks."""
-        most, where = self.options.max_grad_norm, (transport or self._transport, self._shards, self.layout)
+        most, where = self.options.max_grad_norm, (transport or self.transport, self.shards, self.layout)
         agreed = agree_on_scaling(grads, LossScale.of(self), most, *where, largest=largest)
         if agreed.hold is not None:
-            self._overflowed = (agreed.hold > 0).float()
+            self.overflowed = (agreed.hold > 0).float()
         if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
+            self.last_grad_norm = agreed.grad_norm
         return agreed
 
-    def _told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
+    def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """What this rank tells the others; who can't take the step claims to have all gradients."""
-        return Told(self._coefficients.tag, number, abort, missing=() if abort else missing, **more)
+        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
 
     def _note_missing(self, first: bool) -> None:
         """Takes note of which tensors this rank has no gradient in a step of a round, maybe the ``first``."""
@@ -451,8 +450,8 @@ class DistributedOptimizer(Keeper):
         if not missing:
             return coef
         chosen = set(missing)
-        still = upload([i in chosen for i in range(len(self._list))], torch.bool, self.device)
-        return self._coefficients.still(coef, still)
+        still = upload([i in chosen for i in range(len(self.parameters))], torch.bool, self.device)
+        return self.coefficients.still(coef, still)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
@@ -461,25 +460,25 @@ class DistributedOptimizer(Keeper):
     def _advance(self, flags: Tensor) -> None:
         """Counts the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
         taken = flags[0] == 0
-        self._updates += taken
-        self._own_steps += taken if self._absent is None else taken & ~self._absent
+        self.updates += taken
+        self.own_steps += taken if self._absent is None else taken & ~self._absent
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""
-        self._outcomes.catch_up(self._describe)
+        self.outcomes.catch_up(self._describe)
 
     @property
     def _tag_of_shards(self) -> int:
         """What ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
-        return (self._coefficients.tag ^ self._steps.total) & 0x7FFFFFFF
+        return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
 
     def _describe(self, flag: Flag) -> str:
         """Details of why a step was skipped."""
         raise NotImplementedError
 
     def _say_where(self, what: str) -> str:
-        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self._hyper_parameters) for group in self.param_groups)
-        return f"{what}. On rank {self._transport.rank}, in its step {self._steps.total}: {here}"
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
+        return f"{what}. On rank {self.transport.rank}, in its step {self.step_count.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
         return copies.content_of(self)
@@ -523,15 +522,15 @@ class DistributedOptimizer(Keeper):
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         """What ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
-        return {"name": list(self._list.names)}
+        return {"name": list(self.parameters.names)}
 
     def momentum(self, param: Tensor) -> Tensor:
         """The momentum of one parameter, equal on all ranks, float32 of its shape."""
         i = self._index(param)
-        return self._list.shaped(self._exp_avg, i, self.layout.offset(i)).clone()
+        return self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).clone()
 
     def _index(self, param: Tensor) -> int:
-        for i, p in enumerate(self._list.owners):
+        for i, p in enumerate(self.parameters.owners):
             if p is param:
                 return i
         raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")
@@ -553,7 +552,7 @@ class DistributedOptimizer(Keeper):
         """
         self._refuse_if_broken()
         hooks.before_saving(self)
-        saved = saving.save(self) if self._expected is None else saving.template(self, *self._expected)
+        saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
         if not self._optimizer_state_dict_post_hooks:
             return saved
         return saving.seal_again(self, hooks.after_saving(self, saved))

@@ -50,7 +50,7 @@ class OverlappedAllReduce(BucketedAllReduce):
         self._in_use: list[Any] = []
         handles: list[RemovableHandle] = [
             owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
-            for i, owner in enumerate(optimizer._list.owners)
+            for i, owner in enumerate(optimizer.parameters.owners)
         ]
         handles.append(optimizer.register_load_state_dict_pre_hook(_check_idle))
         # Not of this object: a bucket that is under way keeps it alive.
@@ -96,15 +96,15 @@ class OverlappedAllReduce(BucketedAllReduce):
     def arrived(self, i: int) -> None:
         """Take note that the gradient of parameter ``i`` is there."""
         optimizer = self._optimizer()
-        if optimizer is None or self._paused or optimizer._broken:
+        if optimizer is None or self._paused or optimizer.broken:
             return
-        optimizer._begin_step()
+        optimizer.begin_step()
         if optimizer.phase != "compression":
             return
         if i in self._seen:
             self._found = self._found or RuntimeError(
-                f"the gradient of {optimizer._list.names[i]} has changed in a second backward pass before step(): with "
-                "overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
+                f"the gradient of {optimizer.parameters.names[i]} has changed in a second backward pass before step(): "
+                "with overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
             )
             return
         if not self._seen:
@@ -117,22 +117,22 @@ class OverlappedAllReduce(BucketedAllReduce):
             self._next -= 1
 
     def _start(self, optimizer: OneBitOptimizer, bucket: int) -> None:
-        grads = [optimizer._nothing] * len(self._buckets_of)
+        grads = [optimizer.nothing] * len(self._buckets_of)
         try:
             if self._coef is None:
-                optimizer._take_hyper_parameters()
-                self._coef = optimizer._coefficient_table()
+                optimizer.take_hyper_parameters()
+                self._coef = optimizer.coefficient_table()
             members = [i for i, buckets in enumerate(self._buckets_of) if bucket in buckets]
             for i in members:
-                grads[i] = optimizer._list.gradient(i, optimizer._nothing)
-            grads = optimizer._list.usable(grads, optimizer._nothing)
+                grads[i] = optimizer.parameters.gradient(i, optimizer.nothing)
+            grads = optimizer.parameters.usable(grads, optimizer.nothing)
         except Exception as error:  # the others must not wait for this rank
             self._found = self._found or error
-            grads = [optimizer._nothing] * len(self._buckets_of)
-        coef = self._coef if self._coef is not None else optimizer._coefficient_table()
-        compress = optimizer._compressing(grads, coef)
+            grads = [optimizer.nothing] * len(self._buckets_of)
+        coef = self._coef if self._coef is not None else optimizer.coefficient_table()
+        compress = optimizer.compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        told = optimizer._told(self._found is not None, as_word(optimizer._steps.coming), missing=())
+        told = optimizer.told(self._found is not None, as_word(optimizer.step_count.coming), missing=())
         self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.
@@ -151,7 +151,7 @@ class OverlappedAllReduce(BucketedAllReduce):
 
     def _note_versions(self) -> None:
         if (optimizer := self._optimizer()) is not None:
-            owners = optimizer._list.owners
+            owners = optimizer.parameters.owners
             self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
 
     def _check_gradients(self) -> None:
@@ -159,10 +159,10 @@ class OverlappedAllReduce(BucketedAllReduce):
         optimizer = self._optimizer()
         assert optimizer is not None
         for i, (grad, version) in self._left_behind.items():
-            if optimizer._list.owners[i].grad is not grad or grad._version != version:
+            if optimizer.parameters.owners[i].grad is not grad or grad._version != version:
                 self._found = self._found or RuntimeError(
-                    f"the gradient of {optimizer._list.names[i]} was changed or dropped between the backward pass and "
-                    "step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
+                    f"the gradient of {optimizer.parameters.names[i]} was changed or dropped between the backward pass "
+                    "and step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
                     "overlap=False only; the guard refuses outliers"
                 )
                 return
@@ -187,8 +187,8 @@ class OverlappedAllReduce(BucketedAllReduce):
 
 
 def _check_idle(optimizer: torch.optim.Optimizer, _: object) -> None:
-    if not optimizer._broken:  # type: ignore[attr-defined]
-        optimizer._reduce.check_idle()  # type: ignore[attr-defined]
+    if not optimizer.broken:  # type: ignore[attr-defined]
+        optimizer.reducer.check_idle()  # type: ignore[attr-defined]
 
 
 def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:

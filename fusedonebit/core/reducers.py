@@ -29,10 +29,10 @@ def levels_of(optimizer: DistributedOptimizer, hierarchy: Any) -> tuple[Transpor
     """
     if hierarchy is None:
         return None
-    optimizer._check_levels()
-    if optimizer._shards.count > 1:
+    optimizer.check_levels()
+    if optimizer.shards.count > 1:
         raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
-    return levels(hierarchy, optimizer._transport, optimizer.device)
+    return levels(hierarchy, optimizer.transport, optimizer.device)
 
 
 def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
@@ -42,31 +42,31 @@ def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
         "device": optimizer.device,
         "scale_norm": options.scale_norm,
         "scale_scope": options.scale_scope,
-        "compensated": optimizer._exp_avg,
-        "live": optimizer._live,
+        "compensated": optimizer.exp_avg,
+        "live": optimizer.live,
         "ternary": options.ternary,
-        "shards": optimizer._shards,
+        "shards": optimizer.shards,
     }
-    if optimizer._levels is not None:
-        return HierarchicalAllReduce(layout, *optimizer._levels, dtype=options.hierarchy_dtype, **shared)
+    if optimizer.levels is not None:
+        return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
     if not options.overlap and options.bucket_count == 1:
-        return CompressedAllReduce(layout, optimizer._transport, **shared)
+        return CompressedAllReduce(layout, optimizer.transport, **shared)
     if not options.overlap:
-        return BucketedAllReduce(layout, options.bucket_count, optimizer._transport, **shared)
-    if optimizer._overlap is not None:
-        optimizer._overlap.close()
-    if optimizer._apart is None:  # so that nothing else comes between buckets
-        own = optimizer._transport
-        optimizer._apart = own.apart() if isinstance(own, TorchTransport) else own
-    optimizer._overlap = OverlappedAllReduce(optimizer, optimizer._apart, **shared)
-    return optimizer._overlap
+        return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
+    if optimizer.overlap is not None:
+        optimizer.overlap.close()
+    if optimizer.transport_apart is None:  # so that nothing else comes between buckets
+        own = optimizer.transport
+        optimizer.transport_apart = own.apart() if isinstance(own, TorchTransport) else own
+    optimizer.overlap = OverlappedAllReduce(optimizer, optimizer.transport_apart, **shared)
+    return optimizer.overlap
 
 
 def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
     """Return ranks, buckets, and ranks of a node: by these a checkpoint's rows are put in order."""
-    inside = 1 if optimizer._levels is None else optimizer._levels[1].world_size
+    inside = 1 if optimizer.levels is None else optimizer.levels[1].world_size
     return {
-        "world_size": optimizer._transport.world_size,
+        "world_size": optimizer.transport.world_size,
         "buckets": optimizer.options.bucket_count,
         "inside": inside,
     }
@@ -75,7 +75,7 @@ def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
 def check_digests(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
     """Raises ValueError if a checkpoint that is cut alike has not a digest of each part."""
     alike = all(header[key] == value for key, value in cut_of(optimizer).items())
-    if alike and len(header["digests"]) != (count := len(optimizer._reduce.digests)):
+    if alike and len(header["digests"]) != (count := len(optimizer.reducer.digests)):
         raise ValueError(
             f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; load "
             "another checkpoint"

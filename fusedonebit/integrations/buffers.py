@@ -66,7 +66,7 @@ def broadcast_buffers(
             raise ValueError("process_group and mesh must be None where optimizer is given: its ranks are meant")
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every must be an int >= 1 or None, got {every!r}")
-        ranks, inside, device = optimizer._transport, optimizer._shards, optimizer.device
+        ranks, inside, device = optimizer.transport, optimizer.shards, optimizer.device
     _broadcast(named, ranks, inside, device)
     if optimizer is None or every is None:
         return None

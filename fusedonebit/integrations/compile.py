@@ -38,7 +38,7 @@ def number_of(optimizer: DistributedOptimizer) -> int:
 # Or Dynamo would look at every Python frame in it.
 @torch._disable_dynamo
 def _step(params: Sequence[Tensor], grads: Sequence[Tensor], optimizer: int, checked: bool) -> None:
-    _optimizers[optimizer]._take_step(grads, params, checked)
+    _optimizers[optimizer].take_step(grads, params, checked)
 
 
 _LIBRARY.impl("step", _step, "CompositeExplicitAutograd")

@@ -37,13 +37,13 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
     except Exception as caught:
         error = caught
     if isinstance(optimizer, DistributedOptimizer):
-        transport, device = optimizer._transport, optimizer.device
+        transport, device = optimizer.transport, optimizer.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
         device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
     agree(transport, [], device, error, "attach the same model on every rank")
-    optimizer._ddp_attached = True
+    optimizer.ddp_attached = True
     # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
     model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 
@@ -55,7 +55,7 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
-    ours = dict(zip(map(id, optimizer._list.owners), optimizer._list.names, strict=True))
+    ours = dict(zip(map(id, optimizer.parameters.owners), optimizer.parameters.names, strict=True))
     theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
     for key in ours.keys() ^ theirs.keys():
         raise ValueError(
@@ -71,7 +71,7 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
 
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
-    return getattr(optimizer._transport, "group", None)  # a transport of one rank has none
+    return getattr(optimizer.transport, "group", None)  # a transport of one rank has none
 
 
 def _ranks(optimizer: DistributedOptimizer) -> list[int]:
@@ -81,16 +81,16 @@ def _ranks(optimizer: DistributedOptimizer) -> list[int]:
 
 def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     # The stage of the coming step must be known before its gradients are averaged.
-    optimizer._begin_step()
-    buffer, world_size = bucket.buffer(), optimizer._transport.world_size
+    optimizer.begin_step()
+    buffer, world_size = bucket.buffer(), optimizer.transport.world_size
     if not optimizer.averages_gradients or world_size == 1:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
-    optimizer._averaged = True
+    optimizer.averaged = True
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
-    optimizer._transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
+    optimizer.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
     work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
     return averaged

@@ -28,8 +28,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     _was_frozen: bool
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
         if not isinstance(policy := self.options.variance_policy, DeepSpeedVariance):
             raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
 
@@ -46,13 +46,13 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         super()._enter_phase()
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
-            self._reduce.settle()
-            self._reduce.worker.forget()
-            self._reduce.server.forget()
+            self.reducer.settle()
+            self.reducer.worker.forget()
+            self.reducer.server.forget()
         self._was_frozen = self._is_frozen()
 
-    def _build(self) -> None:
-        super()._build()
+    def build(self) -> None:
+        super().build()
         self._was_frozen = False
 
     header_fields: ClassVar[Fields] = {**ZeroOneAdam.header_fields, "was_frozen": Field(FLAG, False)}
@@ -71,7 +71,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     def _synchronise_gradient(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Adam's step with the average of compressed gradients, and with the variance that is."""
-        agreed, layout, reduce = self._rescaling(grads, alone=False), self.layout, self._reduce
+        agreed, layout, reduce = self._rescaling(grads, alone=False), self.layout, self.reducer
         plain = reduce.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
         plain = agreed.scaled(plain)
@@ -82,22 +82,22 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         if self._absent is not None:
             scale = torch.where(self._absent[self._block_tensor], 0.0, scale)
             reduce.restore(self._absent)
-        where = coef, self._block_tensor, self._live.bits, self._live.row
+        where = coef, self._block_tensor, self.live.bits, self.live.row
         rebuild_momentum(layout.sizes, layout.block_size, reduce.bits, scale, None, False, *where, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value
-        self._list.before_update()
-        self._update(self._anchor, self._coefficients.still(coef, self._absent), reduce.flags)
-        self._list.after_update()
+        self.parameters.before_update()
+        self._update(self._anchor, self.coefficients.still(coef, self._absent), reduce.flags)
+        self.parameters.after_update()
         self._drop_bits()
         self._end_round()
         self._as_floats = True
         return reduce.flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
-        self._list.before_update()
+        self.parameters.before_update()
         self._step_alone(grads, coef)
-        self._list.after_update()
+        self.parameters.after_update()
         self._tag = self._mixed_tag()
         self._local += 1
         self._done = self._done._replace(steps=self._done.steps + 1)
@@ -114,13 +114,13 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     def _synchronise_momentum(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """The last step of a round is as the others; what all have added up is compressed apart."""
-        self._list.before_update()
+        self.parameters.before_update()
         self._step_alone(grads, coef)
         if LossScale.of(self).found_inf is not None:
             ranks = self._lost.clone()
-            self._transport.all_reduce(ranks)
+            self.transport.all_reduce(ranks)
             self._tell_scaler(ranks, alone=False)
-        nothing, reduce = [self._nothing] * len(grads), self._reduce
+        nothing, reduce = [self.nothing] * len(grads), self.reducer
         reduce(
             nothing,
             coef=reduce.plain_coefficients(),

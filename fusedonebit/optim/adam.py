@@ -219,19 +219,19 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         return cls(params, **(onebit_adam_arguments(config) | options), process_group=process_group)
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        layout, reduce = self.layout, self._reduce
+        layout, reduce = self.layout, self.reducer
         apply_momentum(
-            self._list.dense,
+            self.parameters.dense,
             layout.sizes,
             layout.block_size,
             reduce.bits,
             reduce.scale,
-            None if self.options.precondition else self._exp_avg_sq,
+            None if self.options.precondition else self.exp_avg_sq,
             self.options.eps_inside_sqrt,
             coef,
             self._block_tensor,
-            self._live.bits,
-            self._live.row,
+            self.live.bits,
+            self.live.row,
             skip,
             self._rounding,
         )

@@ -27,15 +27,15 @@ class AveragingOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer on averaged gradients; see the module's docstring and ``Lamb``."""
 
     kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "_exp_avg", published=True),
-        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg", "element", "exp_avg", published=True),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
     )
-    _exp_avg_sq: Tensor
+    exp_avg_sq: Tensor
 
-    def _build(self) -> None:
+    def build(self) -> None:
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
-        super()._build()
+        super().build()
         self._line = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._line_tables = tables_of(self._line, self.device)  # kept, because launches share what somebody keeps
 
@@ -52,32 +52,32 @@ class AveragingOptimizer(DistributedOptimizer):
             grads,
             layout.sizes,
             layout.block_size,
-            1.0 if self._averaged else 1 / self._transport.world_size,
+            1.0 if self.averaged else 1 / self.transport.world_size,
             loss_scale.factor(),
             self._grad[: layout.numel + TAIL],
         )
-        if self._averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
+        if self.averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
             marks.add_values(tail, values)
-        self._transport.all_reduce(tail if self._averaged else self._grad)
+        self.transport.all_reduce(tail if self.averaged else self._grad)
         flags, self._marks_differ = marks.read(tail)
         if loss_scale.found_inf is not None:
-            flags = flags | overflow_flags(tail[Mark.OVERFLOW], self._transport.world_size)
+            flags = flags | overflow_flags(tail[Mark.OVERFLOW], self.transport.world_size)
         told = flags, self._tag_of_shards, marks.absent(tail), len(layout.sizes)
-        flags, self._absent = self._shards.unite(*told)
+        flags, self._absent = self.shards.unite(*told)
         if loss_scale.found_inf is not None:
-            self._overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
+            self.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self._grad_norm = gradient_norm([values], self._line, self._shards)
-            values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
-        self._list.before_update()
-        self._update(self._grad, self._coefficients.still(coef, self._absent), flags)
-        self._list.after_update()
+            self.last_grad_norm = gradient_norm([values], self._line, self.shards)
+            values *= clip_factor(self.last_grad_norm, self.options.max_grad_norm)
+        self.parameters.before_update()
+        self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
+        self.parameters.after_update()
         return flags
 
     def _make_marks(self, skips: bool = False) -> Marks:
-        tag = self._coefficients.tag ^ self.layout.fingerprint
+        tag = self.coefficients.tag ^ self.layout.fingerprint
         return Marks(
-            self._transport.world_size, self._steps.total + skips, tag, len(self.layout.sizes), self._missing, skips
+            self.transport.world_size, self.step_count.total + skips, tag, len(self.layout.sizes), self._missing, skips
         )
 
     @torch._disable_dynamo
@@ -87,7 +87,7 @@ class AveragingOptimizer(DistributedOptimizer):
         Raises:
             OutOfStepError: if others take the step; no gradient was dropped.
         """
-        if self._averaged:
+        if self.averaged:
             self._skip_together()
         super().zero_grad(set_to_none)
 
@@ -97,18 +97,18 @@ class AveragingOptimizer(DistributedOptimizer):
         marks = self._make_marks(skips=True)
         marks.write(tail, False, None)
         with self._breaking():
-            self._transport.all_reduce(tail)
+            self.transport.all_reduce(tail)
         flags, _ = marks.read(tail)
-        self._averaged = False
+        self.averaged = False
         if int(flags):
             raise OutOfStepError(
-                f"ranks are out of step after {self._outcomes.updates} updates: this rank throws away by zero_grad() "
+                f"ranks are out of step after {self.outcomes.updates} updates: this rank throws away by zero_grad() "
                 "what DDP has averaged, but others use it in their step(). No parameter was changed; every rank must "
                 "call step() equally often"
             )
 
     def _check_repeated(self, repeated: bool) -> None:
-        if repeated and self._ddp_attached and not self._averaged and self.averages_gradients:
+        if repeated and self.ddp_attached and not self.averaged and self.averages_gradients:
             raise RuntimeError(
                 "step() was called again on gradients that DDP has averaged for the last one: other ranks may be in "
                 "their next backward pass by now, and can't be asked. Nothing was sent or changed; call step() once "
@@ -122,7 +122,7 @@ class AveragingOptimizer(DistributedOptimizer):
     def _describe(self, flag: Flag) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
-        if self._ddp_attached:
+        if self.ddp_attached:
             what += (
                 ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
                 "(fusedonebit.amp.GradScaler)"
@@ -140,16 +140,16 @@ class AdamUpdate(AveragingOptimizer):
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         layout = self.layout
         adam_update(
-            self._list.dense,
+            self.parameters.dense,
             layout.sizes,
             layout.block_size,
             grad,
-            self._exp_avg,
-            self._exp_avg_sq,
+            self.exp_avg,
+            self.exp_avg_sq,
             coef,
             self._block_tensor,
-            self._live.bits,
-            self._live.row,
+            self.live.bits,
+            self.live.row,
             skip,
             self._exp_avg_sq_sums,
             self._rounding,

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class LambUpdate(AveragingOptimizer):
     """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
 
-    _columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
+    columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
     kept: ClassVar[Specs] = (*AveragingOptimizer.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
     scratch: ClassVar[tuple[str, ...]] = ("_norms",)
     _layers: Tensor
     _deepspeed = False
 
-    def _build(self) -> None:
-        super()._build()
+    def build(self) -> None:
+        super().build()
         layout, device = self.layout, self.device
         self._layers[Layer.RATIO] = 1.0
         # Padding behind the last tensor counts as its own: its sums are zero.
@@ -38,14 +38,14 @@ class LambUpdate(AveragingOptimizer):
         self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
         check_lamb_group(group, name)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        params, layout, live = self._list.dense, self.layout, self._live
+        params, layout, live = self.parameters.dense, self.layout, self.live
         where = (coef, self._block_tensor, live.bits, live.row, skip)
-        moments = (self._exp_avg, self._exp_avg_sq, self.options.eps_inside_sqrt)
+        moments = (self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt)
         sums = self._exp_avg_sq_sums
         lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
         sums, start = self._by_layer(self._norms)
@@ -65,9 +65,9 @@ class LambUpdate(AveragingOptimizer):
 
     def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Values [..., B] as kernels reduce them: with each tensor's first block; of shards, one column per tensor."""
-        if self._shards.count == 1:
+        if self.shards.count == 1:
             return values, self._layer_start
-        whole = self._shards.sum if reduction == "sum" else self._shards.max
+        whole = self.shards.sum if reduction == "sum" else self.shards.max
         return whole(self._segments(values, reduction)), self._one_each
 
     def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
@@ -78,12 +78,12 @@ class LambUpdate(AveragingOptimizer):
 
     def _variance(self) -> Tensor:
         """The variance that follows the gradients, float32 [P]."""
-        return self._exp_avg_sq
+        return self.exp_avg_sq
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
         """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
         partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        live = self._live
+        live = self.live
         square_sums(self.layout.sizes, self.layout.block_size, flat, live.bits, live.row, partials)
         return self._segments(partials, "sum")
 
@@ -169,7 +169,7 @@ class Lamb(LambUpdate):
         optimizer.step()
     """
 
-    _compresses: ClassVar = False
+    compresses: ClassVar = False
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ class OneBitLion(DistributedOptimizer):
     options: LionOptions
     takes_shards: ClassVar = False
     kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True),
-        StateSpec("server_error", "chunk", "_reduce.server_residual", of_rank=True, when="_servers_keep"),
+        StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
+        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="_servers_keep"),
     )
     phases: ClassVar = {"one-bit": True}
     header_fields: ClassVar = LINES
@@ -115,12 +115,12 @@ class OneBitLion(DistributedOptimizer):
         where: dict[str, Any] = {"process_group": process_group, "mesh": mesh}
         super().__init__(params, defaults, options, **where, mask=mask, broadcast_parameters=broadcast_parameters)
 
-    def _build(self) -> None:
-        super()._build()
-        where: dict[str, Any] = {"device": self.device, "live": self._live, "compensated": self._exp_avg}
+    def build(self) -> None:
+        super().build()
+        where: dict[str, Any] = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
         kind, norm, scope = self.options.aggregation, "contractive", "block"
-        self._reduce = SignVote(
-            self.layout, self._transport, aggregation=kind, scale_norm=norm, scale_scope=scope, **where
+        self.reducer = SignVote(
+            self.layout, self.transport, aggregation=kind, scale_norm=norm, scale_scope=scope, **where
         )
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._aborted = torch.ones_like(self._flags)
@@ -132,7 +132,7 @@ class OneBitLion(DistributedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before the first step. Every rank must call it."""
-        if self._built and self._outcomes.attempts:
+        if self._built and self.outcomes.attempts:
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
         super().add_param_group(param_group)
 
@@ -142,7 +142,7 @@ class OneBitLion(DistributedOptimizer):
         return False
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        layout, reducer, live = self.layout, self._reduce, self._live
+        layout, reducer, live = self.layout, self.reducer, self.live
         agreed = self._scaling(grads, reducer.largest_gradient)
         # Negative where the objective is maximised, as the other share of the gradient is.
         coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
@@ -153,30 +153,32 @@ class OneBitLion(DistributedOptimizer):
         def compress(part: SignVote) -> None:
             hold = self._aborted if abort else part.hold
             bits, flags = part.to_servers.bits, self._flags.zero_()
-            lion_compress(grads, *where, self._exp_avg, coef, *tables, self._updates, hold, bits, flags)
-            part.vote(self._updates)
+            lion_compress(grads, *where, self.exp_avg, coef, *tables, self.updates, hold, bits, flags)
+            part.vote(self.updates)
 
         more = {"hold": agreed.hold, "pending": self._flags}
-        reducer.synchronise(compress, self._told(abort, self._step_number, self._missing, **more))
+        reducer.synchronise(compress, self.told(abort, self._step_number, self._missing, **more))
         self._absent = reducer.absent
-        self._list.before_update()
-        update, coef = (reducer.bits, reducer.scale), self._coefficients.still(coef, self._absent)
-        apply_momentum(self._list.dense, *where, *update, None, False, coef, *tables, reducer.flags, self._rounding)
-        self._list.after_update()
+        self.parameters.before_update()
+        update, coef = (reducer.bits, reducer.scale), self.coefficients.still(coef, self._absent)
+        apply_momentum(
+            self.parameters.dense, *where, *update, None, False, coef, *tables, reducer.flags, self._rounding
+        )
+        self.parameters.after_update()
         if self._absent is not None:
             reducer.restore(self._absent)
         return reducer.flags
 
     def _describe(self, flag: Flag) -> str:
-        return self._say_where(self._reduce.describe())
+        return self._say_where(self.reducer.describe())
 
     # ---------------------------------------------------------------- checkpoints
 
     def settle(self) -> None:
-        self._reduce.settle()
+        self.reducer.settle()
 
     def plain_state(self) -> dict[str, Any]:
-        return {"digests": self._reduce.digests}
+        return {"digests": self.reducer.digests}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header.get("algorithm") != type(self).__name__:
@@ -190,12 +192,12 @@ class OneBitLion(DistributedOptimizer):
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        same = header["world_size"] == self._transport.world_size
-        self._reduce.resume(header["digests"] if same else [0])
+        same = header["world_size"] == self.transport.world_size
+        self.reducer.resume(header["digests"] if same else [0])
 
     def stats(self) -> dict[str, Any]:
         """What ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        return super().stats() | {"wire_bytes": self._reduce.wire_bytes}
+        return super().stats() | {"wire_bytes": self.reducer.wire_bytes}
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}"]

@@ -53,9 +53,9 @@ class MarsitOptimizer(RoundOptimizer):
 
     options: MarsitOptions
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
-        options, world_size = self.options, self._transport.world_size
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
+        options, world_size = self.options, self.transport.world_size
         check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
     def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> MarsitAllReduce:

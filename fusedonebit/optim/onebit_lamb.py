@@ -168,7 +168,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     """
 
     options: LambOptions
-    _columns: ClassVar = LambUpdate._columns | {
+    columns: ClassVar = LambUpdate.columns | {
         Coef.R_MIN: "r_min",
         Coef.R_MAX: "r_max",
         Coef.R_THRESHOLD: "r_threshold",
@@ -291,8 +291,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         """
         return cls(params, **(onebit_lamb_arguments(config) | options), process_group=process_group)
 
-    def _build(self) -> None:
-        super()._build()
+    def build(self) -> None:
+        super().build()
         layout, device = self.layout, self.device
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
@@ -301,7 +301,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             self._unit = torch.ones(len(layout.sizes), device=device)
         if self._adaptive:
             self._started = torch.zeros(1, dtype=torch.int32, device=device)
-            self._last_bits = torch.zeros_like(self._reduce.bits, memory_format=torch.contiguous_format)
+            self._last_bits = torch.zeros_like(self.reducer.bits, memory_format=torch.contiguous_format)
             self._last_scale = torch.zeros(layout.n_blocks, device=device)
             self._largest = torch.zeros(layout.n_blocks, device=device)
 
@@ -310,9 +310,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             raise RuntimeError(
                 "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
                 'variant="deepspeed" left all out because they were 1. Set freeze_step above '
-                f"{self._outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
+                f"{self.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
-        if self._outcomes.updates > 0 and self._rewarms == 0:
+        if self.outcomes.updates > 0 and self._rewarms == 0:
             self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
         self._layers[Layer.RATIO] = 1.0
@@ -323,7 +323,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             # The gradients' buffer becomes the fresh variance. That is the frozen one until the next
             # step, whose m_{t-1} is in full precision for the last time: keep it there.
             self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
-            self._fresh.copy_(self._exp_avg)
+            self._fresh.copy_(self.exp_avg)
             self._started.zero_()
 
     def _after_compression(self) -> None:
@@ -332,8 +332,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
         self._unit_is_known = False
 
-    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        super()._begin_warm(tables)
+    def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        super().begin_warm(tables)
         self._layers.copy_(tables["layer"])
         if self._unit is not None and "unit" in tables:
             self._unit, self._unit_is_known = tables["unit"], True
@@ -343,15 +343,19 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _warn_of_averages(self) -> None:
         """Says where c_avg is not what the layers moved with until now."""
-        live = (self._segments(self._live.numel.double(), "sum") > 0) & (self._own_steps > 0)
-        still = [self._list.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()]
+        live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.own_steps > 0)
+        still = [
+            self.parameters.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
+        ]
         if still:
             warn(
                 f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
                 f'{", ".join(still[:5])}; variant="deepspeed" leaves coefficients of 1 out of it'
             )
         moved = [
-            (n, self.param_groups[g]) for n, g in zip(self._own_steps.tolist(), self._list.group_of, strict=True) if n
+            (n, self.param_groups[g])
+            for n, g in zip(self.own_steps.tolist(), self.parameters.group_of, strict=True)
+            if n
         ]
         reached, fewest = min(((1 - float(group["beta3"]) ** n, int(n)) for n, group in moved), default=(1.0, 0))
         if reached < SETTLED and not self._is_corrected:  # a warm start does not begin with 0
@@ -375,12 +379,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         that of its vanishing momentum it would drown all others once it moves again. It takes no
         part in the mean. A layer without any variance keeps 1.
         """
-        shards = self._shards
-        live = shards.sum(self._segments(self._live.numel.double(), "sum")).clamp(min=1.0)
+        shards = self.shards
+        live = shards.sum(self._segments(self.live.numel.double(), "sum")).clamp(min=1.0)
         sums = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        live_variance(self.layout.sizes, self.layout.block_size, self._exp_avg_sq, sums)
+        live_variance(self.layout.sizes, self.layout.block_size, self.exp_avg_sq, sums)
         variance = shards.sum(self._segments(sums[0], "sum")) / live
-        squares = shards.sum(self._sum_of_squares(self._exp_avg))
+        squares = shards.sum(self._sum_of_squares(self.exp_avg))
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)
         size = torch.maximum(size, least)
@@ -389,7 +393,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         return torch.where(size > 0, mean / size, 1.0).float()
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        params, layout, live, reduce = self._list.dense, self.layout, self._live, self._reduce
+        params, layout, live, reduce = self.parameters.dense, self.layout, self.live, self.reducer
         eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.bits, reduce.scale
         tables = (coef, self._block_tensor, live.bits, live.row, skip)
         kept = self._last_kept() if self._adaptive else None
@@ -403,7 +407,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
                 scale,
                 self._last_bits,
                 self._last_scale,
-                self._exp_avg_sq,
+                self.exp_avg_sq,
                 self._fresh,
                 self._started,
                 eps_inside_sqrt,
@@ -421,7 +425,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
-        v = None if self.options.precondition else self._exp_avg_sq
+        v = None if self.options.precondition else self.exp_avg_sq
         moved = (params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt)
         apply_momentum(*moved, *tables, self._rounding)
         if kept is not None and self._absent is not None:
@@ -435,7 +439,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         if self._absent is None:
             return None
         rows = absence(self.layout, self._missing, self.device).rows
-        return Kept(rows, self._reduce.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
+        return Kept(rows, self.reducer.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -492,7 +496,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _variance(self) -> Tensor:
         following = self._adaptive and self._phase == "compression" and bool(self._started)
-        return self._fresh if following else self._exp_avg_sq
+        return self._fresh if following else self.exp_avg_sq
 
     def _described(self) -> list[str]:
         return [*super()._described(), f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]

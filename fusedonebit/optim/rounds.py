@@ -51,16 +51,16 @@ class RoundOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer that works in rounds; see the module's docstring and ``MarsitSGD``."""
 
     options: RoundOptions
-    _columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
+    columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
     takes_shards: ClassVar = False
     masters_of_rank: ClassVar = True
     kept: ClassVar[Specs] = (
-        StateSpec("momentum_buffer", "element", "_exp_avg", of_rank=True, published=True, when="_is_sgd_with_momentum"),
-        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True, published=True, when="_is_adam"),
+        StateSpec("momentum_buffer", "element", "exp_avg", of_rank=True, published=True, when="_is_sgd_with_momentum"),
+        StateSpec("exp_avg", "element", "exp_avg", of_rank=True, published=True, when="_is_adam"),
         StateSpec(
-            "exp_avg_sq", "element", "_exp_avg_sq", of_rank=True, published=True, when="_is_adam", not_negative=True
+            "exp_avg_sq", "element", "exp_avg_sq", of_rank=True, published=True, when="_is_adam", not_negative=True
         ),
-        StateSpec("compensation", "element", "_reduce.compensated", of_rank=True, published=True),
+        StateSpec("compensation", "element", "reducer.compensated", of_rank=True, published=True),
         # Between two rounds the parameters say it.
         StateSpec(
             *("anchor", "element", "_round_start"),
@@ -85,15 +85,15 @@ class RoundOptimizer(DistributedOptimizer):
         "tag": Field(INT),
         "missed": Field(list_of(COUNT), False, one_per="index"),
     }
-    _exp_avg_sq: Tensor
+    exp_avg_sq: Tensor
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
         where = f" in {name}" if name else ""
         ratio = group["global_ratio"]
         if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) < torch.inf:
             raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
-        if self._built and not self._exp_avg.numel() and group.get("momentum"):
+        if self._built and not self.exp_avg.numel() and group.get("momentum"):
             raise ValueError(
                 f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
                 "construct the optimizer anew"
@@ -121,29 +121,29 @@ class RoundOptimizer(DistributedOptimizer):
         super()._make_buffers()
         anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
         self._anchor = torch.zeros(anchored, device=self.device)
-        self._reduce: RoundAllReduce | HierarchicalRounds
-        if self._levels is None:
-            self._reduce = self._make_reduce(self.layout, self._transport, self._live)
+        self.reducer: RoundAllReduce | HierarchicalRounds
+        if self.levels is None:
+            self.reducer = self._make_reduce(self.layout, self.transport, self.live)
         else:
-            between, inside = self._levels
+            between, inside = self.levels
             kind, dtype = self._make_reduce, self.options.hierarchy_dtype
-            self._reduce = HierarchicalRounds(self.layout, between, inside, kind, self._live, dtype)
+            self.reducer = HierarchicalRounds(self.layout, between, inside, kind, self.live, dtype)
 
     def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
         """What makes one global update of all workers' updates."""
         raise NotImplementedError
 
-    def _check_levels(self) -> None:
+    def check_levels(self) -> None:
         if self.options.local_steps > 1:
             raise ValueError(
                 f"hierarchy must be None with local_steps={self.options.local_steps}: ranks of a node move together"
             )
 
-    def _build(self) -> None:
+    def build(self) -> None:
         self._local = self._tag = 0
         self._held_error: Exception | None = None
         self._unsettled: list[tuple[int, bool]] = []  # rounds that may have been skipped: attempt, full precision
-        super()._build()
+        super().build()
         layout, device = self.layout, self.device
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, device=device)
@@ -156,7 +156,7 @@ class RoundOptimizer(DistributedOptimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        if self._levels is not None:
+        if self.levels is not None:
             raise RuntimeError(
                 "add_param_group must be called without hierarchy: each rank has moments of its part of the line only, "
                 "which would lie elsewhere; construct a new optimizer"
@@ -166,11 +166,11 @@ class RoundOptimizer(DistributedOptimizer):
                 f"add_param_group must be called between two rounds, not after {self._local} of "
                 f"{self.options.local_steps} local steps; take the others first"
             )
-        self._reduce.settle()
-        self._catch_up()
-        before, counted = self._reduce, self._counted()
+        self.reducer.settle()
+        self.catch_up()
+        before, counted = self.reducer, self._counted()
         super().add_param_group(param_group)
-        self._reduce.resume(before.rounds, int(before.digest), before.pending, counted)
+        self.reducer.resume(before.rounds, int(before.digest), before.pending, counted)
 
     @property
     def averages_gradients(self) -> bool:
@@ -184,13 +184,13 @@ class RoundOptimizer(DistributedOptimizer):
         return self._local == 0
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        self._list.before_update()
+        self.parameters.before_update()
         if self._local < self.options.local_steps - 1:
             self._move_alone(grads, coef)
             flags = self._no_flags.clone()
         else:
             flags = self._synchronise(grads, coef, abort or self._held_error is not None)
-        self._list.after_update()
+        self.parameters.after_update()
         return flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
@@ -198,54 +198,54 @@ class RoundOptimizer(DistributedOptimizer):
         if self._local == 0:
             self._remember()
         self._note_missing(first=self._local == 0)
-        agreed = self._scaling(grads, self._reduce.largest_gradient, LocalTransport())
+        agreed = self._scaling(grads, self.reducer.largest_gradient, LocalTransport())
         coef = self._leaving_out(agreed.limited(coef), self._missing)
-        self._add(self._reduce, grads, coef, self._reduce.everything, agreed, moves=True)
-        self._reduce.formed()
+        self._add(self.reducer, grads, coef, self.reducer.everything, agreed, moves=True)
+        self.reducer.formed()
         self._tag = self._mixed_tag()
         self._local += 1
         self._phase = "local"
 
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        reduce, several = self._reduce, self.options.local_steps > 1
+        reduce, several = self.reducer, self.options.local_steps > 1
         agreed = self._scaling(grads, reduce.largest_gradient)
         self._note_missing(first=self._local == 0)
         own = agreed.limited(coef)
         own = self._leaving_out(own, self._missing) if several else own
-        moments = [flat for flat in (self._exp_avg, self._exp_avg_sq) if flat.numel()]
+        moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
         more = {"hold": agreed.hold, "changed": moments, "goes": self._global_step(coef)}
-        told = self._told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
+        told = self.told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
         reduce.synchronise(lambda part, chunks: self._add(part, grads, own, chunks, agreed), told)
         self._absent = reduce.absent
         self._apply()
         reduce.forget()
         if self._absent is not None:
             reduce.restore(self._absent)
-            self._own_steps -= self._absent * self._local
+            self.own_steps -= self._absent * self._local
         self._local = self._tag = 0
         self._phase = "uncompressed" if reduce.full_precision else "one-bit"
-        self._unsettled.append((self._outcomes.attempts, reduce.full_precision))
+        self._unsettled.append((self.outcomes.attempts, reduce.full_precision))
         return reduce.flags
 
     def _enter_phase(self) -> None:
         """Takes back the rounds that were skipped, as soon as all ranks know of them."""
         while self._unsettled:
             attempt, full_precision = self._unsettled[0]
-            skipped = self._outcomes.was_skipped(attempt)
+            skipped = self.outcomes.was_skipped(attempt)
             if skipped is None:
                 return
             if skipped:
-                self._reduce.take_back(full_precision)
+                self.reducer.take_back(full_precision)
             del self._unsettled[0]
 
     def _counted(self) -> int:
         """Rounds that were not skipped, as far as this rank knows."""
-        skipped = [attempt for attempt, _ in self._unsettled if self._outcomes.seems_skipped(attempt)]
-        return self._reduce.counted - len(skipped)
+        skipped = [attempt for attempt, _ in self._unsettled if self.outcomes.seems_skipped(attempt)]
+        return self.reducer.counted - len(skipped)
 
     def _mixed_tag(self) -> int:
         """A hash of the hyper-parameters of all steps of this round so far, the present one included."""
-        return (1_000_003 * self._tag + self._coefficients.tag) & 0x7FFFFFFF
+        return (1_000_003 * self._tag + self.coefficients.tag) & 0x7FFFFFFF
 
     def _global_step(self, coef: Tensor) -> Tensor:
         """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
@@ -263,21 +263,21 @@ class RoundOptimizer(DistributedOptimizer):
     ) -> None:
         factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
         hold = self._no_flags if agreed.hold is None else agreed.hold
-        exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self._exp_avg, self._exp_avg_sq))
+        exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
         decays = any(group["weight_decay"] for group in self._taken)
-        part.add(self._list.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+        part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
 
     def _remember(self) -> None:
         """Keeps the parameters that all ranks have."""
-        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
+        flatten(self.parameters.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
 
     def _apply(self) -> None:
         """x = x - g_t (Algorithm 2, line 6); of several local steps with the x that all ranks had before."""
-        layout, reduce, live = self.layout, self._reduce, self._live
+        layout, reduce, live = self.layout, self.reducer, self.live
         anchored = self.options.local_steps > 1
         scale, values = self._going(reduce.scale), reduce.values
         anchor, rounding = self._anchor[: layout.numel], None if anchored else self._rounding
-        target, sizes = ([anchor], (layout.numel,)) if anchored else (self._list.dense, layout.sizes)
+        target, sizes = ([anchor], (layout.numel,)) if anchored else (self.parameters.dense, layout.sizes)
         if values is not None:
             where = (live.bits, live.row, reduce.flags, rounding)
             values = self._going(values.view(layout.n_blocks, -1)).view(-1)
@@ -300,7 +300,7 @@ class RoundOptimizer(DistributedOptimizer):
             )
         if anchored:  # also where the round was skipped
             where = (live.bits, live.row, self._no_flags, None)
-            add_values(self._list.dense, layout.sizes, layout.block_size, anchor, True, *where)
+            add_values(self.parameters.dense, layout.sizes, layout.block_size, anchor, True, *where)
 
     def _going(self, by_block: Tensor) -> Tensor:
         """A global update [B, ...], 0 in tensors that no worker has a gradient of."""
@@ -316,23 +316,23 @@ class RoundOptimizer(DistributedOptimizer):
         return None if self._phase == "local" else held
 
     def _describe(self, flag: Flag) -> str:
-        return self._say_where(self._reduce.describe())
+        return self._say_where(self.reducer.describe())
 
     # ---------------------------------------------------------------- checkpoints
 
     def settle(self) -> None:
-        self._reduce.settle()
+        self.reducer.settle()
 
     def cut(self) -> dict[str, int]:
-        return super().cut() | {"inside": 1 if self._levels is None else self._inside.world_size}
+        return super().cut() | {"inside": 1 if self.levels is None else self.inside.world_size}
 
     def plain_state(self) -> dict[str, Any]:
         return {
-            "rounds": self._reduce.rounds,
+            "rounds": self.reducer.rounds,
             "counted": self._counted(),
-            "digest": int(self._reduce.digest),
+            "digest": int(self.reducer.digest),
             "local": self._local,
-            "flags": self._reduce.pending,
+            "flags": self.reducer.pending,
             "tag": self._tag,
             "missed": self._missed,
         }
@@ -341,8 +341,8 @@ class RoundOptimizer(DistributedOptimizer):
         name = type(self).__name__
         if header.get("algorithm") != name:
             raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
-        inside = 1 if self._levels is None else self._inside.world_size
-        here = (self._transport.world_size, self.layout.block_size, self.layout.numel)
+        inside = 1 if self.levels is None else self.inside.world_size
+        here = (self.transport.world_size, self.layout.block_size, self.layout.numel)
         saved = (header["world_size"], header["block_size"], header["line"])
         if header["inside"] != inside or (inside > 1 and saved != here):
             raise ValueError(
@@ -350,9 +350,9 @@ class RoundOptimizer(DistributedOptimizer):
                 f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
                 f"block_size={here[1]}; construct the optimizer as it was"
             )
-        if header["local"] and header["world_size"] != self._transport.world_size:
+        if header["local"] and header["world_size"] != self.transport.world_size:
             raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self.transport.world_size}; "
                 f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
                 "rank: save at the end of a round, or resume with as many ranks as wrote it"
             )
@@ -363,7 +363,7 @@ class RoundOptimizer(DistributedOptimizer):
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        self._reduce.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
+        self.reducer.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
         self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
         self._missed = tuple(header.get("missed", ()))
 
@@ -372,12 +372,12 @@ class RoundOptimizer(DistributedOptimizer):
     def compensation(self, param: Tensor) -> Tensor:
         """This rank's compensation c of one parameter, float32 of its shape; zeros after a round of full precision."""
         i = self._index(param)
-        self._reduce.settle()
-        return self._list.shaped(self._reduce.compensated, i, self.layout.offset(i)).clone()
+        self.reducer.settle()
+        return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
 
     def momentum(self, param: Tensor) -> Tensor:
         """This rank's own momentum of one parameter, float32 of its shape."""
-        if self._exp_avg.numel():
+        if self.exp_avg.numel():
             return super().momentum(param)
         self._index(param)
         return torch.zeros_like(param, dtype=torch.float32)
@@ -394,11 +394,11 @@ class RoundOptimizer(DistributedOptimizer):
             compensation_norm (this rank's). If that grows and grows, ``global_ratio`` is too small.
         """
         told = super().stats() | {
-            "rounds": self._reduce.rounds,
+            "rounds": self.reducer.rounds,
             "local_steps": self._local,
-            "wire_bytes": self._reduce.wire_bytes,
+            "wire_bytes": self.reducer.wire_bytes,
         }
         if compensation:
-            self._reduce.settle()
-            told["compensation_norm"] = float(self._reduce.compensated.norm())
+            self.reducer.settle()
+            told["compensation_norm"] = float(self.reducer.compensated.norm())
         return told

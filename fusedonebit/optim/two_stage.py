@@ -55,8 +55,8 @@ class OneBitOptimizer(AveragingOptimizer):
     """
 
     options: OneBitOptions
-    _overlap: OverlappedAllReduce | None = None
-    _apart: Transport | None = None
+    overlap: OverlappedAllReduce | None = None
+    transport_apart: Transport | None = None
     _late_error: Exception | None = None
 
     def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
@@ -64,12 +64,12 @@ class OneBitOptimizer(AveragingOptimizer):
         if warm_start is not None:
             take_warm_start(self, warm_start)
 
-    def _build(self) -> None:
-        super()._build()
+    def build(self) -> None:
+        super().build()
         options, device = self.options, self.device
         self._phase = "warmup"
-        self._reduce = cuts.make_reducer(self)
-        self._behind = torch.zeros_like(self._own_steps)  # updates that did not enter v; -inf where it is corrected
+        self.reducer = cuts.make_reducer(self)
+        self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
         self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
@@ -84,20 +84,20 @@ class OneBitOptimizer(AveragingOptimizer):
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
-    def _check_levels(self) -> None:
+    def check_levels(self) -> None:
         if self.options.bucket_count > 1 or self.options.overlap:
             raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
 
     @property
     def _chunks(self) -> int:
-        return self._transport.world_size * self.options.bucket_count
+        return self.transport.world_size * self.options.bucket_count
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
-        return nullcontext() if self._overlap is None else self._overlap.paused()
+        return nullcontext() if self.overlap is None else self.overlap.paused()
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
         rewarms = self.options.rewarm_every > 0 or self.options.guard == "rewarm"
         if rewarms and float(group["betas"][0]) == 0.0:
             raise ValueError(
@@ -122,15 +122,15 @@ class OneBitOptimizer(AveragingOptimizer):
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leaves tensors out of everything from now on."""
         self.dead_tensors = list(tensors)
-        self._live = live_of(self, excluded=tensors)
-        self._reduce.set_live(self._live)
+        self.live = live_of(self, excluded=tensors)
+        self.reducer.set_live(self.live)
 
     # ---------------------------------------------------------------- the step
 
-    def _coefficient_table(self) -> Tensor:
+    def coefficient_table(self) -> Tensor:
         warming = self._variance_steps is None
-        entered = self._own_steps + 1 - self._behind if warming else self._variance_steps
-        coef = self._coefficients(self._taken, self._own_steps, entered, self._unit)
+        entered = self.own_steps + 1 - self._behind if warming else self._variance_steps
+        coef = self.coefficients(self._taken, self.own_steps, entered, self._unit)
         if warming and self._rewarms:
             memory = float(self.options.rewarm_steps)
             coef[:, Coef.BETA2].clamp_(max=1 - 1 / memory)
@@ -140,25 +140,25 @@ class OneBitOptimizer(AveragingOptimizer):
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
-        reducer = self._reduce
+        reducer = self.reducer
         agreed = self._scaling(grads, reducer.largest_gradient)
-        told = self._told(abort, self._step_number, self._missing, hold=agreed.hold)
-        reducer.synchronise(self._compressing(grads, agreed.scaled(coef)), told)
+        told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
+        reducer.synchronise(self.compressing(grads, agreed.scaled(coef)), told)
         self._absent, self._late_error = reducer.absent, reducer.error
-        coef = self._coefficients.still(coef, self._absent)
+        coef = self.coefficients.still(coef, self._absent)
         if self.options.guard != "off":
-            refused = self._guard.refuses(reducer.scale, coef[:, Coef.UNBIAS1][reducer.block_tensor], self._shards)
+            refused = self._guard.refuses(reducer.scale, coef[:, Coef.UNBIAS1][reducer.block_tensor], self.shards)
             reducer.refuse(refused.int() * int(Flag.VETO))
         if self._absent is not None:
             reducer.restore(self._absent)
-        self._list.before_update()
+        self.parameters.before_update()
         self._apply(coef, reducer.flags)
-        self._list.after_update()
+        self.parameters.after_update()
         return reducer.flags
 
-    def _compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
+    def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """What compresses this rank's momentum, with these gradients in it."""
-        v, inside = self._exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
+        v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
         return lambda part: part.compress(grads, coef, v, inside)
 
     def _error_due(self, error: Exception | None) -> Exception | None:
@@ -168,17 +168,17 @@ class OneBitOptimizer(AveragingOptimizer):
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self._shards.sum(self._exp_avg_sq_sums.sum()), self._updates)
+            self._auto.observe(self.shards.sum(self._exp_avg_sq_sums.sum()), self.updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
             return super()._describe(flag)
-        return self._say_where(self._reduce.describe())
+        return self._say_where(self.reducer.describe())
 
     def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        """One update from the synchronised momentum in ``self._reduce``; none where ``skip`` is set."""
+        """One update from the synchronised momentum in ``self.reducer``; none where ``skip`` is set."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- freeze and thaw
@@ -186,53 +186,53 @@ class OneBitOptimizer(AveragingOptimizer):
     def _enter_phase(self) -> None:
         """Freezes the variance, or thaws it, if it is time; the same on all ranks."""
         if self._phase == "compression":
-            if self.options.guard == "rewarm" and self._outcomes.veto_is_due():
+            if self.options.guard == "rewarm" and self.outcomes.veto_is_due():
                 self._thaw(after_veto=True)
             elif self._rewarm_is_due():
                 self._thaw(after_veto=False)
         elif self._freeze_due is None:
             if self._auto is not None and self._auto.due():
                 self._freeze()
-        elif self._outcomes.updates >= self._freeze_due:
+        elif self.outcomes.updates >= self._freeze_due:
             # Skips may still be under way from the device: wait for them once, then it is exact.
-            self._catch_up()
-            if self._outcomes.updates >= self._freeze_due:
+            self.catch_up()
+            if self.outcomes.updates >= self._freeze_due:
                 self._freeze()
 
     def _rewarm_is_due(self) -> bool:
         if self.options.rewarm_every == 0:
             return False
         due = (self._frozen_at or 0) + self.options.rewarm_every
-        if self._outcomes.updates >= due:
-            self._catch_up()  # as for the freeze
-        return self._outcomes.updates >= due
+        if self.outcomes.updates >= due:
+            self.catch_up()  # as for the freeze
+        return self.outcomes.updates >= due
 
     @torch.no_grad()
     def _freeze(self) -> None:
         """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
-        if self._outcomes.updates == 0 and not self._is_corrected:
+        if self.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
                 "an earlier run before the first step, or set freeze_step >= 1"
             )
-        layout, options, block_tensor = self.layout, self.options, self._reduce.block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
+        layout, options, block_tensor = self.layout, self.options, self.reducer.block_tensor
+        dead = DeadCoordinates(layout, block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
-        self._variance_steps = self._own_steps - self._behind
-        self._coefficients.freeze_variance(self._taken)
-        coef = self._coefficient_table()
+        self._variance_steps = self.own_steps - self._behind
+        self.coefficients.freeze_variance(self._taken)
+        coef = self.coefficient_table()
         reference = self._last_update_norm(coef)
         least = dead.mean * options.least_share
         if options.precondition:
-            floor = quantile_floor(layout, self._exp_avg_sq, self._live, coef, options.eps_inside_sqrt, self._shards)
+            floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
             least = torch.maximum(least, floor)
         freeze(
             layout.sizes,
             layout.block_size,
-            self._exp_avg,
-            self._exp_avg_sq,
+            self.exp_avg,
+            self.exp_avg_sq,
             options.eps_inside_sqrt,
             options.precondition,
             coef,
@@ -241,22 +241,22 @@ class OneBitOptimizer(AveragingOptimizer):
             least,
             options.frozen_dtype is torch.bfloat16,
         )
-        self._exp_avg_sq = self._exp_avg_sq.to(options.frozen_dtype)
-        self._reduce.begin()
+        self.exp_avg_sq = self.exp_avg_sq.to(options.frozen_dtype)
+        self.reducer.begin()
         self._phase = "compression"
-        self._frozen_at = self._outcomes.updates
+        self._frozen_at = self.outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors:
-            warn(warn_text(dead, self._list.names, keep))
+            warn(warn_text(dead, self.parameters.names, keep))
         if not keep and dead.tensors:
             self._exclude(dead.tensors)
         self._arm_guard(reference)
-        self._publish_state()
+        self.publish_state()
 
-    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+    def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Takes note that v has been filled, corrected; ``tables`` are an earlier run's, by name."""
-        live = unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
-        self._exp_avg_sq.mul_(live)
+        live = unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
+        self.exp_avg_sq.mul_(live)
         self._behind.fill_(-math.inf)
 
     @torch.no_grad()
@@ -265,65 +265,65 @@ class OneBitOptimizer(AveragingOptimizer):
 
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
         """
-        self._catch_up()
-        self._outcomes.veto_at = None  # also one that was still under way: this is what it asks for
-        layout, options, reduce = self.layout, self.options, self._reduce
-        coef = self._coefficient_table()
+        self.catch_up()
+        self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        layout, options, reduce = self.layout, self.options, self.reducer
+        coef = self.coefficient_table()
         self._grad = self._make_grad()
         backlog = self._grad[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][reduce.block_tensor, None])
-        self._exp_avg.copy_(reduce.result()).add_(backlog)
-        self._exp_avg_sq = self._exp_avg_sq.float()
+        self.exp_avg.copy_(reduce.result()).add_(backlog)
+        self.exp_avg_sq = self.exp_avg_sq.float()
         thaw(
             layout.sizes,
             layout.block_size,
-            self._exp_avg,
-            self._exp_avg_sq,
+            self.exp_avg,
+            self.exp_avg_sq,
             options.eps_inside_sqrt,
             options.precondition,
             coef,
             reduce.block_tensor,
-            self._live.bits,
-            self._live.row,
+            self.live.bits,
+            self.live.row,
             after_veto,
         )
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
-        self._variance_steps = self._coefficients.variance_betas = None
+        self._variance_steps = self.coefficients.variance_betas = None
         self._phase = "warmup"
-        self._freeze_due = self._outcomes.updates + options.rewarm_steps
+        self._freeze_due = self.outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
         self._rewarms += 1
         self._exclude([])
         self._after_compression()
-        self._publish_state()
+        self.publish_state()
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Of each block, the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
-        layout, live, options = self.layout, self._live, self.options
+        layout, live, options = self.layout, self.live, self.options
         sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=self.device)
-        where = (self._reduce.block_tensor, live.bits, live.row)
-        update_sums(layout.sizes, layout.block_size, x, self._exp_avg_sq, options.eps_inside_sqrt, coef, *where, sums)
+        where = (self.reducer.block_tensor, live.bits, live.row)
+        update_sums(layout.sizes, layout.block_size, x, self.exp_avg_sq, options.eps_inside_sqrt, coef, *where, sums)
         return sums
 
     def _last_update_norm(self, coef: Tensor) -> Tensor:
         """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._reduce.block_tensor]
-        return self._shards.sum((self._update_sums(self._exp_avg, coef) * factor).sum()).sqrt()
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self.reducer.block_tensor]
+        return self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
 
     def _arm_guard(self, reference: Tensor) -> None:
         """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
         if self.options.guard == "off":
             return
-        owner, live = self._reduce.block_tensor, self._live.numel.double()
-        coef = self._coefficient_table().double()
+        owner, live = self.reducer.block_tensor, self.live.numel.double()
+        coef = self.coefficient_table().double()
         factor, beta1 = self._layer_factor().double().square()[owner], coef[:, Coef.BETA1][owner]
         weight = live if self.options.precondition else self._update_sums(None, coef.float())
         weight = weight / coef[:, Coef.UNIT][owner].square() * factor
         # Momentum of pure noise has this norm; a training run at rest may have less.
-        noise = self._shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
+        noise = self.shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
         self._guard.arm(reference, noise, weight)
 
     def _layer_factor(self) -> Tensor:
@@ -339,14 +339,14 @@ class OneBitOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------------- checkpoints
 
     kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "_exp_avg", stage="full", published="full"),
-        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
-        StateSpec("exp_avg_bits", "bit", "_reduce.bits", stage="compressed"),
-        StateSpec("exp_avg_nonzero", "bit", "_reduce.bits", plane=1, stage="compressed", when="options.ternary"),
-        StateSpec("exp_avg_scale", "block", "_reduce.scale", stage="compressed", not_negative=True),
+        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
+        StateSpec("exp_avg_nonzero", "bit", "reducer.bits", plane=1, stage="compressed", when="options.ternary"),
+        StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
         # In the memory that exp_avg has in the warm-up.
-        StateSpec("worker_error", "part", "_reduce.worker_residual", stage="compressed", of_rank=True),
-        StateSpec("server_error", "chunk", "_reduce.server_residual", stage="compressed", of_rank=True),
+        StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
+        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
     )
     phases: ClassVar = {"warmup": False, "compression": True}
     header_fields: ClassVar[Fields] = {
@@ -367,7 +367,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def settle(self) -> None:
         if self.compressed:
-            self._reduce.settle()
+            self.reducer.settle()
 
     def cut(self) -> dict[str, int]:
         return cuts.cut_of(self)
@@ -380,17 +380,17 @@ class OneBitOptimizer(AveragingOptimizer):
         return {"precondition": options.precondition} | kept | in_unit
 
     def plain_state(self) -> dict[str, Any]:
-        entered = self._own_steps - self._behind if self._variance_steps is None else self._variance_steps
+        entered = self.own_steps - self._behind if self._variance_steps is None else self._variance_steps
         return {
             "settled": self._settled(),
-            "digests": self._reduce.digests,
+            "digests": self.reducer.digests,
             "variance_step": one_or_each(entered),
-            "variance_betas": self._coefficients.variance_betas,
+            "variance_betas": self.coefficients.variance_betas,
             "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
             "rewarms": self._rewarms,
-            "vetoed": self._outcomes.vetoed,
-            "veto_at": self._outcomes.veto_at,
+            "vetoed": self.outcomes.vetoed,
+            "veto_at": self.outcomes.veto_at,
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
             "dead_tensors": list(self.dead_tensors),
             "dead_coordinates": self.dead_coordinates,
@@ -421,35 +421,35 @@ class OneBitOptimizer(AveragingOptimizer):
     def resume(self, header: Mapping[str, Any]) -> None:
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
-        entered = self._own_steps
+        entered = self.own_steps
         if "variance_step" in header:
-            entered = each(header["variance_step"], self._own_steps)
+            entered = each(header["variance_step"], self.own_steps)
             # One number for all tensors may be more than some have had.
-            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self._own_steps))
-            self._behind = self._own_steps - entered
+            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
+            self._behind = self.own_steps - entered
         self._rewarms = header.get("rewarms", 0)
-        self._outcomes.vetoed = header.get("vetoed", 0)
-        self._outcomes.veto_at = header.get("veto_at")
+        self.outcomes.vetoed = header.get("vetoed", 0)
+        self.outcomes.veto_at = header.get("veto_at")
         self._frozen_at = header.get("freeze_step")
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
         if header["phase"] != "compression":
             return
         self._phase = "compression"
-        self._exp_avg_sq = self._exp_avg_sq.to(self.options.frozen_dtype)
+        self.exp_avg_sq = self.exp_avg_sq.to(self.options.frozen_dtype)
         self._variance_steps = entered
-        self._coefficients.variance_betas = header.get("variance_betas")
-        if self._coefficients.variance_betas is None:  # written before it was kept
-            self._coefficients.freeze_variance(self._taken)
+        self.coefficients.variance_betas = header.get("variance_betas")
+        if self.coefficients.variance_betas is None:  # written before it was kept
+            self.coefficients.freeze_variance(self._taken)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count
         same = all(header[key] == value for key, value in cuts.cut_of(self).items())
-        self._reduce.resume(digests if same else digests[:1] * count)
+        self.reducer.resume(digests if same else digests[:1] * count)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
-            self._reduce.serve_again()
+            self.reducer.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
             if header.get("guard") and self.options.guard != "off":
                 self._guard.resume(*header["guard"])
@@ -478,13 +478,13 @@ class OneBitOptimizer(AveragingOptimizer):
             with one entry per tensor: name, and residual_over_momentum (of this rank's residual, of sharded
             parameters and of nodes' parts what is here).
         """
-        reduce = self._reduce
+        reduce = self.reducer
         compensated, worker_error, server_error = reduce.norms()
         over_momentum = reduce.residual_ratio() if self._phase == "compression" else 0.0
         told = super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
-            "vetoed_steps": self._outcomes.vetoed,
+            "vetoed_steps": self.outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": over_momentum,
@@ -492,7 +492,7 @@ class OneBitOptimizer(AveragingOptimizer):
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
-            "dead_tensors": [self._list.names[i] for i in self.dead_tensors],
+            "dead_tensors": [self.parameters.names[i] for i in self.dead_tensors],
             "dead_coordinates": self.dead_coordinates,
         }
         return told | {"layers": self._layer_stats()} if layers else told
@@ -505,7 +505,7 @@ class OneBitOptimizer(AveragingOptimizer):
 
         From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
         """
-        tensors, reduce = len(self.layout.sizes), self._reduce
+        tensors, reduce = len(self.layout.sizes), self.reducer
         if not self.compressed:
             return [0.0] * tensors
         squares = torch.zeros(2, tensors, dtype=torch.float64, device=self.device)
@@ -516,20 +516,20 @@ class OneBitOptimizer(AveragingOptimizer):
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
         i = self._index(param)
         if self._phase == "warmup":
-            return torch.zeros_like(self._list.params[i], dtype=torch.float32)
-        self._reduce.settle()
-        return self._in_momentum_units(self._exp_avg, i)
+            return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
+        self.reducer.settle()
+        return self._in_momentum_units(self.exp_avg, i)
 
     def momentum(self, param: Tensor) -> Tensor:
         """The momentum of one parameter, equal on all ranks, float32 of its shape."""
         if self._phase == "warmup":
             return super().momentum(param)
-        return self._in_momentum_units(self._reduce.result(), self._index(param))
+        return self._in_momentum_units(self.reducer.result(), self._index(param))
 
     def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
-        part = self._list.shaped(flat, i, self.layout.offset(i))
+        part = self.parameters.shaped(flat, i, self.layout.offset(i))
         if self.options.precondition:
-            v, k = self._list.shaped(self._exp_avg_sq, i, self.layout.offset(i)), self._coefficient_table()[i]
+            v, k = self.parameters.shaped(self.exp_avg_sq, i, self.layout.offset(i)), self.coefficient_table()[i]
             return part * denominator(v, k, self.options.eps_inside_sqrt)
         return part.clone() if self._unit is None else part / self._unit[i]
 

@@ -39,7 +39,7 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
         integrity.verify(optimizer, ours, header)
         integrity.check_values(optimizer, ours, header)
         variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
-        if optimizer._shards.count == 1 and not any(bool(v.any()) for v in variances):
+        if optimizer.shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
         tables = _tables(optimizer, state_dict, states)
     except Exception as caught:  # whatever it is: the other ranks must not wait
@@ -47,15 +47,15 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
     facts = [
         (f"{what} of {name} in warm_start", str(checksum(tensor)))
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
-        for name, tensor in zip(optimizer._list.names, tensors, strict=False)
+        for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
     ]
     mine, hint = error, "give every rank the same earlier run's checkpoint"
-    error = failure(lambda: agree(optimizer._transport, facts, optimizer.device, mine, hint))
-    optimizer._shards.agree([], optimizer.device, error, hint)
+    error = failure(lambda: agree(optimizer.transport, facts, optimizer.device, mine, hint))
+    optimizer.shards.agree([], optimizer.device, error, hint)
     with torch.no_grad():
         for i, v in enumerate(variances):
-            optimizer._list.shaped(optimizer._exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
-    optimizer._begin_warm({name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()})
+            optimizer.parameters.shaped(optimizer.exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
+    optimizer.begin_warm({name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()})
 
 
 def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -72,21 +72,21 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
 
 def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """A parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
-    name, shape = optimizer._list.names[i], tuple(optimizer._list.params[i].shape)
+    name, shape = optimizer.parameters.names[i], tuple(optimizer.parameters.params[i].shape)
     if not state:
         return torch.zeros(shape)
     v = local(state["exp_avg_sq"]) if isinstance(state["exp_avg_sq"], Tensor) else state["exp_avg_sq"]
     if not isinstance(v, Tensor) or tuple(v.shape) != shape:
         got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
-    group = state_dict["param_groups"][optimizer._list.group_of[i]]
+    group = state_dict["param_groups"][optimizer.parameters.group_of[i]]
     header = header_of(state_dict) or {}
     told = header.get("variance_step", state["step"])
     entered = float(told[i] if isinstance(told, list) else told) - group.get("added_at", 0)
     if not optimizer.options.bias_correction or entered <= 0:
         return v.float().contiguous()
     frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
-    beta2: float = float(group["betas"][1]) if frozen is None else frozen[optimizer._list.group_of[i]]
+    beta2: float = float(group["betas"][1]) if frozen is None else frozen[optimizer.parameters.group_of[i]]
     return torch.div(v.float(), 1 - beta2**entered).contiguous()
 
 

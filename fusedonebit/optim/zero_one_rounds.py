@@ -27,7 +27,7 @@ from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 class ZeroOneOptimizer(ZeroOneState):
     """All of 0/1 Adam but its constructor; see the module's docstring and ``ZeroOneAdam``."""
 
-    def _check_levels(self) -> None:
+    def check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
 
     # ---------------------------------------------------------------- rounds
@@ -65,24 +65,24 @@ class ZeroOneOptimizer(ZeroOneState):
             error = caught
         facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
         hint = "policies must answer alike on all ranks, as functions of their argument alone"
-        agree(self._transport, facts, self.device, error, hint)
+        agree(self.transport, facts, self.device, error, hint)
         self._plan = plan
 
     def _end_round(self) -> None:
-        self._unsettled.append((self._outcomes.attempts, self._round))
+        self._unsettled.append((self.outcomes.attempts, self._round))
         self._done = self._done.after(self._round, 1)
         self._as_floats = self._round.renews
         self._local = self._tag = 0
 
     # ---------------------------------------------------------------- the step
 
-    def _coefficient_table(self) -> Tensor:
+    def coefficient_table(self) -> Tensor:
         if self._phase != "uncompressed":
-            return self._floored(self._coefficients(self._taken, self._own_steps, self._entered))
+            return self._floored(self.coefficients(self._taken, self.own_steps, self._entered))
         # AdamW's step, whose correction follows betas[1]; in other steps it stays that of the last renewal.
-        kept, self._coefficients.variance_betas = self._coefficients.variance_betas, None
-        coef = self._coefficients(self._taken, self._own_steps, self._entered + 1)
-        self._coefficients.variance_betas = kept
+        kept, self.coefficients.variance_betas = self.coefficients.variance_betas, None
+        coef = self.coefficients(self._taken, self.own_steps, self._entered + 1)
+        self.coefficients.variance_betas = kept
         return coef
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -98,7 +98,7 @@ class ZeroOneOptimizer(ZeroOneState):
         flags = super()._exchange(grads, coef, abort)
         taken = flags[0] == 0
         self._entered += taken if self._absent is None else taken & ~self._absent
-        self._coefficients.freeze_variance(self._taken)
+        self.coefficients.freeze_variance(self._taken)
         self._mean_sq = self._means()
         self._end_round()
         return flags
@@ -106,19 +106,19 @@ class ZeroOneOptimizer(ZeroOneState):
     def _begin_round(self) -> None:
         """Keeps the parameters that all ranks have, and has the momentum as floats."""
         self._make_floats(renews=False)
-        flatten(self._list.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
+        flatten(self.parameters.dense, self.layout.sizes, self.layout.block_size, 1.0, None, self._anchor)
         self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
         """A step between two synchronisations (lines 4 to 6)."""
-        self._list.before_update()
+        self.parameters.before_update()
         if self._local == 0:
             self._begin_round()
         self._note_missing(first=self._local == 0)
         agreed = self._rescaling(grads, alone=True)
         last = self._local == self._round.steps - 2
         self._add_alone(grads, agreed.scaled(coef), agreed.hold, last)
-        self._list.after_update()
+        self.parameters.after_update()
         self._sum_up(coef)
         self._tag = self._mixed_tag()
         self._local += 1
@@ -138,34 +138,34 @@ class ZeroOneOptimizer(ZeroOneState):
             self._add(grads, coef, hold, moves=True, last=last, leaks=leaks)
             return
         # Their coefficients leave parameters and moments; what has been added up is put back.
-        worker = self._reduce.worker
+        worker = self.reducer.worker
         worker.settle()
         rows = absence(self.layout, self._missing, self.device).rows
         kept = Kept(rows, self._block_tensor, lines=[worker.compensated])
         self._add(grads, self._leaving_out(coef, self._missing), hold, moves=True, last=False, leaks=leaks)
-        kept.restore(torch.ones(len(self._list), dtype=torch.bool, device=self.device))
+        kept.restore(torch.ones(len(self.parameters), dtype=torch.bool, device=self.device))
         if last:
             self._add(grads, coef, hold, moves=False, last=True)
 
     def _add(
         self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool, leaks: bool = False
     ) -> None:
-        layout, worker = self.layout, self._reduce.worker
+        layout, worker = self.layout, self.reducer.worker
         local_step(
-            self._list.dense,
+            self.parameters.dense,
             grads,
             layout.sizes,
             layout.block_size,
-            self._exp_avg,
-            self._exp_avg_sq,
+            self.exp_avg,
+            self.exp_avg_sq,
             self._eps_inside_sqrt,
             self.options.precondition,
             worker.compensated,
             worker.scale,
             coef,
             self._block_tensor,
-            self._live.bits,
-            self._live.row,
+            self.live.bits,
+            self.live.row,
             self._none if hold is None else hold,
             moves,
             last,
@@ -177,15 +177,15 @@ class ZeroOneOptimizer(ZeroOneState):
     def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """The last step of a round: its update is compressed with those before it (lines 8 to 11)."""
         agreed = self._rescaling(grads, alone=False)
-        steps, reduce = self._round.steps, self._reduce
+        steps, reduce = self._round.steps, self.reducer
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
         self._note_missing(first=steps == 1)
         compressed = agreed.scaled(coef.clone())
         compressed[:, Coef.BETA1] /= self._summed  # of no account where the momentum is in ``compensated`` already
-        v, inside = self._exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
+        v, inside = self.exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
         more = {"hold": agreed.hold, "pending": self._pending}
-        told = self._told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
+        told = self.told(abort, self._step_number, self._missed, **more)._replace(tag=self._mixed_tag())
         reduce.synchronise(lambda part: part.compress(grads, compressed, v, inside), told)
         self._leave_absent()
         if steps > 1:
@@ -195,36 +195,36 @@ class ZeroOneOptimizer(ZeroOneState):
 
     def _leave_absent(self) -> None:
         """Puts back what belongs to tensors of which no worker has had a gradient in this round."""
-        self._absent = self._reduce.absent
+        self._absent = self.reducer.absent
         if self._absent is not None:
-            self._reduce.restore(self._absent)
-            self._own_steps -= self._absent * self._local
+            self.reducer.restore(self._absent)
+            self.own_steps -= self._absent * self._local
 
     def _apply(self, coef: Tensor, hold: Tensor | None, moved: bool) -> None:
         """x = x0 - mean step size * sum of the updates, from the x0 that all had (line 10); and the round ends."""
-        layout, reduce, live, steps = self.layout, self._reduce, self._live, self._round.steps
+        layout, reduce, live, steps = self.layout, self.reducer, self.live, self._round.steps
         where = layout.sizes, layout.block_size
-        self._list.before_update()
+        self.parameters.before_update()
         if moved:
             coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / steps
             coef[:, Coef.DECAY] = self._moved[DECAY]
             anchor = self._anchor[: layout.numel]
-            add_values(self._list.dense, *where, anchor, True, live.bits, live.row, self._none, None)
+            add_values(self.parameters.dense, *where, anchor, True, live.bits, live.row, self._none, None)
         apply_momentum(
-            self._list.dense,
+            self.parameters.dense,
             *where,
             reduce.bits,
             reduce.scale,
-            None if self.options.precondition else self._exp_avg_sq,
+            None if self.options.precondition else self.exp_avg_sq,
             self._eps_inside_sqrt,
-            self._coefficients.still(coef, self._absent),
+            self.coefficients.still(coef, self._absent),
             self._block_tensor,
             live.bits,
             live.row,
             reduce.flags,
             None,
         )
-        self._list.after_update()
+        self.parameters.after_update()
         summed = torch.full_like(self._summed, steps)
         if self._absent is not None:
             summed = torch.where(self._absent, self._summed, summed)
@@ -234,14 +234,14 @@ class ZeroOneOptimizer(ZeroOneState):
 
     def _rescaling(self, grads: Sequence[Tensor], alone: bool) -> Agreed:
         """What gradients are multiplied with, and flags for which this worker has no update; of all ranks, or alone."""
-        transport = LocalTransport() if alone else self._transport
+        transport = LocalTransport() if alone else self.transport
         scale, most = LossScale.of(self), self.options.max_grad_norm
         earlier = None if alone else self._lost
-        agreed = agree_on_scaling(grads, scale, most, transport, self._shards, self.layout, earlier=earlier)
+        agreed = agree_on_scaling(grads, scale, most, transport, self.shards, self.layout, earlier=earlier)
         if agreed.hold is not None:
             self._tell_scaler(agreed.overflowed, alone)
         if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
+            self.last_grad_norm = agreed.grad_norm
         return agreed
 
     def _tell_scaler(self, ranks: Tensor | None, alone: bool) -> None:
@@ -249,14 +249,14 @@ class ZeroOneOptimizer(ZeroOneState):
         assert ranks is not None
         if alone:
             self._lost += ranks
-            self._overflowed.zero_()
+            self.overflowed.zero_()
         else:
-            self._overflowed = (ranks > 0).float().reshape(1)
+            self.overflowed = (ranks > 0).float().reshape(1)
             self._lost.zero_()
 
     def _mixed_tag(self) -> int:
         """A hash of the round's length and of the hyper-parameters of all of its steps so far."""
-        return (1_000_003 * (self._tag or self._round.steps) + self._coefficients.tag) & 0x7FFFFFFF
+        return (1_000_003 * (self._tag or self._round.steps) + self.coefficients.tag) & 0x7FFFFFFF
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """Between two synchronisations nobody hears of an error: it is raised when all next meet."""
@@ -267,4 +267,4 @@ class ZeroOneOptimizer(ZeroOneState):
     def _describe(self, flag: Flag) -> str:
         if self._phase == "uncompressed":
             return super()._describe(flag)
-        return self._say_where(self._reduce.describe())
+        return self._say_where(self.reducer.describe())

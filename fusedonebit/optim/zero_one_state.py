@@ -78,8 +78,8 @@ class ZeroOneState(AdamUpdate):
     masters_of_rank: ClassVar = True
     kept: ClassVar[Specs] = (
         # The momentum is mostly bits: users don't see it here.
-        StateSpec("exp_avg", "element", "_exp_avg", of_rank=True, only="floats", optional=True),
-        StateSpec("exp_avg_sq", "element", "_exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg", "element", "exp_avg", of_rank=True, only="floats", optional=True),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
         # Between two rounds the parameters say it.
         StateSpec(
             *("anchor", "element", "_round_start"),
@@ -90,10 +90,10 @@ class ZeroOneState(AdamUpdate):
             holds_parameters=True,
         ),
         StateSpec("moved", "tensor", "_moved", rows=2, optional=True),
-        StateSpec("exp_avg_bits", "bit", "_reduce.bits", stage="compressed"),
-        StateSpec("exp_avg_scale", "block", "_reduce.scale", stage="compressed", not_negative=True),
-        StateSpec("worker_error", "part", "_reduce.worker_residual", stage="compressed", of_rank=True),
-        StateSpec("server_error", "chunk", "_reduce.server_residual", stage="compressed", of_rank=True),
+        StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
+        StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
+        StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
+        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
@@ -113,20 +113,20 @@ class ZeroOneState(AdamUpdate):
     }
     _moved: Tensor
 
-    def _build(self) -> None:
-        super()._build()
+    def build(self) -> None:
+        super().build()
         layout, options, device = self.layout, self.options, self.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
         self._grad = self._make_grad()
         self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         self._exp_avg_sq_sums = self._sums
-        self._reduce = CompressedAllReduce(
+        self.reducer = CompressedAllReduce(
             layout,
-            self._transport,
+            self.transport,
             device=device,
             scale_norm=options.scale_norm,
             scale_scope=options.scale_scope,
-            live=self._live,
+            live=self.live,
         )
         tensors = max(1, len(layout.sizes))
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
@@ -134,7 +134,7 @@ class ZeroOneState(AdamUpdate):
         self._done = Progress(0, 0, 0, 0)
         self._confirmed, self._unsettled = self._done, list[tuple[int, Round]]()
         self._as_floats = True
-        self._entered = torch.zeros_like(self._own_steps)  # updates of v
+        self._entered = torch.zeros_like(self.own_steps)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
@@ -153,20 +153,20 @@ class ZeroOneState(AdamUpdate):
                 "add_param_group must be called before the first round that does not renew the variance: the new "
                 "parameters would have none; construct a new optimizer"
             )
-        self._catch_up()
-        done, momenta = self._progress(), {p: self.momentum(p) for p in self._list.owners}
+        self.catch_up()
+        done, momenta = self._progress(), {p: self.momentum(p) for p in self.parameters.owners}
         super().add_param_group(param_group)
         self._confirmed = self._done = done
-        self._entered = self._own_steps.clone()
+        self._entered = self.own_steps.clone()
         for p, m in momenta.items():
             i = self._index(p)
-            self._list.shaped(self._exp_avg, i, self.layout.offset(i)).copy_(m)
+            self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).copy_(m)
         self._sum_variance()
 
     def _take_back_skipped(self) -> None:
         """Skipped rounds do not count: as soon as all ranks know of one, policies are asked again without it."""
         again = False
-        while self._unsettled and (skipped := self._outcomes.was_skipped(self._unsettled[0][0])) is not None:
+        while self._unsettled and (skipped := self.outcomes.was_skipped(self._unsettled[0][0])) is not None:
             _, this = self._unsettled.pop(0)
             self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
             again = again or skipped
@@ -180,7 +180,7 @@ class ZeroOneState(AdamUpdate):
         """
         done = self._confirmed
         for attempt, this in self._unsettled:
-            skipped = looking and self._outcomes.seems_skipped(attempt)
+            skipped = looking and self.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
 
@@ -212,7 +212,7 @@ class ZeroOneState(AdamUpdate):
 
     def _sum_variance(self) -> None:
         """As renewals do while they go."""
-        sums = self._exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
+        sums = self.exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
         self._exp_avg_sq_sums = sums
         self._mean_sq = self._means()
 
@@ -222,7 +222,7 @@ class ZeroOneState(AdamUpdate):
         assert sums is not None
         owner = self._block_tensor.long()
         total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
-        count = torch.zeros_like(total).index_add_(0, owner, self._live.numel.double())
+        count = torch.zeros_like(total).index_add_(0, owner, self.live.numel.double())
         return total / count.clamp(min=1)
 
     @property
@@ -239,33 +239,33 @@ class ZeroOneState(AdamUpdate):
         """
         if self._as_floats:
             return
-        layout, reduce, options = self.layout, self._reduce, self.options
-        own = self._coefficients(self._taken, self._own_steps, self._entered)
+        layout, reduce, options = self.layout, self.reducer, self.options
+        own = self.coefficients(self._taken, self.own_steps, self._entered)
         floored = self._floored(own.clone())
         rebuild_momentum(
             layout.sizes,
             layout.block_size,
             reduce.bits,
             reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor],
-            self._exp_avg_sq if options.precondition else None,
+            self.exp_avg_sq if options.precondition else None,
             self._eps_inside_sqrt and not renews,
             own if renews else floored,
             self._block_tensor,
-            self._live.bits,
-            self._live.row,
-            self._exp_avg,
+            self.live.bits,
+            self.live.row,
+            self.exp_avg,
         )
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
-                v = self._exp_avg_sq[part]
-                self._exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
+                v = self.exp_avg_sq[part]
+                self.exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
         self._drop_bits()
         self._as_floats = True
 
     def _drop_bits(self) -> None:
         """The momentum is floats now; of the bits only ``stats`` wants to know how large they were."""
-        reduce = self._reduce
+        reduce = self.reducer
         self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
         reduce.scale.zero_()
 
@@ -281,10 +281,10 @@ class ZeroOneState(AdamUpdate):
         return self._anchor[: self.layout.numel]
 
     def settle(self) -> None:
-        self._reduce.settle()
+        self.reducer.settle()
 
     def plain_state(self) -> dict[str, Any]:
-        reduce, done = self._reduce, self._progress()
+        reduce, done = self.reducer, self._progress()
         return {
             "settled": {"precondition": self.options.precondition},
             "digests": reduce.digests,
@@ -295,7 +295,7 @@ class ZeroOneState(AdamUpdate):
             "tag": self._tag,
             "floats": self._as_floats,
             "entered": one_or_each(self._entered),
-            "variance_betas": self._coefficients.variance_betas,
+            "variance_betas": self.coefficients.variance_betas,
             "summed": one_or_each(self._summed),
             "pending": int(self._pending),
             "missed": self._missed,
@@ -315,17 +315,17 @@ class ZeroOneState(AdamUpdate):
                 f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
                 "between two steps"
             )
-        if header["local"] and header["world_size"] != self._transport.world_size:
+        if header["local"] and header["world_size"] != self.transport.world_size:
             raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {self._transport.world_size}; "
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self.transport.world_size}; "
                 f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
                 "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
-            self._entered = self._own_steps.clone()
-            self._coefficients.freeze_variance(self._taken)
+            self._entered = self.own_steps.clone()
+            self.coefficients.freeze_variance(self._taken)
             if header["updates"]:  # else there is no variance yet
                 self._confirmed = self._done = progress_after(*self._policies, header["updates"])
             return
@@ -333,19 +333,19 @@ class ZeroOneState(AdamUpdate):
         self._round = Round(*header["round"])
         self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
         self._confirmed = self._done._replace(steps=self._done.steps - self._local)
-        self._entered = torch.minimum(each(header["entered"], self._entered), self._own_steps)
-        self._coefficients.variance_betas = header.get("variance_betas")
+        self._entered = torch.minimum(each(header["entered"], self._entered), self.own_steps)
+        self.coefficients.variance_betas = header.get("variance_betas")
         self._summed = each(header["summed"], self._summed)
         self._pending.fill_(header["pending"])
         self._missed = tuple(header.get("missed", ()))
         self._phase = header["phase"]
-        same = header["world_size"] == self._transport.world_size
-        self._reduce.resume(header["digests"] if same else [0])
+        same = header["world_size"] == self.transport.world_size
+        self.reducer.resume(header["digests"] if same else [0])
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         self._sum_variance()
         if header.get("lines"):
-            self._reduce.serve_again()
+            self.reducer.serve_again()
 
     # ---------------------------------------------------------------- what users look at
 
@@ -357,11 +357,13 @@ class ZeroOneState(AdamUpdate):
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self._list.shaped(self._reduce.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
+        part = self.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
         if not options.precondition:
             return part
-        k = self._floored(self._coefficients(self._taken, self._own_steps, self._entered))[i]
-        return part * denominator(self._list.shaped(self._exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt)
+        k = self._floored(self.coefficients(self._taken, self.own_steps, self._entered))[i]
+        return part * denominator(
+            self.parameters.shaped(self.exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt
+        )
 
     def worker_error(self, param: Tensor) -> Tensor:
         """This rank's residual of one parameter, and its updates of this round; in units of the update, float32.
@@ -369,8 +371,8 @@ class ZeroOneState(AdamUpdate):
         Where not ``precondition`` in units of the momentum.
         """
         i = self._index(param)
-        self._reduce.settle()
-        return self._list.shaped(self._reduce.worker.compensated, i, self.layout.offset(i)).clone()
+        self.reducer.settle()
+        return self.parameters.shaped(self.reducer.worker.compensated, i, self.layout.offset(i)).clone()
 
     def stats(self) -> dict[str, Any]:
         """Where training stands. Waits for the device.
@@ -381,7 +383,7 @@ class ZeroOneState(AdamUpdate):
             worker_error_norm, server_error_norm, compensated_norm and residual_over_momentum as ``OneBitAdam``
             tells them, of the last synchronisation in bits.
         """
-        reduce, done = self._reduce, self._progress()
+        reduce, done = self.reducer, self._progress()
         compensated, _, server_error = reduce.norms()
         over_momentum = reduce.residual_ratio() if done.rounds > done.renewals else 0.0
         if self._as_floats and float(self._result_norm) > 0:

@@ -51,10 +51,10 @@ class BaselineOptions(RoundOptions):
 class _Baseline(RoundOptimizer):
     options: BaselineOptions
 
-    def _check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super()._check_group(group, name)
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
         if self.options.topology == "torus":
-            torus_rows(self._transport.world_size, None)
+            torus_rows(self.transport.world_size, None)
 
     def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]

@@ -53,22 +53,23 @@ class FrozenVariance(AveragingOptimizer):
     freeze_step: int | None = None
     floor = VARIANCE_FLOOR
 
-    def _coefficient_table(self) -> Tensor:
-        if self.freeze_step is None or self._outcomes.updates < self.freeze_step:
-            return super()._coefficient_table()
-        if self._outcomes.updates == self.freeze_step:
+    def coefficient_table(self) -> Tensor:
+        """See ``DistributedOptimizer``."""
+        if self.freeze_step is None or self.outcomes.updates < self.freeze_step:
+            return super().coefficient_table()
+        if self.outcomes.updates == self.freeze_step:
             self._freeze()
-        frozen_at = torch.full_like(self._own_steps, self.freeze_step)
-        coef = self._coefficients(self.param_groups, self._own_steps, frozen_at)
+        frozen_at = torch.full_like(self.own_steps, self.freeze_step)
+        coef = self.coefficients(self.param_groups, self.own_steps, frozen_at)
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0
         return coef
 
     def _freeze(self) -> None:
         layout, block_tensor = self.layout, self._block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self._exp_avg_sq, self._live.numel, self._shards)
+        dead = DeadCoordinates(layout, block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
         as_it_is = torch.ones(len(layout.sizes), len(Coef), device=self.device)
         tables = (as_it_is, block_tensor, dead.mean, dead.mean * self.floor)
-        freeze(layout.sizes, layout.block_size, self._exp_avg, self._exp_avg_sq, False, False, *tables)
+        freeze(layout.sizes, layout.block_size, self.exp_avg, self.exp_avg_sq, False, False, *tables)
 
 
 class AveragedAdam(AdamUpdate, FrozenVariance):
@@ -86,8 +87,8 @@ class NaiveOneBitAdam(AveragedAdam):
     """Adam on compressed gradients: no warm-up, nothing frozen. The variance sees the compression error squared."""
 
     def _build(self) -> None:
-        super()._build()
-        self._reduce = CompressedAllReduce(self.layout, self._transport, device=self.device)
+        super().build()
+        self._reduce = CompressedAllReduce(self.layout, self.transport, device=self.device)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         self._reduce(grads, abort=abort)
@@ -105,7 +106,7 @@ class AveragedSGD(Averaged, torch.optim.SGD):
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
         super().__init__(params, lr, momentum=0.9)
-        self._transport = process_group
+        self.transport = process_group
 
 
 def _sgd(of: Setting) -> torch.optim.Optimizer:

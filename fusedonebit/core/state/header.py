@@ -140,7 +140,7 @@ def check(keeper: Keeper, header: Mapping[str, Any], own: bool) -> None:
 def _check_own(keeper: Keeper, header: Mapping[str, Any], fields: Fields) -> None:
     if header.get("trained") and "step" not in header.get("names", ["step"]):
         _damaged("names", "have step", header["names"])
-    tensors, groups = len(keeper._list), len(keeper.param_groups)
+    tensors, groups = len(keeper.parameters), len(keeper.param_groups)
     for key, field in fields.items():
         told = header.get(key)
         if not field.one_per or not isinstance(told, list):

@@ -64,7 +64,7 @@ def read_header(text: Any) -> dict[str, Any]:
 
 def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | None]]:
     """The columns of checksums of what this rank saves."""
-    whose = {"rank": int(keeper._rows.rank()), "shards": keeper._shards.count}
+    whose = {"rank": int(keeper.rows.rank()), "shards": keeper.shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
         for key, value in state.items():
@@ -117,7 +117,7 @@ def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
-    here = keeper._list.index_of
+    here = keeper.parameters.index_of
     trained = header.get("trained", here)
     columns_of = {index: column for column, index in enumerate(trained)}
     places = [columns_of.get(index) for index in here]  # others may have trained
@@ -136,7 +136,7 @@ def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
             part = _part(keeper, i, key, state[key], header)
             if part is not None and crc32(part) != saved:
                 raise ValueError(
-                    f"{key} of {keeper._list.names[i]} in the checkpoint is damaged: its checksum is "
+                    f"{key} of {keeper.parameters.names[i]} in the checkpoint is damaged: its checksum is "
                     f"{crc32(part):08x}, that of what was saved {saved:08x}; {_WAY_OUT} (or, if it was changed on "
                     "purpose, call fusedonebit.checkpoint.forget_checksums(state_dict) first)"
                 )
@@ -151,14 +151,14 @@ def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Seq
         here = now.get((key, i, *size), expected)
         if here != expected:
             raise ValueError(
-                f"the memory of {key} of {keeper._list.names[i]} in the checkpoint is damaged: its checksum is "
+                f"the memory of {key} of {keeper.parameters.names[i]} in the checkpoint is damaged: its checksum is "
                 f"{here:08x}, that of what was saved {expected:08x}; {_WAY_OUT}"
             )
 
 
 def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
     """What the header's checksum is of; None if that is not here."""
-    rows, shards = keeper._rows, keeper._shards.count
+    rows, shards = keeper.rows, keeper.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
     spec = next((spec for spec in keeper.kept if spec.name == key), None)
     own = spec.of_rank if spec is not None else key == reshard.RANK or (key == "master" and keeper.masters_of_rank)
@@ -177,7 +177,7 @@ def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Ten
 def check_values(keeper: Keeper, states: Sequence[State], header: State) -> None:
     """Raises ValueError for the first tensor with values that no run can have had."""
     signs = {spec.name: spec.not_negative for spec in keeper.kept} | {"exp_avg_sq": True}
-    for state, name in zip(states, keeper._list.names, strict=True):
+    for state, name in zip(states, keeper.parameters.names, strict=True):
         for key, value in state.items():
             if key == "step":
                 _check_step(value, name)

@@ -43,31 +43,31 @@ class Keeper(torch.optim.Optimizer):
     options: Options
     layout: FlatLayout
     device: torch.device
-    _list: ParameterList
-    _transport: Transport
-    _shards: ShardGroup
-    _rows: Rows
-    _live: LiveTable
-    _masks: dict[Tensor, Tensor]
-    _levels: tuple[Transport, Transport] | None
-    _inside: Transport
-    _lr: list[Tensor]
-    _outcomes: Outcomes
-    _steps: StepCount
-    _updates: Tensor
-    _own_steps: Tensor
-    _block_size: int | None
-    _hyper_parameters: tuple[str, ...]
-    _published: set[str]
-    _broken: str
-    _just_loaded: bool
-    _sums_up: bool
-    _set_up: Callable[[int | None], None]
-    _build: Callable[[], None]
-    _catch_up: Callable[[], None]
-    _publish_state: Callable[[], None]
-    _put_lr_on_the_device: Callable[[], None]
-    _check_group: Callable[..., None]
+    parameters: ParameterList
+    transport: Transport
+    shards: ShardGroup
+    rows: Rows
+    live: LiveTable
+    masks: dict[Tensor, Tensor]
+    levels: tuple[Transport, Transport] | None
+    inside: Transport
+    lr_tensors: list[Tensor]
+    outcomes: Outcomes
+    step_count: StepCount
+    updates: Tensor
+    own_steps: Tensor
+    given_block_size: int | None
+    hyper_parameters: tuple[str, ...]
+    published: set[str]
+    broken: str
+    just_loaded: bool
+    sums_up: bool
+    set_up: Callable[[int | None], None]
+    build: Callable[[], None]
+    catch_up: Callable[[], None]
+    publish_state: Callable[[], None]
+    put_lr_on_the_device: Callable[[], None]
+    check_group: Callable[..., None]
 
     @property
     def phase(self) -> str:
@@ -96,7 +96,7 @@ class Keeper(torch.optim.Optimizer):
 
     def cut(self) -> dict[str, int]:
         """Return by what the rows along the flat index space are ordered: ranks, buckets, ranks of a node."""
-        return {"world_size": self._transport.world_size, "buckets": 1, "inside": 1}
+        return {"world_size": self.transport.world_size, "buckets": 1, "inside": 1}
 
     def settle(self) -> None:
         """Bring what is kept into the form in which it is saved."""

@@ -46,7 +46,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
     try:
         _take_up(keeper, state_dict, header, states)
     except Exception as caught:
-        keeper._broken = f"load_state_dict failed half-way: {caught}"
+        keeper.broken = f"load_state_dict failed half-way: {caught}"
         error = caught
     if error is None:
         error = failure(lambda: hooks.after_loading(keeper))
@@ -57,8 +57,8 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
 
 def _agree(keeper: Keeper, facts: list[Fact], of_shards: list[Fact], error: Exception | None, hint: str) -> None:
     """Return on all ranks, or raise on all."""
-    of_replicas = failure(lambda: agree(keeper._transport, facts, keeper.device, error, hint))
-    keeper._shards.agree(of_shards, keeper.device, of_replicas, hint)
+    of_replicas = failure(lambda: agree(keeper.transport, facts, keeper.device, error, hint))
+    keeper.shards.agree(of_shards, keeper.device, of_replicas, hint)
 
 
 def take_state(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
@@ -77,9 +77,9 @@ def check_header(keeper: Keeper, header: State) -> None:
         return
     own = {
         "algorithm": type(keeper).__name__,
-        "shards": keeper._shards.count,
+        "shards": keeper.shards.count,
         "block_size": keeper.options.block_size or header["block_size"],
-        "strides": keeper._list.strides(),
+        "strides": keeper.parameters.strides(),
     }
     way_out = {
         "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
@@ -164,7 +164,7 @@ def _check(keeper: Keeper, header: State | None, states: Sequence[State], verifi
     trained = header["trained"] if is_own(keeper, header) and "trained" in header else ()
     for i, state in enumerate(states):
         # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
-        if state or compressed or keeper._list.index_of[i] in trained:
+        if state or compressed or keeper.parameters.index_of[i] in trained:
             _check_shapes(keeper, i, state, states, header)
     if compressed:
         reshard.check(keeper, states[0], header)
@@ -186,10 +186,11 @@ def _check_shapes(keeper: Keeper, i: int, state: State, states: Sequence[State],
         shape = tuple(local(value).shape)[2 * (key in own) :]
         if shape != expected:
             raise ValueError(
-                f"checkpoint of another model: {key} of {keeper._list.names[i]} must have shape {expected}, got {shape}"
+                f"checkpoint of another model: {key} of {keeper.parameters.names[i]} must have shape {expected}, got "
+                f"{shape}"
             )
         if key in own:
-            keeper._rows.check(value, states[0]["rank"], header["world_size"])
+            keeper.rows.check(value, states[0]["rank"], header["world_size"])
 
 
 def _may_lack(keeper: Keeper, key: str, header: State) -> bool:
@@ -210,7 +211,7 @@ def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
     for number, group in enumerate(_merged_groups(keeper, saved)):
-        keeper._check_group(numbers(group), f"group {number} of the checkpoint")
+        keeper.check_group(numbers(group), f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
@@ -219,7 +220,7 @@ def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
 
 def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*LAMB_KEYS, KEY, "added_at"} - set(keeper._hyper_parameters)
+    foreign = {*LAMB_KEYS, KEY, "added_at"} - set(keeper.hyper_parameters)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in keeper.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
@@ -227,10 +228,10 @@ def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[d
 
 def _masked_otherwise(keeper: Keeper, header: State) -> list[str]:
     """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
-    if keeper._shards.count > 1:
+    if keeper.shards.count > 1:
         return []
     was, now = header.get("masks", {}), masks(keeper)
-    return [name for i, name in enumerate(keeper._list.names) if was.get(str(i)) != now.get(str(i))]
+    return [name for i, name in enumerate(keeper.parameters.names) if was.get(str(i)) != now.get(str(i))]
 
 
 def _warn_of_options(keeper: Keeper, header: State) -> None:
@@ -249,7 +250,7 @@ def _moment(header: State) -> list[Fact]:
 def _facts(keeper: Keeper, states: Sequence[State], header: State) -> list[Fact]:
     own = own_names(keeper) if is_own(keeper, header) else set()
     facts, own = _moment(header), own | reshard.own_names(keeper)
-    for state, name in zip(states, keeper._list.names, strict=True):
+    for state, name in zip(states, keeper.parameters.names, strict=True):
         for key, value in state.items():
             if isinstance(value, Tensor) and key in header["names"] and key not in own:
                 facts.append((f"the checksum of {key} of {name}", f"{integrity.crc32(local(value)):08x}"))
@@ -263,9 +264,9 @@ def _take_up(keeper: Keeper, state_dict: Mapping[str, Any], header: State, state
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
     hooks.take_groups(keeper, _merged_groups(keeper, state_dict["param_groups"]))
     keeper.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
-    keeper._block_size = header.get("block_size") if has_lines(header) else None
+    keeper.given_block_size = header.get("block_size") if has_lines(header) else None
     keeper.state.clear()
-    keeper._build()
+    keeper.build()
     _restore(keeper, state_dict, header, states)
 
 
@@ -276,37 +277,37 @@ def _restore(keeper: Keeper, state_dict: Mapping[str, Any], header: State, state
 
 
 def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    keeper._outcomes.resume(header["updates"], header["skipped"])
-    keeper._steps.resume(header.get("steps", header["updates"] + header["skipped"]))
-    keeper._just_loaded = True
-    keeper._updates.fill_(header["updates"])
+    keeper.outcomes.resume(header["updates"], header["skipped"])
+    keeper.step_count.resume(header.get("steps", header["updates"] + header["skipped"]))
+    keeper.just_loaded = True
+    keeper.updates.fill_(header["updates"])
     # Before each parameter had counts of its own, a group that was added later shared the others', less this.
-    added = [saved_groups[group].get("added_at", 0) for group in keeper._list.group_of]
+    added = [saved_groups[group].get("added_at", 0) for group in keeper.parameters.group_of]
     steps = [_steps(state) - before for state, before in zip(states, added, strict=True)]
-    keeper._own_steps.copy_(torch.tensor(steps, dtype=torch.float64))
+    keeper.own_steps.copy_(torch.tensor(steps, dtype=torch.float64))
     if any(added):
         shared = header.keys() & {key for key, field in keeper.header_fields.items() if field.one_per == "updates"}
         header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
-    keeper._transport.traffic.bytes_total = header.get("bytes_total", 0)
+    keeper.transport.traffic.bytes_total = header.get("bytes_total", 0)
     keeper.resume(header)
     compressed = has_lines(header)
     specs = [spec for spec in keeper.specs(compressed) if spec.by_parameter]
     for i, state in enumerate(states):
-        if i in keeper._list.masters:
-            keeper._list.load_master(i, _taken(keeper, "master", state, header))
+        if i in keeper.parameters.masters:
+            keeper.parameters.load_master(i, _taken(keeper, "master", state, header))
         for spec in specs:
             if (part := _taken(keeper, spec.name, state, header)) is None:
                 continue
             if spec.per == "tensor":
                 spec.tensor(keeper)[..., i] = part.to(keeper.device)
             else:
-                keeper._list.shaped(spec.tensor(keeper), i, keeper.layout.offset(i)).copy_(part)
+                keeper.parameters.shaped(spec.tensor(keeper), i, keeper.layout.offset(i)).copy_(part)
     if compressed:
         reshard.fill(keeper, states[0], header)
     elif "masks" in header and _masked_otherwise(keeper, header):
         _forget_masked(keeper)
     keeper.resumed(header)
-    keeper._publish_state()
+    keeper.publish_state()
 
 
 def _steps(state: State) -> float:
@@ -316,7 +317,7 @@ def _steps(state: State) -> float:
 
 def _forget_masked(keeper: Keeper) -> None:
     """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
-    live = unpack(keeper._live.bits[keeper._live.row.long()]).view(-1) > 0
+    live = unpack(keeper.live.bits[keeper.live.row.long()]).view(-1) > 0
     for spec in keeper.specs(False):
         if spec.per == "element" and not spec.holds_parameters:
             spec.tensor(keeper).masked_fill_(~live, 0.0)
@@ -328,6 +329,6 @@ def _taken(keeper: Keeper, name: str, state: State, header: State) -> Tensor | N
         return None
     if name not in own_names(keeper) or not is_own(keeper, header):
         return local(state[name])
-    if header["world_size"] == keeper._rows.shape[0]:
-        return keeper._rows.own(state[name])
-    return keeper._rows.mean(state[name], header["world_size"])
+    if header["world_size"] == keeper.rows.shape[0]:
+        return keeper.rows.own(state[name])
+    return keeper.rows.mean(state[name], header["world_size"])

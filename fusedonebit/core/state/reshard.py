@@ -40,17 +40,17 @@ def rows(keeper: Keeper) -> dict[str, Tensor]:
     for spec in _specs(keeper, keeper.compressed):
         line = spec.tensor(keeper).reshape(-1)
         if spec.of_rank:  # a DTensor that begins somewhere else than its memory does can't be copied
-            found[spec.name] = keeper._rows.of_each(line.clone() if line.storage_offset() else line)
+            found[spec.name] = keeper.rows.of_each(line.clone() if line.storage_offset() else line)
         else:
-            found[spec.name] = keeper._rows.of_each_shard(line)
+            found[spec.name] = keeper.rows.of_each_shard(line)
     if _has_rank(keeper, keeper.compressed):
-        found[RANK] = keeper._rows.of_each(keeper._rows.rank())
+        found[RANK] = keeper.rows.of_each(keeper.rows.rank())
     return found
 
 
 def room(keeper: Keeper, header: Header | None, compressed: bool) -> dict[str, Tensor]:
     """Make room for the rows of a checkpoint with this header, for ``torch.distributed.checkpoint`` to fill."""
-    grid, found = keeper._rows, {}
+    grid, found = keeper.rows, {}
     replicas = grid.shape[0] if header is None else header["world_size"]
     alike = header is not None and compressed and _cut_alike(keeper, header)
     for spec in _specs(keeper, compressed):
@@ -70,7 +70,7 @@ def room(keeper: Keeper, header: Header | None, compressed: bool) -> dict[str, T
 def check(keeper: Keeper, state: Mapping[str, Any], header: Header) -> None:
     """Raise ValueError or TypeError if the rows in ``state`` are not those of this model on these ranks."""
     # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
-    if header["line"] < FlatLayout(keeper._list.sizes, 1, header["block_size"]).numel:
+    if header["line"] < FlatLayout(keeper.parameters.sizes, 1, header["block_size"]).numel:
         raise ValueError(f"checkpoint of another model: its line has only {header['line']} elements")
     specs = _specs(keeper, True)
     widths = {spec.name: _width(spec, header) for spec in specs} | ({RANK: 1} if _has_rank(keeper, True) else {})
@@ -81,7 +81,7 @@ def check(keeper: Keeper, state: Mapping[str, Any], header: Header) -> None:
             raise ValueError(f"{name} in the checkpoint must have {width} columns, got {tuple(state[name].shape)}")
     for spec in specs:
         if spec.of_rank:
-            keeper._rows.check(state[spec.name], state[RANK], header["world_size"])
+            keeper.rows.check(state[spec.name], state[RANK], header["world_size"])
     chunks = [state[spec.name] for spec in specs if spec.per == "chunk"]
     if not _cut_alike(keeper, header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
         raise ValueError(
@@ -96,9 +96,9 @@ def fill(keeper: Keeper, state: Mapping[str, Tensor], header: Header) -> None:
     for spec in _specs(keeper, True):
         target, saved = spec.tensor(keeper), state[spec.name]
         if not spec.of_rank:
-            line = _cut(_here(keeper._rows.own_of_shard(saved), spec), target.numel())
+            line = _cut(_here(keeper.rows.own_of_shard(saved), spec), target.numel())
         elif alike:
-            line = _here(keeper._rows.own(saved), spec)
+            line = _here(keeper.rows.own(saved), spec)
         else:
             line = (_share if spec.per == "chunk" else _mean)(keeper, saved, header)
         target.copy_(line.to(target).view(target.shape))
@@ -115,14 +115,14 @@ def in_order(rows: Tensor, cut: Header) -> Tensor:
 def _mean(keeper: Keeper, saved: Tensor, header: Header) -> Tensor:
     """Return the old workers' mean, of which a rank of a node has a part."""
     inside = keeper.cut()["inside"]
-    mean = keeper._rows.mean(saved, header["world_size"], header["inside"])
-    return _cut(mean, keeper.layout.numel).view(inside, -1)[keeper._rows.place[0] % inside]
+    mean = keeper.rows.mean(saved, header["world_size"], header["inside"])
+    return _cut(mean, keeper.layout.numel).view(inside, -1)[keeper.rows.place[0] % inside]
 
 
 def _share(keeper: Keeper, saved: Tensor, header: Header) -> Tensor:
     """Return what this rank serves now: its chunk of each bucket, or of the part that it has of its node's."""
-    cut, rank = keeper.cut(), keeper._rows.place[0]
-    line = _cut(in_order(keeper._rows.of_this_shard(saved), header), keeper.layout.numel)
+    cut, rank = keeper.cut(), keeper.rows.place[0]
+    line = _cut(in_order(keeper.rows.of_this_shard(saved), header), keeper.layout.numel)
     inside, world_size = cut["inside"], cut["world_size"]
     if inside > 1:
         return line.view(inside, world_size // inside, -1)[rank % inside, rank // inside]

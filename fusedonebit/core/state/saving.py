@@ -54,17 +54,17 @@ State = Mapping[str, Any]
 
 def save(keeper: Keeper) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
-    keeper._catch_up()
+    keeper.catch_up()
     keeper.settle()
     packed = hooks.packed(keeper)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
-    own = [states[index] for index in keeper._list.index_of]
-    others = _names(own) - keeper._published
+    own = [states[index] for index in keeper.parameters.index_of]
+    others = _names(own) - keeper.published
     header = _header(keeper)
     specs = [spec for spec in keeper.specs() if spec.is_in(header)]
     for i, state in enumerate(own):
-        for name in keeper._published - {"step", "master"}:
+        for name in keeper.published - {"step", "master"}:
             del state[name]
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
@@ -72,10 +72,10 @@ def save(keeper: Keeper) -> dict[str, Any]:
             if spec.per == "tensor":
                 state[spec.name] = spec.tensor(keeper)[..., i].clone()
             elif spec.per == "element":
-                part = keeper._list.shaped(spec.tensor(keeper), i, keeper.layout.offset(i))
-                state[spec.name] = keeper._list.published(part, i)
+                part = keeper.parameters.shaped(spec.tensor(keeper), i, keeper.layout.offset(i))
+                state[spec.name] = keeper.parameters.published(part, i)
         for name in own_names(keeper) & state.keys():
-            state[name] = keeper._rows.of_each(state[name])
+            state[name] = keeper.rows.of_each(state[name])
     if own:
         own[0].update(reshard.rows(keeper))
     header["names"] = sorted(_names(own) - others)
@@ -86,7 +86,7 @@ def save(keeper: Keeper) -> dict[str, Any]:
 
 def _seal(keeper: Keeper, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
     """Write the header, with the checksums of what parameters have of the optimizer's own."""
-    if keeper._sums_up:
+    if keeper.sums_up:
         summed = integrity.of_names(own, header["names"])
         header = {
             **header,
@@ -142,7 +142,7 @@ def own_names(keeper: Keeper) -> set[str]:
 def by_parameter(keeper: Keeper, state_dict: Mapping[str, Any]) -> list[State]:
     """Return the state of each trainable parameter, which its group names by number, or by name."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
-    return [state_dict["state"].get(names[index], {}) for index in keeper._list.index_of]
+    return [state_dict["state"].get(names[index], {}) for index in keeper.parameters.index_of]
 
 
 def shapes(keeper: Keeper, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
@@ -150,11 +150,11 @@ def shapes(keeper: Keeper, i: int, compressed: bool) -> dict[str, tuple[int, ...
     found: dict[str, tuple[int, ...]] = {}
     for spec in keeper.specs(compressed):
         if spec.per == "element":
-            found[spec.name] = tuple(keeper._list.params[i].shape)
+            found[spec.name] = tuple(keeper.parameters.params[i].shape)
         elif spec.per == "tensor":
             found[spec.name] = tuple(spec.tensor(keeper).shape[:-1])
-    if i in keeper._list.masters:
-        found["master"] = tuple(keeper._list.params[i].shape)
+    if i in keeper.parameters.masters:
+        found["master"] = tuple(keeper.parameters.params[i].shape)
     return found
 
 
@@ -162,19 +162,21 @@ def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
     packed = hooks.packed(keeper)
     compressed = header is not None and has_lines(header)
-    rows, own = keeper._rows, own_names(keeper)
+    rows, own = keeper.rows, own_names(keeper)
     replicas = rows.shape[0] if header is None else header["world_size"]
     states: dict[int, dict[str, Any]] = {}
-    for i, index in enumerate(keeper._list.index_of):
+    for i, index in enumerate(keeper.parameters.index_of):
         states[index] = state = {"step": torch.zeros((), dtype=torch.float64)}
         for name, shape in shapes(keeper, i, compressed).items():
             part = torch.zeros(shape, device=keeper.device)
             if name in own:
                 state[name] = rows.spread(replicas, part)
             else:
-                state[name] = keeper._list.published(part, i) if shape == tuple(keeper._list.params[i].shape) else part
+                state[name] = (
+                    keeper.parameters.published(part, i) if shape == tuple(keeper.parameters.params[i].shape) else part
+                )
     if states:
-        states[keeper._list.index_of[0]] |= reshard.room(keeper, header, compressed)
+        states[keeper.parameters.index_of[0]] |= reshard.room(keeper, header, compressed)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
     return packed
@@ -188,8 +190,8 @@ def numerics(keeper: Keeper) -> dict[str, Any]:
 
 def masks(keeper: Keeper) -> dict[str, int]:
     """Return checksums of the masks by parameter; of shards, which differ, none."""
-    given, owners = keeper._masks, enumerate(keeper._list.owners)
-    whole = keeper._shards.count == 1
+    given, owners = keeper.masks, enumerate(keeper.parameters.owners)
+    whole = keeper.shards.count == 1
     return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
 
 
@@ -201,20 +203,20 @@ def _header(keeper: Keeper) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "algorithm": type(keeper).__name__,
-        "trained": list(keeper._list.index_of),
+        "trained": list(keeper.parameters.index_of),
         "phase": keeper.phase,
-        "lines": keeper.compressed and bool(keeper._list.owners),
-        "updates": keeper._outcomes.updates,
-        "steps": keeper._steps.total,
-        "skipped": keeper._outcomes.skipped,
-        "rank": int(keeper._rows.rank()),
-        "shards": keeper._shards.count,
+        "lines": keeper.compressed and bool(keeper.parameters.owners),
+        "updates": keeper.outcomes.updates,
+        "steps": keeper.step_count.total,
+        "skipped": keeper.outcomes.skipped,
+        "rank": int(keeper.rows.rank()),
+        "shards": keeper.shards.count,
         "block_size": keeper.layout.block_size,
         "line": keeper.layout.numel,
-        "strides": keeper._list.strides(),
+        "strides": keeper.parameters.strides(),
         "masks": masks(keeper),
         "options": numerics(keeper),
-        "bytes_total": keeper._transport.traffic.bytes_total,
+        "bytes_total": keeper.transport.traffic.bytes_total,
         **keeper.cut(),
         **keeper.plain_state(),
     }
