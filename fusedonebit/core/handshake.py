@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,8 +99,11 @@ class Marks:
 def ddp_averages(params: Sequence[Tensor]) -> bool:
     """Return whether a ``DistributedDataParallel`` without a communication hook averages gradients of ``params``.
 
-    DDP leaves no mark on parameters that Python sees, so all objects are looked through, once: some 40 ms.
+    DDP leaves no mark on parameters that Python sees, so all objects are looked through, once: some 40 ms. There is
+    none without a process group, as on simulated ranks.
     """
+    if not dist.is_initialized():
+        return False
     ours, objects = set(map(id, params)), gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
     found = [each for each in objects if type(each) in kinds] if kinds else []
