@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,14 @@ def _later(items: list[pytest.Item]) -> set[pytest.Item]:
             kept = {item.nodeid for item in several if item.nodeid.partition("[")[2].removesuffix("]") in but}
         later.update(item for item in several if item.nodeid not in kept)
     return later
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    before = os.environ.get("TRITON_INTERPRET")
+    report = yield
+    assert os.environ.get("TRITON_INTERPRET") == before, f"{collector.nodeid}: an import switches Triton's interpreter"
+    return report
 
 
 @pytest.fixture(autouse=True)
