@@ -50,10 +50,10 @@ def local_update_kernel(
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
     source = place_of(grads, tensors, t, block_start, b)
     g = rules.counted(load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
+    d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or MOVES:
         x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
-    d = g * of(k, ONE_MINUS_BETA1)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
