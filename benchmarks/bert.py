@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedonebit import Lamb
+from fusedonebit import Lamb, Layerwise
 from fusedonebit.triton_kernels.op import OPS
 
 from .loopback import Loopback
@@ -77,7 +77,10 @@ def bert(report: Report) -> None:
         table.add(**row, **_counted(call, n))
 
     if report.device.type == "cuda":
-        peers |= {"Lamb": _Lamb, "OneBitLamb, frozen": partial(_step, "OneBitLamb", layerwise="frozen")}
+        peers |= {
+            "Lamb": _Lamb,
+            "OneBitLamb, frozen": partial(_step, "OneBitLamb", layerwise=Layerwise(beta3=0.0, adaptive=False)),
+        }
         against_adamw(params, peers, report.rounds or 30, add)
     else:  # where each takes half a minute as it is, and `step` has times
         with one_thread():

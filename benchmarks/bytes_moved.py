@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import OneBitLion, ZeroOneAdam
+from fusedonebit import Numerics, OneBitLion, ZeroOneAdam
 from fusedonebit.optim.policies import DoublingVariance, Progress
 from fusedonebit.triton_kernels import using
 
@@ -51,7 +51,11 @@ class LongestRounds:
 
 MAKERS: dict[str, Callable[..., Any]] = OURS | {
     "ZeroOneAdam": partial(
-        ZeroOneAdam, lr=LR, variance_policy=DoublingVariance(until=1), sync_policy=LongestRounds(), variance_floor=0.0
+        ZeroOneAdam,
+        lr=LR,
+        variance_policy=DoublingVariance(until=1),
+        sync_policy=LongestRounds(),
+        numerics=Numerics(variance_floor=0.0),
     ),
     "OneBitLion": partial(OneBitLion, lr=LR),
 }

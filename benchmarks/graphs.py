@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedonebit import Wire
+
 from .optimizers import FUSED, LR, ONEBIT, Step, check, of_shapes
 from .registry import TIMES, Report, case, times
 from .shapes import MODELS, sizes
@@ -31,7 +33,7 @@ def _steps(shapes: Sequence[tuple[int, ...]], device: torch.device) -> dict[str,
 
     cuda = device.type == "cuda"
     made: dict[str, Call] = {FUSED: torch.optim.AdamW(params(), lr=LR, fused=True, capturable=cuda).step}
-    made |= {name: Step(name, params(), capturable=True) for name in ONEBIT}
+    made |= {name: Step(name, params(), wire=Wire(capturable=True)) for name in ONEBIT}
     for call in made.values():
         for _ in range(3):
             call()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
+from fusedonebit import Lamb, Layerwise, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, Rounds
 from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import using
 
@@ -24,9 +24,9 @@ LR = 1e-6  # so that parameters which several peers share stay what they are
 OURS: dict[str, Callable[..., Any]] = {
     "OneBitAdam": partial(OneBitAdam, lr=LR, freeze_step=1),
     # beta3 = 0: one step of warm-up is no average of anything.
-    "OneBitLamb": partial(OneBitLamb, lr=LR, freeze_step=1, beta3=0.0),
-    "MarsitSGD": partial(MarsitSGD, lr=LR, full_precision_every=0),
-    "MarsitAdam": partial(MarsitAdam, lr=LR, full_precision_every=0),
+    "OneBitLamb": partial(OneBitLamb, lr=LR, freeze_step=1, layerwise=Layerwise(beta3=0.0)),
+    "MarsitSGD": partial(MarsitSGD, lr=LR, rounds=Rounds(full_precision_every=0)),
+    "MarsitAdam": partial(MarsitAdam, lr=LR, rounds=Rounds(full_precision_every=0)),
 }
 """Ours, compressing from the second step on."""
 ONEBIT = ("OneBitAdam", "OneBitLamb")

@@ -6,13 +6,12 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedonebit import OneBitAdam
+from fusedonebit import Faults, OneBitAdam, Wire
 
 WARM_UP = 3
 
@@ -20,11 +19,13 @@ WARM_UP = 3
 class Peer:
     """A model and its optimizer."""
 
-    def __init__(self, width: int, layers: int, batch: int, **options: Any) -> None:
+    def __init__(self, width: int, layers: int, batch: int, wire: Wire) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())))
         # The guard's verdict on an untrained model is not what is measured.
-        self.optimizer = OneBitAdam(self.model.parameters(), lr=1e-4, freeze_step=2, guard="off", **options)
+        self.optimizer = OneBitAdam(
+            self.model.parameters(), lr=1e-4, freeze_step=2, faults=Faults(guard="off"), wire=wire
+        )
         self.x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(self) -> tuple[float, float]:
@@ -44,8 +45,8 @@ def main(width: int, layers: int, batch: int, buckets: int, rounds: int) -> None
     """Rank 0 prints JSON: the medians of all ranks' seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    apart = Peer(width, layers, batch, buckets=buckets)
-    together = Peer(width, layers, batch, buckets=buckets, overlap=True)
+    apart = Peer(width, layers, batch, Wire(buckets=buckets))
+    together = Peer(width, layers, batch, Wire(buckets=buckets, overlap=True))
     seen: list[tuple[float, float, float]] = []
     for i in range(WARM_UP + rounds):
         backward, step = apart.step()

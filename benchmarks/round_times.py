@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedonebit import MarsitSGD
+from fusedonebit import MarsitSGD, Rounds
 from fusedonebit.apps.lab.baselines import AGGREGATIONS, BaselineSGD
 from fusedonebit.comm import make_transport
 
@@ -57,15 +57,16 @@ def peers(topology: str) -> dict[str, Callable[..., torch.optim.Optimizer]]:
             params, lr, aggregation=name, topology=topology, coding=coding, global_ratio=0.01, **o
         )
 
-    def marsit(**options: Any) -> Callable[..., torch.optim.Optimizer]:
-        return lambda params, lr, **o: MarsitSGD(params, lr, full_precision_every=0, **options, **o)
+    def marsit(topology: Any) -> Callable[..., torch.optim.Optimizer]:
+        rounds = Rounds(full_precision_every=0)
+        return lambda params, lr, **o: MarsitSGD(params, lr, topology=topology, rounds=rounds, **o)
 
     # The library's own all-reduce knows no torus.
     made = {name: baseline(name, "fixed") for name in AGGREGATIONS if name != "psgd" or topology == "ring"}
     made |= {f"{name}, Elias": baseline(name, "elias") for name in ("signsgd", "ef-signsgd", "ssdm")}
-    made["marsit"] = marsit(topology=topology)
+    made["marsit"] = marsit(topology)
     if topology == "ring":
-        made["marsit, owner"] = marsit(topology="owner")
+        made["marsit, owner"] = marsit("owner")
     return made
 
 

@@ -273,7 +273,7 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
     if group is not None and group is outside:
         raise ValueError("process_group must contain this process")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        hint = "; pass it as mesh=, or its get_group()" if hasattr(group, "get_group") else ""
+        hint = "; pass its get_group()" if hasattr(group, "get_group") else ""
         raise TypeError(
             f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}{hint}"
         )

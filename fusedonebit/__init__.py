@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .comm import CollectiveError, DisagreementError
+from .core.settings import Faults, Freeze, Layerwise, Numerics, Wire
 from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
 from .integrations import amp, ddp, recording
 from .integrations.buffers import broadcast_buffers
@@ -19,7 +20,7 @@ from .optim import policies
 from .optim.adam import OneBitAdam
 from .optim.lamb import Lamb
 from .optim.lion import OneBitLion
-from .optim.marsit import MarsitAdam, MarsitSGD
+from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
 from .optim.onebit_lamb import OneBitLamb
 from .optim.two_stage import OneBitOptimizer
 from .optim.zero_one import ZeroOneAdam
@@ -34,17 +35,23 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "DisagreementError",
+    "Faults",
+    "Freeze",
     "FusedOneBitWarning",
     "Lamb",
+    "Layerwise",
     "MarsitAdam",
     "MarsitSGD",
     "NonFiniteGradientError",
+    "Numerics",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
     "OneBitOptimizer",
     "OutOfStepError",
     "Recorder",
+    "Rounds",
+    "Wire",
     "ZeroOneAdam",
     "__version__",
     "amp",

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from fusedonebit import Lamb, MarsitSGD, OneBitAdam, OneBitLion
+from fusedonebit import Faults, Lamb, MarsitSGD, OneBitAdam, OneBitLion, Rounds
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter]], Any]] = {
     "lamb": lambda params: Lamb(params, 1e-3),
     "warm-up": lambda params: OneBitAdam(params, 1e-3, freeze_step=1000),
-    "compression": lambda params: OneBitAdam(params, 1e-3, freeze_step=3, guard="off"),
-    "marsit": lambda params: MarsitSGD(params, 1e-3, full_precision_every=4),
+    "compression": lambda params: OneBitAdam(params, 1e-3, freeze_step=3, faults=Faults(guard="off")),
+    "marsit": lambda params: MarsitSGD(params, 1e-3, rounds=Rounds(full_precision_every=4)),
     "lion": lambda params: OneBitLion(params, 1e-3),
 }
 

@@ -27,7 +27,7 @@ from ranks import forked
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import CollectiveError, MarsitSGD, OneBitAdam
+from fusedonebit import CollectiveError, Faults, MarsitSGD, OneBitAdam, Rounds
 from fusedonebit.comm import TorchTransport
 from fusedonebit.comm.transport import Pending
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -129,8 +129,10 @@ def make(name: str, transport: TorchTransport) -> tuple[DistributedOptimizer, li
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in ((40, 30), (7,))]
     if name == "onebit-adam":
-        return OneBitAdam(params, 1e-3, freeze_step=3, process_group=transport, guard="off"), params
-    return MarsitSGD(params, 1e-2, full_precision_every=4, topology=name, process_group=transport), params
+        return OneBitAdam(params, 1e-3, freeze_step=3, process_group=transport, faults=Faults(guard="off")), params
+    return MarsitSGD(
+        params, 1e-2, rounds=Rounds(full_precision_every=4), topology=name, process_group=transport
+    ), params
 
 
 def set_gradients(params: list[Parameter], rank: int, step: int) -> None:

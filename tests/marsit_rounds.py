@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from observe import fingerprint, parameters
+from optimizers import by_name
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -15,7 +16,7 @@ from fusedonebit import (
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.rounds import RoundOptimizer
 
-MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
+MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
 PLACES = [("ring", 2), ("owner", 2), ("torus", 4)]
 EACH_PLACE = pytest.mark.parametrize(("topology", "world_size"), PLACES)

@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, OneBitOptimizer, ZeroOneAdam
+from fusedonebit import (
+    Faults,
+    Freeze,
+    Lamb,
+    Layerwise,
+    MarsitAdam,
+    MarsitSGD,
+    Numerics,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    OneBitOptimizer,
+    Rounds,
+    Wire,
+    ZeroOneAdam,
+)
+from fusedonebit.integrations.deepspeed import DeepSpeedLayerwise
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
 
+OBJECTS = {"numerics": Numerics, "wire": Wire, "faults": Faults, "layerwise": Layerwise, "rounds": Rounds}
+
+
+def objects(**flat: Any) -> dict[str, Any]:
+    """Sort settings, for tests that hand them around by name, into the option objects that have them."""
+    if flat.pop("variant", "paper") == "deepspeed":
+        names = [field.name for field in fields(Layerwise) if field.name in flat]
+        flat["layerwise"] = DeepSpeedLayerwise(**{name: flat.pop(name) for name in names})
+    sorted_in: dict[str, Any] = {}
+    for argument, kind in OBJECTS.items():
+        given = {field.name: flat.pop(field.name) for field in fields(kind) if field.name in flat}
+        if given:
+            sorted_in[argument] = kind(**given)
+    freeze = {name: flat.pop(name) for name in ("lr_warmup_steps", "deadline", "warm_start") if name in flat}
+    if freeze:
+        sorted_in["freeze_step"] = Freeze(step=flat.pop("freeze_step", "auto"), **freeze)
+    return flat | sorted_in
+
+
+def by_name(kind: Callable[..., Any], **first: Any) -> Callable[..., Any]:
+    """Make a constructor take settings by name, ``first`` among them."""
+    return lambda params, *args, **more: kind(params, *args, **objects(**first | more))
+
+
 ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
-    "onebit-adam": OneBitAdam,
-    "onebit-lamb": OneBitLamb,
-    "onebit-lamb-frozen": partial(OneBitLamb, layerwise="frozen"),
+    "onebit-adam": by_name(OneBitAdam),
+    "onebit-lamb": by_name(OneBitLamb),
+    "onebit-lamb-frozen": by_name(OneBitLamb, adaptive=False),
 }
 LAMBS = ("onebit-lamb", "onebit-lamb-frozen")
 
@@ -27,13 +67,13 @@ PAPER |= {"variance_floor": 0.0, "guard": "off"}
 UNGUARDED: dict[str, Any] = {"guard": "off"}
 
 MAKE: dict[str, Callable[..., Any]] = {
-    "OneBitAdam": partial(OneBitAdam, freeze_step=2, guard="off"),
-    "OneBitLamb": partial(OneBitLamb, freeze_step=2, guard="off"),
-    "Lamb": Lamb,
-    "ZeroOneAdam": partial(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
-    "MarsitSGD": partial(MarsitSGD, momentum=0.9, full_precision_every=2),
-    "MarsitAdam": partial(MarsitAdam, full_precision_every=2),
-    "OneBitLion": OneBitLion,
+    "OneBitAdam": by_name(OneBitAdam, freeze_step=2, guard="off"),
+    "OneBitLamb": by_name(OneBitLamb, freeze_step=2, guard="off"),
+    "Lamb": by_name(Lamb),
+    "ZeroOneAdam": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
+    "MarsitSGD": by_name(MarsitSGD, momentum=0.9, full_precision_every=2),
+    "MarsitAdam": by_name(MarsitAdam, full_precision_every=2),
+    "OneBitLion": by_name(OneBitLion),
 }
 """Every optimizer; two steps later what it sends is bits."""
 
@@ -47,5 +87,5 @@ def construct(name: str, params: Any, *args: Any, **options: Any) -> Any:
     if name == "lamb":
         del options["freeze_step"]
         options.pop("guard", None)
-        return Lamb(params, *args, **options)
+        return Lamb(params, *args, **objects(**options))
     return ONEBIT[name](params, *args, **options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from zero_one_rounds import Script
 
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, ZeroOneAdam
 from fusedonebit.comm import SimulatedGroup, Transport
 
 SHAPES = ((40, 5), (7,), (130,))
@@ -30,16 +30,22 @@ TOO_LARGE = 1.8e19
 
 SCRIPT = Script((0, 0, 1, 3, 1, 0, 2))
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda params, group: OneBitAdam(params, 1e-2, freeze_step=4, guard="off", process_group=group),
+    "onebit-adam": lambda params, group: OneBitAdam(
+        params, 1e-2, freeze_step=4, faults=Faults(guard="off"), process_group=group
+    ),
     "onebit-adam, guarded": lambda params, group: OneBitAdam(params, 1e-2, freeze_step=4, process_group=group),
-    "onebit-lamb": lambda params, group: OneBitLamb(params, 1e-2, freeze_step=4, guard="off", process_group=group),
+    "onebit-lamb": lambda params, group: OneBitLamb(
+        params, 1e-2, freeze_step=4, faults=Faults(guard="off"), process_group=group
+    ),
     "lamb": lambda params, group: Lamb(params, 1e-2, process_group=group),
     "zero-one-adam": lambda params, group: ZeroOneAdam(
         params, 1e-2, variance_policy=SCRIPT, sync_policy=SCRIPT, process_group=group
     ),
-    "marsit-sgd": lambda params, group: MarsitSGD(params, 1e-2, full_precision_every=3, process_group=group),
+    "marsit-sgd": lambda params, group: MarsitSGD(
+        params, 1e-2, rounds=Rounds(full_precision_every=3), process_group=group
+    ),
     "marsit-adam": lambda params, group: MarsitAdam(
-        params, 1e-2, full_precision_every=3, local_steps=2, topology="owner", process_group=group
+        params, 1e-2, rounds=Rounds(full_precision_every=3, local_steps=2), topology="owner", process_group=group
     ),
     "onebit-lion": lambda params, group: OneBitLion(params, 1e-3, process_group=group),
     "onebit-lion, mean": lambda params, group: OneBitLion(params, 1e-3, aggregation="mean", process_group=group),

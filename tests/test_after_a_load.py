@@ -11,24 +11,29 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint, parameters
+from optimizers import by_name, objects
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedonebit
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
+from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.optim.policies import DoublingRounds
 
 MAKE: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda p, **more: OneBitAdam(p, freeze_step=2, guard="off", **more),
-    "onebit-adam, masters": lambda p, **more: OneBitAdam(p, freeze_step=2, guard="off", master_weights=True, **more),
-    "onebit-lamb": lambda p, **more: OneBitLamb(p, freeze_step=2, guard="off", **more),
-    "lamb": Lamb,
-    "zero-one-adam": lambda p, **more: ZeroOneAdam(p, sync_policy=DoublingRounds(after=2, scaler=2, most=4), **more),
-    "marsit-sgd": lambda p, **more: MarsitSGD(p, full_precision_every=3, **more),
-    "marsit-adam": lambda p, **more: MarsitAdam(p, local_steps=2, **more),
-    "lion": OneBitLion,
+    "onebit-adam": lambda p, **more: OneBitAdam(p, **objects(freeze_step=2, guard="off", **more)),
+    "onebit-adam, masters": lambda p, **more: OneBitAdam(
+        p, **objects(freeze_step=2, guard="off", master_weights=True, **more)
+    ),
+    "onebit-lamb": lambda p, **more: OneBitLamb(p, **objects(freeze_step=2, guard="off", **more)),
+    "lamb": by_name(Lamb),
+    "zero-one-adam": lambda p, **more: ZeroOneAdam(
+        p, sync_policy=DoublingRounds(after=2, scaler=2, most=4), **objects(**more)
+    ),
+    "marsit-sgd": lambda p, **more: MarsitSGD(p, **objects(full_precision_every=3, **more)),
+    "marsit-adam": lambda p, **more: MarsitAdam(p, **objects(local_steps=2, **more)),
+    "lion": by_name(OneBitLion),
 }
 EACH = pytest.mark.parametrize("name", MAKE)
 TOLD = "ranks differ: the checksum of parameter 1 (1.weight)'s values is"
@@ -208,7 +213,9 @@ def in_shards(rank: int, world_size: int) -> tuple[str, str, bool]:
         mesh = make_mesh()
         model = Bag([torch.ones(8, 3), torch.ones(6)])
         fully_shard(model, mesh=mesh["shard"])
-        return model, OneBitAdam(model.parameters(), freeze_step=2, mesh=mesh["replicate"], guard="off")
+        return model, OneBitAdam(
+            model.parameters(), freeze_step=2, process_group=mesh["replicate"], faults=Faults(guard="off")
+        )
 
     def step(model: nn.Module, optimizer: OneBitAdam, number: int) -> None:
         for p in model.parameters():

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import fusedonebit
-from fusedonebit import DisagreementError, OneBitAdam
+from fusedonebit import DisagreementError, Faults, OneBitAdam
 from fusedonebit.comm import SimulatedGroup, Transport
 
 
@@ -64,7 +64,7 @@ def train(rank: int, transport: Transport | None, every: int | None) -> list[dic
     """BatchNorm's statistics after each of 6 steps, on data of this rank's own; what was asked for ends after 4."""
     torch.manual_seed(0)
     net = Net()
-    optimizer = OneBitAdam(net.parameters(), freeze_step=2, guard="off", process_group=transport)
+    optimizer = OneBitAdam(net.parameters(), freeze_step=2, faults=Faults(guard="off"), process_group=transport)
     handle = fusedonebit.broadcast_buffers(net, optimizer, every=every)
     seen = []
     for step in range(6):
@@ -144,7 +144,7 @@ def in_shards(rank: int, world_size: int) -> list[float]:
     mesh = make_mesh()
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     fully_shard(net, mesh=mesh["shard"])
-    optimizer = OneBitAdam(net.parameters(), freeze_step=2, mesh=mesh["replicate"])
+    optimizer = OneBitAdam(net.parameters(), freeze_step=2, process_group=mesh["replicate"])
     net[1].running_mean.fill_(rank)
     fusedonebit.broadcast_buffers(net, optimizer)
     return net[1].running_mean.tolist()

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from optimizers import EACH_ONEBIT, UNGUARDED, construct
+from optimizers import EACH_ONEBIT, UNGUARDED, construct, objects
 from ranks import run_ranks
 from tape import capturing, in_a_capture
 
-from fusedonebit import Lamb, OneBitAdam
+from fusedonebit import Lamb, OneBitAdam, Wire
 
 SHAPES = ((7,), (33, 40), (1024,), (3, 5, 7))
 FREEZE, STEPS = 12, 30
@@ -96,7 +96,7 @@ def test_replayed_steps_equal_steps_under_a_changing_learning_rate(name, extra):
 
 def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([{"params": [p], "lr": 0.5}], freeze_step=1, capturable=True)
+    optimizer = OneBitAdam([{"params": [p], "lr": 0.5}], freeze_step=1, wire=Wire(capturable=True))
     lr = optimizer.param_groups[0]["lr"]
     assert isinstance(lr, torch.Tensor)
     assert lr == 0.5
@@ -118,7 +118,7 @@ def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
 )
 def test_what_cannot_be_captured_says_so(options, steps, message):
     p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, **options)
+    optimizer = OneBitAdam([p], 1e-2, **objects(**options))
     p.grad = torch.randn(64)
     for _ in range(steps):
         optimizer.step()
@@ -131,14 +131,14 @@ def test_what_cannot_be_captured_says_so(options, steps, message):
 def test_a_step_of_lamb_cannot_be_captured():
     p = torch.nn.Parameter(torch.ones(64))
     p.grad = torch.ones(64)
-    optimizer = Lamb([p], 1e-2, capturable=True)
+    optimizer = Lamb([p], 1e-2, wire=Wire(capturable=True))
     with in_a_capture(), pytest.raises(RuntimeError, match="not in 'uncompressed'"):
         optimizer.step()
 
 
 def test_hyper_parameters_that_change_at_the_capture_say_so():
     p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, freeze_step=1, capturable=True, **UNGUARDED)
+    optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=1, capturable=True, **UNGUARDED))
     p.grad = torch.ones(64)
     for _ in range(3):
         optimizer.step()
@@ -149,7 +149,7 @@ def test_hyper_parameters_that_change_at_the_capture_say_so():
 
 def test_the_first_step_after_a_load_in_which_ranks_compare_parameters_cannot_be_captured():
     p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, freeze_step=1, capturable=True, **UNGUARDED)
+    optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=1, capturable=True, **UNGUARDED))
     p.grad = torch.ones(64)
     for _ in range(3):
         optimizer.step()
@@ -167,7 +167,7 @@ def test_a_learning_rate_that_is_set_or_loaded_goes_into_the_tensor_that_graphs_
     def make(**options) -> OneBitAdam:
         p = torch.nn.Parameter(torch.ones(64))
         p.grad = torch.ones(64)
-        return OneBitAdam([p], 1e-2, freeze_step=1, **UNGUARDED, **options)
+        return OneBitAdam([p], 1e-2, **objects(freeze_step=1, **UNGUARDED, **options))
 
     optimizer, floating = make(capturable=True), make()
     lr = optimizer.param_groups[0]["lr"]

@@ -14,11 +14,23 @@ from typing import Any
 import pytest
 import torch
 from observe import change_header, fingerprint, parameters
+from optimizers import objects
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, dcp
+from fusedonebit import (
+    Faults,
+    Freeze,
+    FusedOneBitWarning,
+    Lamb,
+    MarsitAdam,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    ZeroOneAdam,
+    dcp,
+)
 from fusedonebit.checkpoint import KEY, forget_checksums
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -27,12 +39,12 @@ from fusedonebit.optim.policies import DoublingRounds
 RANKS = 2
 ROUNDS = DoublingRounds(after=3, scaler=2, most=4)
 OPTIMIZERS: dict[str, Callable[..., DistributedOptimizer]] = {
-    "onebit-adam": lambda params, **more: OneBitAdam(params, lr=1e-2, freeze_step=3, guard="off", **more),
-    "onebit-lamb": lambda params, **more: OneBitLamb(params, lr=1e-2, freeze_step=3, guard="off", **more),
-    "lamb": lambda params, **more: Lamb(params, lr=1e-2, **more),
-    "lion": lambda params, **more: OneBitLion(params, lr=1e-3, **more),
-    "marsit": lambda params, **more: MarsitAdam(params, lr=1e-3, **more),
-    "zero-one": lambda params, **more: ZeroOneAdam(params, lr=1e-3, sync_policy=ROUNDS, **more),
+    "onebit-adam": lambda params, **more: OneBitAdam(params, lr=1e-2, **objects(freeze_step=3, guard="off", **more)),
+    "onebit-lamb": lambda params, **more: OneBitLamb(params, lr=1e-2, **objects(freeze_step=3, guard="off", **more)),
+    "lamb": lambda params, **more: Lamb(params, lr=1e-2, **objects(**more)),
+    "lion": lambda params, **more: OneBitLion(params, lr=1e-3, **objects(**more)),
+    "marsit": lambda params, **more: MarsitAdam(params, lr=1e-3, **objects(**more)),
+    "zero-one": lambda params, **more: ZeroOneAdam(params, lr=1e-3, sync_policy=ROUNDS, **objects(**more)),
 }
 
 
@@ -146,7 +158,7 @@ def test_every_flipped_bit_in_tensors_of_our_files_is_refused_on_all_ranks():
 def make_network() -> tuple[nn.Module, DistributedOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
-    return model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2, guard="off")
+    return model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2, faults=Faults(guard="off"))
 
 
 def train_network(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: int) -> None:
@@ -393,7 +405,7 @@ def test_a_warm_start_takes_no_damaged_or_impossible_variance():
     params: list[Tensor] = [Parameter(p.detach().clone()) for p in parameters(optimizer)]
     saved["state"][1]["exp_avg_sq"][2] = -1.0
     with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 1 .* damaged"):
-        OneBitAdam(params, lr=1e-2, freeze_step=0, warm_start=saved)
+        OneBitAdam(params, lr=1e-2, freeze_step=Freeze(step=0, warm_start=saved))
     forget_checksums(saved)
     with pytest.raises(ValueError, match=r"exp_avg_sq of parameter 1 .* must not be negative"):
-        OneBitAdam(params, lr=1e-2, freeze_step=0, warm_start=saved)
+        OneBitAdam(params, lr=1e-2, freeze_step=Freeze(step=0, warm_start=saved))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from observe import fingerprint
+from optimizers import by_name
 from ranks import run_ranks
 from test_checkpoint_damage import everything, make_network, train_network
 from torch import nn
@@ -227,7 +228,7 @@ def make_flat(name: str) -> tuple[nn.Module, DistributedOptimizer]:
     model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
     if name == "zero-one":
         return model, ZeroOneAdam(model.parameters(), lr=1e-3, sync_policy=EveryStep())
-    kind = {"adam": OneBitAdam, "lamb": OneBitLamb}[name]
+    kind = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}[name]
     return model, kind(model.parameters(), lr=1e-2, freeze_step=4, guard="off")
 
 

@@ -9,7 +9,7 @@ import pytest
 import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
-from optimizers import ADAM_AND_LAMB, PAPER, construct
+from optimizers import ADAM_AND_LAMB, PAPER, construct, objects
 from ranks import simulate
 from teacher_forced import Deviation
 from test_freeze import gradient
@@ -106,7 +106,9 @@ FREEZE, STEPS = 10, 25
 
 def record(rank: int, transport: Transport, most: float | None, scaled: bool) -> dict[str, Any]:
     """All states of the paper's algorithm, before the first compressed step and after each, and what was told."""
-    optimizer = OneBitAdam(make(), freeze_step=FREEZE, max_grad_norm=most, **HYPER, **PAPER, process_group=transport)
+    optimizer = OneBitAdam(
+        make(), max_grad_norm=most, process_group=transport, **objects(freeze_step=FREEZE, **HYPER, **PAPER)
+    )
     scaler = amp.GradScaler("cpu", 2.0**10, enabled=scaled)
     told: dict[str, Any] = {"states": [], "norms": [], "prints": []}
     for step in range(FREEZE + STEPS):

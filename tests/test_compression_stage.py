@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served
-from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct
+from optimizers import EACH_ONEBIT, PAPER, UNGUARDED, construct, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
 from torch import Tensor
 from torch.nn import Parameter
@@ -127,7 +126,7 @@ def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tenso
             assert sent == 2 * message
 
 
-DEFAULT_SCOPE = inspect.signature(OneBitAdam).parameters["scale_scope"].default
+DEFAULT_SCOPE: ScaleScope = OneBitAdam.settings.scale_scope
 
 
 def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:
@@ -239,7 +238,7 @@ def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
 def test_one_process_without_a_group_compresses_on_both_sides_as_algorithm_1_says():
     (p,) = make((70, 30))
     options = PAPER | {"scale_norm": "l1"}
-    optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), freeze_step=5, weight_decay=0.1, **options)
+    optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, **objects(freeze_step=5, **options))
     train(optimizer, 0, 5)
     worst = 0.0
     for step in range(5, 25):

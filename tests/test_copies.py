@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optimizers import MAKE
+from optimizers import MAKE, by_name, objects
 from ranks import run_ranks
 from sharded import make_mesh, sharded_parameters
 from torch import Tensor, nn
@@ -21,11 +20,11 @@ from fusedonebit.comm import LocalTransport, SimulatedGroup
 
 CASES: dict[str, Callable[..., Any]] = {
     **MAKE,
-    "OneBitAdam, auto": partial(OneBitAdam, freeze_step="auto"),
-    "OneBitAdam, guarded": partial(OneBitAdam, freeze_step=2, max_grad_norm=1.0, ternary=True),
-    "OneBitAdam, overlap": partial(OneBitAdam, freeze_step=2, guard="off", overlap=True),
-    "OneBitLamb, frozen": partial(OneBitLamb, freeze_step=2, guard="off", layerwise="frozen"),
-    "MarsitAdam, local steps": partial(MarsitAdam, local_steps=3),
+    "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
+    "OneBitAdam, guarded": by_name(OneBitAdam, freeze_step=2, max_grad_norm=1.0, ternary=True),
+    "OneBitAdam, overlap": by_name(OneBitAdam, freeze_step=2, guard="off", overlap=True),
+    "OneBitLamb, frozen": by_name(OneBitLamb, freeze_step=2, guard="off", adaptive=False),
+    "MarsitAdam, local steps": by_name(MarsitAdam, local_steps=3),
     "AdamW": torch.optim.AdamW,
 }
 EACH = pytest.mark.parametrize("name", CASES)
@@ -107,7 +106,9 @@ def test_masters_masks_entries_of_others_and_schedules_go_along(way):
     model = nn.Linear(4, 3).bfloat16()
     mask = torch.arange(12).view(3, 4) % 2 == 0
     options: dict[str, Any] = {"freeze_step": 2, "guard": "off", "master_weights": True, "mask": {model.weight: mask}}
-    optimizer = OneBitAdam([{"params": [model.weight], "lr": 1e-3}, {"params": [model.bias]}], lr=1e-2, **options)
+    optimizer = OneBitAdam(
+        [{"params": [model.weight], "lr": 1e-3}, {"params": [model.bias]}], lr=1e-2, **objects(**options)
+    )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     optimizer.state["note"] = 5
     for seed in range(5):
@@ -219,7 +220,7 @@ def copied_in_shards(rank: int, world_size: int) -> str:
     mesh = make_mesh()
     params = sharded_parameters([torch.ones(8, 4)], mesh)
     with pytest.raises(TypeError) as caught:
-        copy.deepcopy(OneBitAdam(params, freeze_step=1, mesh=mesh["replicate"]))
+        copy.deepcopy(OneBitAdam(params, freeze_step=1, process_group=mesh["replicate"]))
     return str(caught.value)
 
 

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from optimizers import by_name
 from ranks import run_ranks
 from test_dcp import conserved, differing, everything, network, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fusedonebit import OneBitAdam, OneBitLamb, dcp
+from fusedonebit import Faults, OneBitAdam, OneBitLamb, dcp
 from fusedonebit.core.optimizer import DistributedOptimizer
 
 SHARDS = 2
-KINDS = {"adam": OneBitAdam, "lamb": OneBitLamb}
+KINDS = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}
 
 
 def make(name: str) -> tuple[Any, DistributedOptimizer]:
@@ -27,7 +28,7 @@ def make(name: str) -> tuple[Any, DistributedOptimizer]:
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh["shard"])
     options = {"lr": 3e-3, "freeze_step": 10, "guard": "off", "block_size": 128}
-    return model, KINDS[name](model.parameters(), mesh=mesh["replicate"], **options)
+    return model, KINDS[name](model.parameters(), process_group=mesh["replicate"], **options)
 
 
 def resume(rank: int, world_size: int, name: str, cut: int, folder: str) -> tuple[str, list[str], int]:
@@ -86,7 +87,9 @@ def test_with_other_numbers_of_replicas_nothing_is_lost(tmp_path, name):
 
 def as_one_rank(rank: int, world_size: int, folder: str) -> str:
     model = network()
-    optimizer = OneBitAdam(model.parameters(), freeze_step=10, guard="off", process_group=dist.new_group([rank]))
+    optimizer = OneBitAdam(
+        model.parameters(), freeze_step=10, faults=Faults(guard="off"), process_group=dist.new_group([rank])
+    )
     try:
         dcp.load(model, optimizer, folder)
     except ValueError as error:

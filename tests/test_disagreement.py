@@ -23,6 +23,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitOptimizer,
     OutOfStepError,
+    Wire,
 )
 
 FREEZE_STEP = 4
@@ -95,7 +96,7 @@ def build(case: str, rank: int, name: str) -> OneBitOptimizer:
             "nonfinite": ("skip", "raise"),
             "c_max": (10.0, 11.0),
             "r_threshold": (0.1, 0.2),
-            "layerwise": ("adaptive", "frozen"),
+            "adaptive": (True, False),
             "momentum_scaling": (True, False),
             "variant": ("paper", "deepspeed"),
             "eps_inside_sqrt": (False, True),
@@ -154,7 +155,7 @@ def test_different_construction_is_found_on_every_rank_which_name_the_first_diff
         ("lamb", "c_max", "c_max of group 0 is 10.0 on rank 0 but 11.0 on rank 1"),
         ("lamb", "eps_inside_sqrt", "eps_inside_sqrt is False on rank 0 but True on rank 1"),
         ("onebit-lamb", "r_threshold", "r_threshold of group 0 is 0.1 on rank 0 but 0.2 on rank 1"),
-        ("onebit-lamb", "layerwise", "layerwise is 'adaptive' on rank 0 but 'frozen' on rank 1"),
+        ("onebit-lamb", "adaptive", "adaptive is True on rank 0 but False on rank 1"),
         ("onebit-lamb", "momentum_scaling", "momentum_scaling is True on rank 0 but False on rank 1"),
         ("onebit-lamb", "variant", "variant is 'paper' on rank 0 but 'deepspeed' on rank 1"),
     ],
@@ -191,7 +192,7 @@ def test_an_error_on_one_rank_at_construction_is_told_on_all(case, kind, text):
 def broadcast(rank: int, world_size: int) -> str:
     torch.manual_seed(rank)
     params = [Parameter(torch.randn(300)), Parameter(torch.randn(20, 30).t()), Parameter(torch.randn(40, 50)[::3, ::2])]
-    optimizer = OneBitAdam(params, freeze_step=5, broadcast_parameters=True)
+    optimizer = OneBitAdam(params, freeze_step=5, wire=Wire(broadcast_parameters=True))
     train(optimizer, params, rank, 8)
     return fingerprint(params)
 

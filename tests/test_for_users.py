@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedonebit
-from fusedonebit import OneBitAdam
+from fusedonebit import Numerics, OneBitAdam
 from fusedonebit.comm import Transport
 
 
@@ -90,7 +90,7 @@ def with_own_mask(rank: int, transport: Transport) -> str:
     params = parameters()
     mask = {params[0]: torch.ones(3, 5, dtype=torch.bool)} if rank else None
     with pytest.raises(ValueError, match="ranks differ") as error:
-        OneBitAdam(params, freeze_step=1, mask=mask, process_group=transport)
+        OneBitAdam(params, freeze_step=1, numerics=Numerics(mask=mask), process_group=transport)
     return str(error.value)
 
 

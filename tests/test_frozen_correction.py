@@ -9,7 +9,7 @@ import torch
 from optimizers import PAPER, construct
 from torch.nn import Parameter
 
-from fusedonebit import OneBitAdam, ZeroOneAdam, policies
+from fusedonebit import Freeze, OneBitAdam, ZeroOneAdam, policies
 
 FREEZE, CHANGE, STEPS = 6, 9, 15
 CASES: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_a_warm_start_corrects_an_earlier_runs_variance_with_the_betas_that_have
     ends = []
     for state in saved:
         params = parameters()
-        train(OneBitAdam(params, 1e-2, freeze_step=0, warm_start=state), params, range(3))
+        train(OneBitAdam(params, 1e-2, freeze_step=Freeze(step=0, warm_start=state)), params, range(3))
         ends.append(params)
     for expected, found in zip(*ends, strict=True):
         assert torch.equal(expected, found)

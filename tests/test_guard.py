@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from observe import change_header, fingerprint, flat, observe, parameters, served
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct, objects
 from ranks import run_ranks
 from test_conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_gradients
 from test_freeze import gradient, step_once
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitOptimizer
+from fusedonebit import Faults, FusedOneBitWarning, OneBitAdam, OneBitOptimizer
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.telemetry import HostMirror
 
@@ -276,7 +276,9 @@ def test_a_refused_spike_is_not_let_through_afterwards(name):
 def drift(rank: int, transport, spike: float) -> tuple[float, float]:
     """Speed of a parameter that is pulled one way, before a batch with huge gradients and 200 steps after it."""
     (p,) = make((1000,))
-    optimizer = OneBitAdam([p], lr=1.0, weight_decay=0.0, freeze_step=30, rewarm_steps=20, process_group=transport)
+    optimizer = OneBitAdam(
+        [p], lr=1.0, weight_decay=0.0, freeze_step=30, faults=Faults(rewarm_steps=20), process_group=transport
+    )
     moved = []
     for step in range(300):
         before = p.detach().clone()
@@ -333,7 +335,9 @@ def minimise(rank: int, transport, options: dict, steps: int = 120) -> tuple[int
     """
     (p,) = make((1000,))
     h = torch.where(torch.arange(1000) % 10 == 0, 1e-6, 1.0)
-    optimizer = OneBitAdam([p], lr=1e-2, weight_decay=0.0, freeze_step=50, process_group=transport, **options)
+    optimizer = OneBitAdam(
+        [p], lr=1e-2, weight_decay=0.0, process_group=transport, **objects(freeze_step=50, **options)
+    )
     compressed, first = 0, None
     for step in range(steps):
         p.grad = h * (p.detach() + 0.1 * gradient(rank, step, p, 0))

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from lines_of import conserved, imbalance, on_the_line, whole_state
 from observe import caught
-from optimizers import EACH_ONEBIT, construct
+from optimizers import EACH_ONEBIT, construct, objects
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from fusedonebit import AbortedStepError, FusedOneBitWarning, OneBitAdam, OutOfStepError
+from fusedonebit import AbortedStepError, Faults, FusedOneBitWarning, OneBitAdam, OutOfStepError, Wire
 from fusedonebit.comm import SimulatedGroup
 
 FREEZE, STEPS, RANKS = 4, 12, 4
@@ -197,7 +197,7 @@ def count(rank: int, world_size: int) -> list[dict[str, Any]]:
     mesh, told = init_device_mesh("cpu", (2, 2)), []
     for options in ({}, {"hierarchy": mesh}, {"hierarchy": mesh, "hierarchy_dtype": torch.bfloat16}):
         p = Parameter(torch.zeros(1 << 17))
-        optimizer = OneBitAdam([p], freeze_step=1, guard="off", **options)
+        optimizer = OneBitAdam([p], **objects(freeze_step=1, guard="off", **options))
         for step in range(3):
             p.grad = gradient(p, 0, rank, step + 9)
             optimizer.step()
@@ -246,8 +246,8 @@ def wrong(rank: int, world_size: int) -> dict[str, tuple[type | None, str]]:
         "on rank 2 none": {"hierarchy": None if rank == 2 else mesh},
         "on rank 2 other nodes": {"hierarchy": mesh, "hierarchy_dtype": torch.bfloat16 if rank == 2 else torch.float32},
     }
-    told = {name: caught(lambda o=o: OneBitAdam(make()[0], freeze_step=2, **o)) for name, o in given.items()}
-    told["fine"] = caught(lambda: OneBitAdam(make()[0], freeze_step=2, hierarchy=(column, row)))
+    told = {name: caught(lambda o=o: OneBitAdam(make()[0], **objects(freeze_step=2, **o))) for name, o in given.items()}
+    told["fine"] = caught(lambda: OneBitAdam(make()[0], freeze_step=2, wire=Wire(hierarchy=(column, row))))
     return told
 
 
@@ -283,7 +283,7 @@ def part_ways(rank: int, world_size: int) -> dict[str, tuple[type | None, str]]:
     mesh, told = init_device_mesh("cpu", (2, 2)), {}
     for case in ("lr of one", "lr of a place", "gradient", "fine"):
         params, _ = make()
-        optimizer = OneBitAdam(params, lr=1e-2, freeze_step=2, guard="off", hierarchy=mesh)
+        optimizer = OneBitAdam(params, lr=1e-2, freeze_step=2, faults=Faults(guard="off"), wire=Wire(hierarchy=mesh))
 
         def step(number: int, params=params, optimizer=optimizer, spoiled: bool = False) -> None:
             for i, p in enumerate(params):
@@ -322,8 +322,8 @@ def test_ranks_that_part_ways_are_found_and_go_on_together():
 def resume(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     params, _ = make()
-    optimizer = OneBitAdam(params, lr=1e-2, freeze_step=2, guard="off", hierarchy=mesh)
-    again = OneBitAdam(make()[0], lr=1e-2, freeze_step=2, guard="off", hierarchy=mesh)
+    optimizer = OneBitAdam(params, lr=1e-2, freeze_step=2, faults=Faults(guard="off"), wire=Wire(hierarchy=mesh))
+    again = OneBitAdam(make()[0], lr=1e-2, freeze_step=2, faults=Faults(guard="off"), wire=Wire(hierarchy=mesh))
     for step in range(8):
         if step == 5:
             again.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, flat, parameters, served
-from optimizers import UNGUARDED, construct
+from optimizers import UNGUARDED, construct, objects
 from ranks import run_ranks
 from sharded import SHARDS, Bag, caught, cut, joined, like, make_mesh, shard, sharded_parameters
 from test_conservation import BETA2, WARMUP, imbalance
@@ -50,7 +50,7 @@ def make(name: str, is_sharded: bool, tensors: list[Tensor] | None = None, **opt
     if not is_sharded:
         return construct(name, list(Bag(tensors).parameters()), **options)
     mesh = make_mesh()
-    return construct(name, sharded_parameters(tensors, mesh), mesh=mesh["replicate"], **options)
+    return construct(name, sharded_parameters(tensors, mesh), process_group=mesh["replicate"], **options)
 
 
 def give(optimizer: torch.optim.Optimizer, whole: list[Tensor]) -> None:
@@ -238,7 +238,9 @@ def train(rank: int, world_size: int, kind: str) -> dict:
     if kind == "broadcast" and rank >= SHARDS:
         torch.nn.init.zeros_(local(model[0].weight))
     scaler = fusedonebit.amp.GradScaler("cpu", 2.0**10, enabled=kind == "unscaled first")
-    optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=5, mesh=mesh["replicate"], **options)
+    optimizer = fusedonebit.OneBitAdam(
+        model.parameters(), lr=1e-3, **objects(freeze_step=5, process_group=mesh["replicate"], **options)
+    )
     step_of = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if kind == "compiled" else None
     prints = []
     for step in range(12):
@@ -293,7 +295,7 @@ def one_dimension(rank: int, world_size: int, shards: int | None) -> dict:
     mesh = None if shards is None else make_mesh(2 // shards, shards)
     params = list(Bag(initial()).parameters()) if mesh is None else sharded_parameters(initial(), mesh)
     group = None if mesh is None else mesh["replicate"]
-    optimizer = fusedonebit.OneBitLamb(params, lr=1e-3, freeze_step=WARMUP, mesh=group, **UNGUARDED)
+    optimizer = fusedonebit.OneBitLamb(params, lr=1e-3, **objects(freeze_step=WARMUP, process_group=group, **UNGUARDED))
     for step in range(8):
         give(optimizer, gradients(rank if shards != 2 else 0, step))
         optimizer.step()

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from sharded import Bag, caught, cut, like, make_mesh, sharded_parameters
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb
+from fusedonebit import Faults, MarsitSGD, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.apps.lab import baselines
 
 SHAPES = ((8, 30), (5,), (1, 7))
@@ -42,27 +41,40 @@ def construct_badly(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     lamb = OneBitLamb if rank == 1 else OneBitAdam
     cases: dict[str, Callable[[], Any]] = {
         "no mesh": lambda: OneBitAdam(params, freeze_step=3),
-        "the mesh of the shards": lambda: OneBitAdam(params, freeze_step=3, mesh=mesh["shard"]),
-        "a mesh of two dimensions": lambda: OneBitAdam(params, freeze_step=3, mesh=mesh),
-        "no mesh at all": lambda: OneBitAdam(params, freeze_step=3, mesh="replicate"),
-        "mesh and group": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, process_group=dist.group.WORLD),
-        "some sharded": lambda: OneBitAdam([*params, nn.Parameter(torch.ones(3))], freeze_step=3, mesh=replicas),
-        "native": lambda: OneBitAdam(native, freeze_step=3, mesh=replicas),
-        "marsit": lambda: MarsitSGD(params, lr=0.1, mesh=replicas),
-        "signsgd": lambda: baselines.BaselineSGD(params, lr=0.1, aggregation="signsgd", mesh=replicas),
-        "lr of one rank": lambda: OneBitAdam(params, lr=0.1 + rank // 3, freeze_step=3, mesh=replicas),
-        "lr of one column": lambda: OneBitAdam(params, lr=0.1 + column, freeze_step=3, mesh=replicas),
-        "freeze_step of one column": lambda: OneBitAdam(params, freeze_step=3 + column, mesh=replicas),
-        "a bad lr of one rank": lambda: OneBitAdam(params, lr=1 - 2.0 * (rank == 1), freeze_step=3, mesh=replicas),
-        "a bad lr of one column": lambda: OneBitAdam(params, lr=1 - 2.0 * column, freeze_step=3, mesh=replicas),
-        "another class": lambda: lamb(params, freeze_step=3, mesh=replicas),
-        "a whole mask": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, mask={params[0]: whole_mask}),
-        "a replicated mask": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, mask={params[0]: replicated}),
-        "a mask of one rank": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, mask={params[0]: other_mask}),
-        "no mask of one column": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, mask=masks if column else {}),
-        "fine": lambda: OneBitAdam(params, freeze_step=3, mesh=replicas, mask=masks),
+        "the mesh of the shards": lambda: OneBitAdam(params, freeze_step=3, process_group=mesh["shard"]),
+        "a mesh of two dimensions": lambda: OneBitAdam(params, freeze_step=3, process_group=mesh),
+        "no mesh at all": lambda: OneBitAdam(params, freeze_step=3, process_group="replicate"),
+        "some sharded": lambda: OneBitAdam(
+            [*params, nn.Parameter(torch.ones(3))], freeze_step=3, process_group=replicas
+        ),
+        "native": lambda: OneBitAdam(native, freeze_step=3, process_group=replicas),
+        "marsit": lambda: MarsitSGD(params, lr=0.1, process_group=replicas),
+        "signsgd": lambda: baselines.BaselineSGD(params, lr=0.1, aggregation="signsgd", process_group=replicas),
+        "lr of one rank": lambda: OneBitAdam(params, lr=0.1 + rank // 3, freeze_step=3, process_group=replicas),
+        "lr of one column": lambda: OneBitAdam(params, lr=0.1 + column, freeze_step=3, process_group=replicas),
+        "freeze_step of one column": lambda: OneBitAdam(params, freeze_step=3 + column, process_group=replicas),
+        "a bad lr of one rank": lambda: OneBitAdam(
+            params, lr=1 - 2.0 * (rank == 1), freeze_step=3, process_group=replicas
+        ),
+        "a bad lr of one column": lambda: OneBitAdam(
+            params, lr=1 - 2.0 * column, freeze_step=3, process_group=replicas
+        ),
+        "another class": lambda: lamb(params, freeze_step=3, process_group=replicas),
+        "a whole mask": lambda: OneBitAdam(
+            params, freeze_step=3, process_group=replicas, numerics=Numerics(mask={params[0]: whole_mask})
+        ),
+        "a replicated mask": lambda: OneBitAdam(
+            params, freeze_step=3, process_group=replicas, numerics=Numerics(mask={params[0]: replicated})
+        ),
+        "a mask of one rank": lambda: OneBitAdam(
+            params, freeze_step=3, process_group=replicas, numerics=Numerics(mask={params[0]: other_mask})
+        ),
+        "no mask of one column": lambda: OneBitAdam(
+            params, freeze_step=3, process_group=replicas, numerics=Numerics(mask=masks if column else {})
+        ),
+        "fine": lambda: OneBitAdam(params, freeze_step=3, process_group=replicas, numerics=Numerics(mask=masks)),
         "fine with its group": lambda: OneBitAdam(params, freeze_step=3, process_group=replicas.get_group()),
-        "one value of one rank": lambda: OneBitAdam(changed(params, rank), freeze_step=3, mesh=replicas),
+        "one value of one rank": lambda: OneBitAdam(changed(params, rank), freeze_step=3, process_group=replicas),
     }
     return {name: caught(call) for name, call in cases.items()}
 
@@ -76,9 +88,8 @@ def changed(params: list[nn.Parameter], rank: int) -> list[nn.Parameter]:
 TOLD = {
     "no mesh": "ranks [0, 1, 2, 3] were to average theirs; use fully_shard(",
     "the mesh of the shards": "hold different shards of the parameters, but ranks",
-    "a mesh of two dimensions": "mesh must have one dimension",
-    "no mesh at all": "mesh must be a DeviceMesh of one dimension, got str",
-    "mesh and group": "mesh must be None where process_group is given",
+    "a mesh of two dimensions": "process_group must have one dimension where it is a DeviceMesh",
+    "no mesh at all": "process_group must be a torch.distributed group or a Transport, got str",
     "some sharded": "params must be sharded all or none, but parameter 3",
     "native": "parameter 0 must be sharded over a mesh of one dimension, got (Replicate(), Shard(",
     "marsit": "parameters of MarsitSGD must be whole, but parameter 0 is a DTensor",
@@ -117,7 +128,7 @@ def step_differently(rank: int, world_size: int, what: str, at: int) -> list[tup
     """Steps of which one goes wrong, then one more that does not."""
     mesh = make_mesh()
     params = sharded_parameters(tensors(), mesh)
-    optimizer = OneBitAdam(params, lr=1e-3, freeze_step=3, mesh=mesh["replicate"], guard="off")
+    optimizer = OneBitAdam(params, lr=1e-3, freeze_step=3, process_group=mesh["replicate"], faults=Faults(guard="off"))
     told = []
     for step in range(at + 2):
         generator = torch.Generator().manual_seed(10 * step + rank // 2)
@@ -162,7 +173,14 @@ def move_with_masks(rank: int, world_size: int, as_dtensors: bool) -> list[tuple
     wholes = [torch.rand(shape, generator=generator) < 0.5 for shape in SHAPES]
     masks = [like(p, w) if as_dtensors else cut(w, rank % 2) for p, w in zip(params, wholes, strict=True)]
     given = dict(zip(params, masks, strict=True))
-    optimizer = OneBitAdam(params, lr=1e-3, freeze_step=3, mesh=mesh["replicate"], mask=given, guard="off")
+    optimizer = OneBitAdam(
+        params,
+        lr=1e-3,
+        freeze_step=3,
+        process_group=mesh["replicate"],
+        numerics=Numerics(mask=given),
+        faults=Faults(guard="off"),
+    )
     before = [p.to_local().clone() for p in params]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -53,7 +53,7 @@ def record_steps(rank: int, world_size: int, name: str, options: dict) -> dict:
     """Trains; returns losses, and the state before each step and after the last."""
     mesh = make_mesh()
     model = shard(make_model(), mesh)
-    optimizer = construct(name, model.parameters(), freeze_step=WARM_UP, mesh=mesh["replicate"], **options)
+    optimizer = construct(name, model.parameters(), freeze_step=WARM_UP, process_group=mesh["replicate"], **options)
     states, losses = [], []
     for step in range(WARM_UP + STEPS):
         states.append(look(optimizer))

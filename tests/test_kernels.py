@@ -9,7 +9,7 @@ import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizers import PAPER
+from optimizers import PAPER, objects
 from ranks import run_ranks
 from reference_ops import Problem
 from torch import Tensor
@@ -230,7 +230,7 @@ def train(
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     generator = torch.Generator().manual_seed(rank)
     with using(backend):
-        optimizer = OneBitAdam(params, 1e-2, freeze_step=10, **options)
+        optimizer = OneBitAdam(params, 1e-2, **objects(freeze_step=10, **options))
         for step in range(30):
             for i, p in enumerate(params):
                 p.grad = torch.randn(p.shape, generator=generator) * 10.0 ** (i - 2)
@@ -285,7 +285,7 @@ def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_compression_stage_step_launches_5_kernels_whatever_the_number_of_tensors(tensors, options, monkeypatch):
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
-    optimizer = OneBitAdam(params, freeze_step=1, **options)
+    optimizer = OneBitAdam(params, **objects(freeze_step=1, **options))
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint, observe, parameters
-from optimizers import LAMBS, construct
+from optimizers import LAMBS, construct, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
 from test_compression_stage import CollectiveCounter
 from test_warmup import averaged, gradient, relative, ulps, with_odd_memory
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Lamb
+from fusedonebit import Lamb, Layerwise, Numerics
 from fusedonebit.comm import Transport
 
 STEPS = 20
@@ -82,7 +82,7 @@ def deviation(optimizer: Lamb, reference: Reference) -> float:
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_lamb_is_equation_2(bias_correction, eps_inside_sqrt, tensor_lr):
     options = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
-    lamb = Lamb(make_groups(), torch.tensor(1e-2) if tensor_lr else 1e-2, **options)
+    lamb = Lamb(make_groups(), torch.tensor(1e-2) if tensor_lr else 1e-2, **objects(**options))
     reference = Reference(lamb, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(lamb, lambda step: 0.2 + 0.05 * step)
     worst, seen = 0.0, set()
@@ -124,7 +124,7 @@ def test_16_bit_parameters_stay_within_one_ulp_of_equation_2_rounded_once(dtype)
 def test_without_adaptation_it_is_adams_update_with_the_decay_inside_u():
     torch.manual_seed(0)
     p = Parameter(torch.randn(40, 30))
-    lamb = Lamb([p], lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, c_min=1.0, c_max=1.0)
+    lamb = Lamb([p], lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, layerwise=Layerwise(c_min=1.0, c_max=1.0))
     x = p.detach().double()
     m = v = torch.zeros_like(x)
     for step in range(STEPS):
@@ -173,7 +173,10 @@ def test_masked_coordinates_stay_exactly_still_and_enter_no_norm(transposed):
     with torch.no_grad():
         p[~mask] *= 1e3
     alone = Parameter(p.detach()[mask].clone())
-    masked, compact = Lamb([p], lr=1e-2, weight_decay=0.5, mask={p: mask}), Lamb([alone], lr=1e-2, weight_decay=0.5)
+    masked, compact = (
+        Lamb([p], lr=1e-2, weight_decay=0.5, numerics=Numerics(mask={p: mask})),
+        Lamb([alone], lr=1e-2, weight_decay=0.5),
+    )
     before = p.detach().clone()
     for step in range(STEPS):
         p.grad = gradient(0, step, p, 2)

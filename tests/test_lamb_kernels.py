@@ -9,7 +9,7 @@ import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizers import PAPER
+from optimizers import PAPER, by_name
 from ranks import run_ranks
 from reference_ops import RATIO_WAYS, Problem
 from test_kernels import EACH_SIZE, SIZES, block_of, do_not_run_kernels
@@ -240,12 +240,12 @@ def test_any_layout_and_mask_equals_the_twins(layout, way, random):
 # ---------------------------------------------------------------- whole steps
 
 KINDS: dict[str, tuple[type, dict[str, object]]] = {
-    "uncompressed": (Lamb, {}),
-    "adaptive": (OneBitLamb, PAPER | {"freeze_step": 10}),
-    "frozen": (OneBitLamb, PAPER | {"freeze_step": 10, "layerwise": "frozen", "scale_scope": "layer"}),
-    "deepspeed": (OneBitLamb, PAPER | {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
-    "defaults": (OneBitLamb, {"freeze_step": 10}),
-    "preconditioned": (OneBitLamb, {"freeze_step": 10, "precondition": True}),
+    "uncompressed": (by_name(Lamb), {}),
+    "adaptive": (by_name(OneBitLamb), PAPER | {"freeze_step": 10}),
+    "frozen": (by_name(OneBitLamb), PAPER | {"freeze_step": 10, "adaptive": False, "scale_scope": "layer"}),
+    "deepspeed": (by_name(OneBitLamb), PAPER | {"freeze_step": 10, "variant": "deepspeed", "scale_scope": "layer"}),
+    "defaults": (by_name(OneBitLamb), {"freeze_step": 10}),
+    "preconditioned": (by_name(OneBitLamb), {"freeze_step": 10, "precondition": True}),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from optimizers import by_name, objects
 from torch.nn import Parameter
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, amp, policies
@@ -16,18 +17,22 @@ from fusedonebit.comm import SimulatedGroup
 FREEZE, BAD, STEPS = 4, (2, 8), 12
 VARIANCE = policies.DoublingVariance(scaler=100, until=FREEZE)
 MAKE: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda p, **k: OneBitAdam(p, freeze_step=FREEZE, guard="off", **k),
-    "onebit-adam, plain": lambda p, **k: OneBitAdam(p, freeze_step=FREEZE, guard="off", precondition=False, **k),
-    "onebit-lamb": lambda p, **k: OneBitLamb(p, freeze_step=FREEZE, guard="off", **k),
-    "lamb": Lamb,
-    "zero-one": lambda p, **k: ZeroOneAdam(p, variance_policy=VARIANCE, sync_policy=policies.EveryStep(), **k),
-    "zero-one, local steps": lambda p, **k: ZeroOneAdam(
-        p, variance_policy=VARIANCE, sync_policy=policies.DoublingRounds(FREEZE, 1, 2), **k
+    "onebit-adam": lambda p, **k: OneBitAdam(p, **objects(freeze_step=FREEZE, guard="off", **k)),
+    "onebit-adam, plain": lambda p, **k: OneBitAdam(
+        p, **objects(freeze_step=FREEZE, guard="off", precondition=False, **k)
     ),
-    "marsit-sgd": lambda p, **k: MarsitSGD(p, full_precision_every=3, **k),
-    "marsit-sgd, local steps": lambda p, **k: MarsitSGD(p, local_steps=2, **k),
-    "marsit-adam": lambda p, **k: MarsitAdam(p, **k),
-    "lion": OneBitLion,
+    "onebit-lamb": lambda p, **k: OneBitLamb(p, **objects(freeze_step=FREEZE, guard="off", **k)),
+    "lamb": by_name(Lamb),
+    "zero-one": lambda p, **k: ZeroOneAdam(
+        p, variance_policy=VARIANCE, sync_policy=policies.EveryStep(), **objects(**k)
+    ),
+    "zero-one, local steps": lambda p, **k: ZeroOneAdam(
+        p, variance_policy=VARIANCE, sync_policy=policies.DoublingRounds(FREEZE, 1, 2), **objects(**k)
+    ),
+    "marsit-sgd": lambda p, **k: MarsitSGD(p, **objects(full_precision_every=3, **k)),
+    "marsit-sgd, local steps": lambda p, **k: MarsitSGD(p, **objects(local_steps=2, **k)),
+    "marsit-adam": lambda p, **k: MarsitAdam(p, **objects(**k)),
+    "lion": by_name(OneBitLion),
 }
 EVERY = pytest.mark.parametrize("name", MAKE)
 QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")

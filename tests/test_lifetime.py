@@ -12,15 +12,21 @@ import torch
 from optimizers import MAKE
 from torch import Tensor, nn
 
-from fusedonebit import MarsitAdam, OneBitAdam
+from fusedonebit import Faults, MarsitAdam, Numerics, OneBitAdam, Rounds, Wire
 
 CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     **MAKE,
     "OneBitAdam, auto": lambda params: OneBitAdam(params, freeze_step="auto"),
-    "OneBitAdam, guarded": lambda params: OneBitAdam(params, freeze_step=2, max_grad_norm=1.0, ternary=True),
-    "OneBitAdam, overlap": lambda params: OneBitAdam(params, freeze_step=2, guard="off", overlap=True),
-    "OneBitAdam, master weights": lambda params: OneBitAdam(params, freeze_step=2, guard="off", master_weights=True),
-    "MarsitAdam, local steps": lambda params: MarsitAdam(params, local_steps=2),
+    "OneBitAdam, guarded": lambda params: OneBitAdam(
+        params, freeze_step=2, max_grad_norm=1.0, numerics=Numerics(ternary=True)
+    ),
+    "OneBitAdam, overlap": lambda params: OneBitAdam(
+        params, freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap=True)
+    ),
+    "OneBitAdam, master weights": lambda params: OneBitAdam(
+        params, freeze_step=2, faults=Faults(guard="off"), numerics=Numerics(master_weights=True)
+    ),
+    "MarsitAdam, local steps": lambda params: MarsitAdam(params, rounds=Rounds(local_steps=2)),
     "AdamW": torch.optim.AdamW,
 }
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import MAKE
+from optimizers import MAKE, objects
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam
+from fusedonebit import Faults, Freeze, FusedOneBitWarning, Numerics, OneBitAdam
 from fusedonebit.comm import SimulatedGroup
 
 EACH = pytest.mark.parametrize("name", MAKE)
@@ -123,7 +123,7 @@ def test_a_parameter_given_twice_in_a_group_is_warned_of_and_moves_once(name):
 
 def masked(mask: Tensor | None, **options: Any) -> tuple[Parameter, OneBitAdam]:
     p = Parameter(torch.ones(4))
-    return p, OneBitAdam([p], lr=1e-2, guard="off", mask={} if mask is None else {p: mask}, **options)
+    return p, OneBitAdam([p], lr=1e-2, **objects(guard="off", mask={} if mask is None else {p: mask}, **options))
 
 
 LEFT, RIGHT = torch.tensor([True, True, False, False]), torch.tensor([False, True, True, True])
@@ -155,7 +155,13 @@ def test_another_mask_in_the_compression_stage_is_refused_with_the_way_out(befor
         optimizer.load_state_dict(saved)
     p = Parameter(torch.ones(4))
     mask = {} if after is None else {p: after}
-    optimizer = OneBitAdam([p], lr=1e-2, guard="off", mask=mask, freeze_step=0, warm_start=saved)
+    optimizer = OneBitAdam(
+        [p],
+        lr=1e-2,
+        faults=Faults(guard="off"),
+        numerics=Numerics(mask=mask),
+        freeze_step=Freeze(step=0, warm_start=saved),
+    )
     (moved,) = steps(optimizer, [p], 3)
     assert torch.equal(moved != 1, torch.ones(4, dtype=torch.bool) if after is None else after)
 

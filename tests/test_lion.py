@@ -7,9 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
+from optimizers import objects
 from ranks import run_ranks
 
-from fusedonebit import OneBitAdam, OneBitLion, amp, dcp, ddp
+from fusedonebit import Numerics, OneBitAdam, OneBitLion, amp, dcp, ddp
 from fusedonebit.comm import SimulatedGroup
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
@@ -32,7 +33,7 @@ def flat(tensors: list) -> np.ndarray:
 
 def train(rank: int, transport, steps: int = 12, params=None, **options) -> tuple[np.ndarray, OneBitLion]:
     params = parameters() if params is None else params
-    optimizer = OneBitLion(params, LR, BETAS, DECAY, process_group=transport, **options)
+    optimizer = OneBitLion(params, LR, BETAS, DECAY, process_group=transport, **objects(**options))
     for step in range(steps):
         for p, g in zip(params, gradients(rank, step), strict=True):
             p.grad = g.to(p.dtype)
@@ -156,7 +157,7 @@ def test_what_does_not_count_stays_still_and_groups_have_their_own_settings():
     before = [p.detach().clone() for p in params]
     mask = torch.rand(SIZES[0]) < 0.5
     groups = [{"params": params[:2]}, {"params": params[2:], "maximize": True, "weight_decay": 0.0, "lr": 2 * LR}]
-    optimizer = OneBitLion(groups, LR, mask={params[0]: mask})
+    optimizer = OneBitLion(groups, LR, numerics=Numerics(mask={params[0]: mask}))
     for p, g in zip(params, gradients(0, 0), strict=True):
         p.grad = g
     optimizer.step()

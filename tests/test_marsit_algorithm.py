@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from observe import parameters
+from optimizers import by_name
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,7 +25,7 @@ from fusedonebit.core.sharding import local
 from fusedonebit.optim.rounds import RoundOptimizer
 from fusedonebit.reference import marsit
 
-MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
+MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
 SHAPES = [(23, 40), (7,), (), (300,)]
 LIMIT = 1e-6

@@ -15,6 +15,7 @@ from fusedonebit import (
     FusedOneBitWarning,
     MarsitAdam,
     MarsitSGD,
+    Rounds,
 )
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core.sharding import local
@@ -89,7 +90,9 @@ def test_resuming_keeps_other_options(options):
 
 def test_saving_and_looking_change_no_later_step():
     def run(rank: int, transport: Transport, look: bool) -> str:
-        optimizer = MarsitSGD(make(), 1e-2, local_steps=2, full_precision_every=3, process_group=transport)
+        optimizer = MarsitSGD(
+            make(), 1e-2, rounds=Rounds(local_steps=2, full_precision_every=3), process_group=transport
+        )
         for step in range(12):
             train(optimizer, rank, 1, step)
             if look:
@@ -101,7 +104,7 @@ def test_saving_and_looking_change_no_later_step():
 
 
 def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str, bool]:
-    saver = MarsitAdam(make(), local_steps=3) if case != "algorithm" else MarsitSGD(make())
+    saver = MarsitAdam(make(), rounds=Rounds(local_steps=3)) if case != "algorithm" else MarsitSGD(make())
     train(saver, rank, 4)
     saved = through_a_file(saver.state_dict())
     if case == "rank":
@@ -120,7 +123,7 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
             p.grad = torch.ones_like(p)
         adamw.step()
         saved = adamw.state_dict()
-    optimizer = MarsitAdam(make(), local_steps=3 if case != "local steps" else 1)
+    optimizer = MarsitAdam(make(), rounds=Rounds(local_steps=3 if case != "local steps" else 1))
     before = optimizer.state_dict()
     outcome = caught(lambda: optimizer.load_state_dict(saved))
     still = fingerprint(kept(optimizer)) == fingerprint([local(s["compensation"]) for s in before["state"].values()])
@@ -158,11 +161,11 @@ def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_not
 
 
 def change_local_steps(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
-    one = MarsitSGD(make(), 1e-2, full_precision_every=0)
+    one = MarsitSGD(make(), 1e-2, rounds=Rounds(full_precision_every=0))
     train(one, rank, 3)
     saved = through_a_file(one.state_dict())
     names = sorted(saved["state"][0])
-    three = MarsitSGD(parameters(one), 1e-2, full_precision_every=0, local_steps=3)
+    three = MarsitSGD(parameters(one), 1e-2, rounds=Rounds(full_precision_every=0, local_steps=3))
     three.load_state_dict(saved)
     train(three, rank, 6, 3)
     between = sorted(three.state_dict()["state"][0])

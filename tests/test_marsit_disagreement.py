@@ -10,6 +10,7 @@ import pytest
 import torch
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, PLACES, kept, make, set_gradients, train
 from observe import caught, fingerprint, parameters
+from optimizers import objects
 from ranks import run_ranks
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from fusedonebit import (
     MarsitSGD,
     NonFiniteGradientError,
     OutOfStepError,
+    Rounds,
 )
 from fusedonebit.comm import SimulatedGroup, Transport
 
@@ -98,7 +100,7 @@ def test_what_workers_have_in_a_skipped_round_is_kept_but_for_what_is_not_finite
 
     def run(rank: int, transport: Transport, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         options: dict = {"momentum": 0.0, "compensation_limit": None, "full_precision_every": 2}
-        optimizer = MarsitSGD(make(), 1e-2, process_group=transport, **options)
+        optimizer = MarsitSGD(make(), 1e-2, process_group=transport, **objects(**options))
         train(optimizer, rank, steps)
         start = kept(optimizer)
         set_gradients(optimizer, rank, steps)
@@ -125,7 +127,7 @@ def test_what_workers_have_in_a_skipped_round_is_kept_but_for_what_is_not_finite
 
 def build_differently(rank: int, world_size: int, case: str, values: tuple) -> tuple[type | None, str]:
     params, options = make(), {} if case == "algorithm" else {case: values[rank]}
-    kind = MARSIT[values[rank]] if case == "algorithm" else MarsitSGD
+    kind = MARSIT[values[rank] if case == "algorithm" else "sgd"]
     return caught(lambda: kind(params, **options))
 
 
@@ -151,7 +153,7 @@ def test_different_construction_is_the_same_error_on_every_rank(case, values, te
 
 
 def other_lr(rank: int, world_size: int, topology: str, steps: int, key: str) -> tuple[type | None, str, bool, str]:
-    optimizer = MarsitSGD(make(), 1e-2, topology=topology, full_precision_every=3)
+    optimizer = MarsitSGD(make(), 1e-2, topology=topology, rounds=Rounds(full_precision_every=3))
     train(optimizer, rank, steps)
     before, group = fingerprint(parameters(optimizer)), optimizer.param_groups[0]
     was = group[key]
@@ -180,7 +182,7 @@ def test_another_hyper_parameter_on_one_rank_is_caught_on_all_and_training_can_g
 
 
 def other_lr_between_rounds(rank: int, world_size: int) -> list[type | None]:
-    optimizer = MarsitSGD(make(), 1e-2, local_steps=3, full_precision_every=0)
+    optimizer = MarsitSGD(make(), 1e-2, rounds=Rounds(local_steps=3, full_precision_every=0))
     seen = []
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 1e-1 if rank == 1 and step == 1 else 1e-2
@@ -239,7 +241,7 @@ def test_a_rank_out_of_step_is_the_same_error_on_every_rank(topology, world_size
 
 def fail_on_one_rank(rank: int, world_size: int, options: dict, at: int) -> tuple[list[type | None], str, str, int]:
     """Rank 1 has a gradient that can't be used ``at`` steps after a round has begun."""
-    optimizer = MarsitSGD(make(), 1e-2, **options)
+    optimizer = MarsitSGD(make(), 1e-2, **objects(**options))
     local_steps = optimizer.options.local_steps
     train(optimizer, rank, 2 * local_steps)
     before, kinds, message = fingerprint(parameters(optimizer)), [], ""
@@ -327,8 +329,8 @@ def build_badly(rank: int, world_size: int, name: str, options: dict) -> tuple[t
         ("adam", 2, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)"),
         ("adam", 2, {"weight_decay": -1.0}, "weight_decay must be a finite number >= 0, got -1.0"),
         ("sgd", 2, {"nonfinite": "ignore"}, "nonfinite must be one of 'skip', 'raise', got 'ignore'"),
-        ("sgd", 2, {"capturable": True}, "unexpected keyword argument 'capturable'"),
-        ("adam", 2, {"capturable": True}, "unexpected keyword argument 'capturable'"),
+        ("sgd", 2, {"capturable": True}, "capturable must be False, got True: what a step does depends on its place"),
+        ("adam", 2, {"capturable": True}, "capturable must be False, got True: what a step does depends on its place"),
     ],
     ids=str,
 )

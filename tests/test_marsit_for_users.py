@@ -9,6 +9,7 @@ import pytest
 import torch
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, kept, make, own_state, set_gradients, train
 from observe import caught, fingerprint, parameters
+from optimizers import objects
 from ranks import run_ranks
 from test_ddp import Sent
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import DisagreementError, MarsitAdam, MarsitSGD, amp, ddp
+from fusedonebit import DisagreementError, MarsitAdam, MarsitSGD, Rounds, amp, ddp
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Told, Transport
 from fusedonebit.triton_kernels import FlatLayout
 
@@ -25,7 +26,7 @@ from fusedonebit.triton_kernels import FlatLayout
 
 def clipped(rank: int, transport: Transport, local_steps: int) -> list[tuple[float, list[Tensor]]]:
     options: dict = {"momentum": 0.0, "full_precision_every": 1, "local_steps": local_steps}
-    optimizer = MarsitSGD(make(), 1e-2, max_grad_norm=0.5, process_group=transport, **options)
+    optimizer = MarsitSGD(make(), 1e-2, max_grad_norm=0.5, process_group=transport, **objects(**options))
     seen = []
     for step in range(4 * local_steps):
         set_gradients(optimizer, rank, step)
@@ -236,7 +237,7 @@ def test_one_process_needs_no_process_group(name, topology):
 
 def grow(rank: int, world_size: int, local_steps: int) -> tuple[tuple, tuple, list[int], str, list[bool]]:
     params = make()
-    optimizer = MarsitSGD(params[:3], 1e-2, full_precision_every=4, local_steps=local_steps)
+    optimizer = MarsitSGD(params[:3], 1e-2, rounds=Rounds(full_precision_every=4, local_steps=local_steps))
     train(optimizer, rank, 2 * local_steps)
     before = [*kept(optimizer), *(optimizer.momentum(p) for p in params[:3])]
     optimizer.add_param_group({"params": params[3:], "lr": 3e-2, "momentum": 0.5})
@@ -274,7 +275,7 @@ def test_a_group_that_was_added_counts_its_own_updates():
     """AdamW's bias correction begins with the group."""
     torch.manual_seed(0)
     p, q = Parameter(torch.randn(300)), Parameter(torch.randn(300))
-    ours = MarsitAdam([p], 1e-2, full_precision_every=1, weight_decay=0.0)
+    ours = MarsitAdam([p], 1e-2, rounds=Rounds(full_precision_every=1), weight_decay=0.0)
     a, b = Parameter(p.detach().clone()), Parameter(q.detach().clone())
     theirs = torch.optim.AdamW([a], 1e-2, weight_decay=0.0)
     for step in range(8):
@@ -292,7 +293,7 @@ def test_a_group_that_was_added_counts_its_own_updates():
 
 def tell(rank: int, world_size: int) -> tuple[list[dict], str, float]:
     optimizer = MarsitSGD(
-        make(), 1e-2, topology="torus", full_precision_every=2, local_steps=2, compensation_limit=None
+        make(), 1e-2, topology="torus", rounds=Rounds(full_precision_every=2, local_steps=2, compensation_limit=None)
     )
     seen = []
     for step in range(8):
@@ -320,11 +321,11 @@ def test_stats_and_repr_tell_where_training_stands():
         for line in ("MarsitSGD", "phase: one-bit, 8 updates", "topology: torus, full precision every 2 rounds"):
             assert line in text
         assert "local_steps: 2" in text
-    assert "topology: ring, full precision never\n" in repr(MarsitSGD(make(), full_precision_every=0))
+    assert "topology: ring, full precision never\n" in repr(MarsitSGD(make(), rounds=Rounds(full_precision_every=0)))
 
 
 def test_a_schedule_of_torch_drives_it_without_warnings():
-    optimizer = MarsitSGD(make(), 1.0, full_precision_every=0, global_ratio=0.5)
+    optimizer = MarsitSGD(make(), 1.0, rounds=Rounds(full_precision_every=0, global_ratio=0.5))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -338,7 +339,7 @@ def test_a_schedule_of_torch_drives_it_without_warnings():
 
 def test_a_learning_rate_of_zero_moves_nothing_and_takes_nothing_away():
     def run(rank: int, transport: Transport) -> tuple[float, float, bool]:
-        optimizer = MarsitSGD(make(), 1e-2, full_precision_every=0, process_group=transport)
+        optimizer = MarsitSGD(make(), 1e-2, rounds=Rounds(full_precision_every=0), process_group=transport)
         train(optimizer, rank, 3)
         before, values = optimizer.stats(compensation=True)["compensation_norm"], fingerprint(parameters(optimizer))
         optimizer.param_groups[0]["lr"] = 0.0
@@ -364,7 +365,7 @@ def test_momentum_that_comes_later_is_refused_instead_of_ignored():
 def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every):
     param = Parameter(torch.full((1000,), 4.0, dtype=torch.bfloat16))
     options = {"momentum": 0.0, "global_ratio": 1.0, "full_precision_every": every, "stochastic_rounding": True}
-    optimizer = MarsitSGD([param], 1e-3, **options)
+    optimizer = MarsitSGD([param], 1e-3, **objects(**options))
     for _ in range(400):
         param.grad = torch.ones_like(param)
         optimizer.step()
@@ -375,7 +376,9 @@ def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every)
 def test_updates_whose_sum_would_overflow_are_averaged_all_the_same():
     def run(rank: int, transport: Transport) -> Tensor:
         param = Parameter(torch.zeros(10))
-        optimizer = MarsitSGD([param], 2.0**64, momentum=0.0, full_precision_every=1, process_group=transport)
+        optimizer = MarsitSGD(
+            [param], 2.0**64, momentum=0.0, rounds=Rounds(full_precision_every=1), process_group=transport
+        )
         param.grad = torch.full((10,), (1.25, 1.5)[rank] * 2.0**63)
         optimizer.step()
         return param.detach()

@@ -11,6 +11,7 @@ from backends import DTYPES, assert_equal_backends, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
+from optimizers import by_name
 from reference_ops import Problem
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -332,7 +333,7 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
     shapes = ((7,), (10, 20), (0,), (1,))
     params = [torch.nn.Parameter(torch.randn(s).to(d)) for s, d in zip(shapes, dtypes, strict=True)]
     generator = torch.Generator().manual_seed(rank)
-    kinds = {"sgd": MarsitSGD, "adam": MarsitAdam}
+    kinds = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
     optimizer = kinds[name](params, 1e-2, process_group=transport, **{"full_precision_every": 3} | options)
     phases = set()
     for step in range(5):

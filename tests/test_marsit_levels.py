@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import by_name
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,9 +17,9 @@ from fusedonebit.comm import SimulatedGroup
 SIZES = (1024, 512, 512)  # of blocks of 128: the first tensor is one part, the others are the second
 STEPS, INSIDE = 9, 2
 KINDS: dict[str, Any] = {
-    "ring": (MarsitSGD, {"momentum": 0.9, "topology": "ring"}),
-    "owner": (MarsitSGD, {"momentum": 0.9, "topology": "owner", "weight_decay": 0.1}),
-    "adam": (MarsitAdam, {"topology": "ring"}),
+    "ring": (by_name(MarsitSGD), {"momentum": 0.9, "topology": "ring"}),
+    "owner": (by_name(MarsitSGD), {"momentum": 0.9, "topology": "owner", "weight_decay": 0.1}),
+    "adam": (by_name(MarsitAdam), {"topology": "ring"}),
 }
 
 

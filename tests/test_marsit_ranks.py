@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from observe import fingerprint, parameters
+from optimizers import by_name, objects
 from ranks import WORLD_SIZES, run_ranks
 from test_compression_stage import CollectiveCounter
 from torch.nn import Parameter
@@ -21,7 +22,7 @@ from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.optim.rounds import RoundOptimizer
 
-MARSIT = {"sgd": MarsitSGD, "adam": MarsitAdam}
+MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
 ROUNDS = 5
 
@@ -224,7 +225,7 @@ def count_bytes(rank: int, world_size: int, options: dict, rounds: int) -> tuple
     """In a round: bytes sent and received by the sockets, and sent by the optimizer's own count."""
     p = Parameter(torch.zeros(ELEMENTS))
     p.grad = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
-    optimizer = MarsitSGD([p], 1e-2, momentum=0, **options)
+    optimizer = MarsitSGD([p], 1e-2, momentum=0, **objects(**options))
     optimizer.step()
     dist.barrier()
     before, told = counted(), optimizer.stats()["bytes_total"]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint, parameters, through_a_file
-from optimizers import ADAM_AND_LAMB, construct
+from optimizers import ADAM_AND_LAMB, construct, objects
 from ranks import run_ranks
 from test_freeze import gradient
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam, amp
+from fusedonebit import Faults, FusedOneBitWarning, Numerics, OneBitAdam, amp
 from fusedonebit.core.optimizer import DistributedOptimizer
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -101,7 +101,14 @@ def test_steps_below_half_an_ulp_add_up(dtype):
     moved, lr = {}, ULP[dtype] / 2 / 3
     for master_weights in (False, True):
         p = Parameter(torch.ones(64, dtype=dtype))
-        optimizer = OneBitAdam([p], lr, weight_decay=0.0, freeze_step=15, guard="off", master_weights=master_weights)
+        optimizer = OneBitAdam(
+            [p],
+            lr,
+            weight_decay=0.0,
+            freeze_step=15,
+            faults=Faults(guard="off"),
+            numerics=Numerics(master_weights=master_weights),
+        )
         for _ in range(30):
             p.grad = torch.full_like(p, -1.0)
             optimizer.step()
@@ -172,7 +179,9 @@ def overwrite(p: Parameter, how: str) -> None:
 @pytest.mark.parametrize("how", ["in place", "in part", "other memory"])
 def test_what_is_written_into_a_parameter_its_master_takes_over(how, step, compiled):
     p, q = make(torch.bfloat16)[:2]
-    optimizer = OneBitAdam([p, q], 1e-4, freeze_step=4, master_weights=True, guard="off")
+    optimizer = OneBitAdam(
+        [p, q], 1e-4, freeze_step=4, numerics=Numerics(master_weights=True), faults=Faults(guard="off")
+    )
     take_step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
     for i in range(step + 1):
         set_gradients(optimizer, 0, i, torch.bfloat16)
@@ -193,7 +202,7 @@ def test_what_is_written_into_a_parameter_its_master_takes_over(how, step, compi
 @pytest.mark.parametrize("written", [False, True])
 def test_a_group_added_later_has_masters_and_the_others_keep_theirs(written):
     p, *others = make(torch.bfloat16)
-    optimizer = OneBitAdam([p], 1e-3, freeze_step=20, master_weights=True)
+    optimizer = OneBitAdam([p], 1e-3, freeze_step=20, numerics=Numerics(master_weights=True))
     train(optimizer, 0, range(5), torch.bfloat16)
     before = masters(optimizer)[0].clone()
     if written:
@@ -247,7 +256,9 @@ def test_resuming_is_exact_in_either_order(name, cut, model_first, dtype):
 
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
 def test_what_was_written_right_before_saving_counts_after_loading(model_first):
-    first, again = (OneBitAdam(make(torch.bfloat16, s), 1e-4, freeze_step=9, master_weights=True) for s in (0, 1))
+    first, again = (
+        OneBitAdam(make(torch.bfloat16, s), 1e-4, freeze_step=9, numerics=Numerics(master_weights=True)) for s in (0, 1)
+    )
     train(first, 0, range(2), torch.bfloat16)
     overwrite(parameters(first)[0], "in place")
     load(again, through_a_file([first.state_dict(), [p.detach() for p in parameters(first)]]), model_first)
@@ -265,11 +276,11 @@ def test_what_was_written_right_before_saving_counts_after_loading(model_first):
 def test_checkpoints_with_masters_and_without(kind, steps):
     options = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"}
     params = make(torch.bfloat16)
-    source = torch.optim.AdamW(params) if kind == "torch's AdamW" else OneBitAdam(params, **options)
+    source = torch.optim.AdamW(params) if kind == "torch's AdamW" else OneBitAdam(params, **objects(**options))
     if kind == "ours into one without":
-        source = OneBitAdam(params, master_weights=True, **options)
+        source = OneBitAdam(params, **objects(master_weights=True, **options))
     train(source, 0, range(steps), torch.bfloat16)
-    target = OneBitAdam(make(torch.bfloat16), master_weights=kind != "ours into one without", **options)
+    target = OneBitAdam(make(torch.bfloat16), **objects(master_weights=kind != "ours into one without", **options))
     train(target, 0, range(2), torch.bfloat16)  # has masters of its own by now
     put(parameters(target), [p.detach() for p in params])
     target.load_state_dict(through_a_file(source.state_dict()))
@@ -282,7 +293,9 @@ def test_checkpoints_with_masters_and_without(kind, steps):
 
 
 def test_a_master_of_another_shape_is_refused_and_nothing_is_changed():
-    source, target = (OneBitAdam(make(torch.bfloat16, s), freeze_step=9, master_weights=True) for s in (0, 1))
+    source, target = (
+        OneBitAdam(make(torch.bfloat16, s), freeze_step=9, numerics=Numerics(master_weights=True)) for s in (0, 1)
+    )
     train(source, 0, range(2), torch.bfloat16)
     saved, before = source.state_dict(), [m.clone() for m in masters(target)]
     saved["state"][1]["master"] = torch.zeros(3)

@@ -10,17 +10,18 @@ import deepspeed_runs as ds
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import by_name, objects
 from ranks import run_ranks
 
 import fusedonebit
 from benchmarks import deepspeed_peer
-from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb
+from fusedonebit import FusedOneBitWarning, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.apps.migrate import Taken, load_deepspeed
 from fusedonebit.optim.policies import EveryStep
 
 FREEZE = 6  # DeepSpeed's: five updates before it
 RESIDUALS = "residuals of compression, which DeepSpeed itself drops"
-OURS = {"OnebitAdam": OneBitAdam, "OnebitLamb": OneBitLamb}
+OURS = {"OnebitAdam": by_name(OneBitAdam), "OnebitLamb": by_name(OneBitLamb)}
 needs_deepspeed = pytest.mark.skipif(not deepspeed_peer.available(), reason=deepspeed_peer.MISSING)
 
 
@@ -92,7 +93,7 @@ def real_wrapper(rank: int, world_size: int) -> tuple[dict, list, list]:
 def test_flat_buffers_of_deepspeeds_own_16_bit_wrapper_are_cut_into_parameters():
     saved, (flat,), weights = run_ranks(real_wrapper, 2)[0]
     params = [torch.nn.Parameter(w) for w in weights]
-    optimizer = OneBitAdam(params, freeze_step=FREEZE, master_weights=True)
+    optimizer = OneBitAdam(params, freeze_step=FREEZE, numerics=Numerics(master_weights=True))
     taken = load_deepspeed(optimizer, saved)
     assert (taken.updates, taken.phase, taken.lost) == (4, "warmup", "")
     state = saved["optimizer_state_dict"]["state"][0]
@@ -108,7 +109,7 @@ def test_flat_buffers_of_deepspeeds_own_16_bit_wrapper_are_cut_into_parameters()
 
 
 def adam(params: list, **options: Any) -> OneBitAdam:
-    return OneBitAdam(params, **({"freeze_step": FREEZE - 1} | options))
+    return OneBitAdam(params, **objects(**({"freeze_step": FREEZE - 1} | options)))
 
 
 def test_warm_up_continues_where_it_was():
@@ -204,7 +205,7 @@ def test_unfused_wrappers_weights_and_lambs_averages_are_taken_up():
     for state in saved["state"].values():
         state["exp_avg_sq_fresh"] = state["exp_avg_sq"] + 1
     saved["param_groups"][0] |= {"max_coeff": 0.3, "min_coeff": 0.02}
-    optimizer = OneBitLamb(params, freeze_step=FREEZE - 1, master_weights=True)
+    optimizer = OneBitLamb(params, freeze_step=FREEZE - 1, numerics=Numerics(master_weights=True))
     wrapped = {"cur_scale": 1.0, "optimizer_state_dict": saved, "fp32_groups": [masters]}
     with pytest.warns(FusedOneBitWarning, match="and the variance rebuilt since the freeze, with its ratios"):
         load_deepspeed(optimizer, wrapped)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from observe import change_header
+from optimizers import by_name
 from ranks import run_ranks
 from test_warmup import relative
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
+from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep
@@ -26,8 +27,8 @@ FREEZE = 3
 Make = Callable[..., Any]
 
 plain = {"precondition": False, "scale_norm": "l2", "scale_scope": "global"}
-adam: Make = partial(OneBitAdam, lr=1e-2, freeze_step=FREEZE, guard="off")
-lamb: Make = partial(OneBitLamb, lr=1e-2, freeze_step=FREEZE, guard="off")
+adam: Make = by_name(OneBitAdam, lr=1e-2, freeze_step=FREEZE, guard="off")
+lamb: Make = by_name(OneBitLamb, lr=1e-2, freeze_step=FREEZE, guard="off")
 AVERAGING: dict[str, Make] = {
     "adam": adam,
     "adam, as in the paper": partial(adam, **plain),
@@ -35,22 +36,22 @@ AVERAGING: dict[str, Make] = {
     "adam, in buckets": partial(adam, buckets=3),
     "lamb": lamb,
     "lamb, as in DeepSpeed": partial(lamb, variant="deepspeed"),
-    "lamb, frozen": partial(lamb, layerwise="frozen"),
-    "Lamb": partial(Lamb, lr=1e-2),
+    "lamb, frozen": partial(lamb, adaptive=False),
+    "Lamb": by_name(Lamb, lr=1e-2),
 }
 OWN: dict[str, Make] = {
-    "lion": partial(OneBitLion, lr=1e-3),
-    "lion, mean": partial(OneBitLion, lr=1e-3, aggregation="mean"),
-    "marsit": partial(MarsitSGD, lr=1e-2, full_precision_every=4),
-    "marsit, owner": partial(MarsitSGD, lr=1e-2, full_precision_every=4, topology="owner"),
-    "marsit adam": partial(MarsitAdam, lr=1e-2, full_precision_every=4),
+    "lion": by_name(OneBitLion, lr=1e-3),
+    "lion, mean": by_name(OneBitLion, lr=1e-3, aggregation="mean"),
+    "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=4),
+    "marsit, owner": by_name(MarsitSGD, lr=1e-2, full_precision_every=4, topology="owner"),
+    "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=4),
 }
-zero_one: Make = partial(ZeroOneAdam, lr=1e-2, variance_policy=DoublingVariance(2))
+zero_one: Make = by_name(ZeroOneAdam, lr=1e-2, variance_policy=DoublingVariance(2))
 ZERO_ONE: dict[str, Make] = {"zero-one": partial(zero_one, sync_policy=EveryStep())}
 IN_ROUNDS: dict[str, Make] = {
     "zero-one": partial(zero_one, sync_policy=DoublingRounds(1, 2, 2)),
-    "marsit": partial(MarsitSGD, lr=1e-2, full_precision_every=3, local_steps=2),
-    "marsit adam": partial(MarsitAdam, lr=1e-2, full_precision_every=3, local_steps=2),
+    "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=3, local_steps=2),
+    "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=3, local_steps=2),
 }
 OFTEN = ("adam", "adam, in buckets", "lamb", "Lamb", "lion, mean", "marsit", "zero-one")
 
@@ -332,7 +333,7 @@ def test_adamws_own_counts_are_taken_up_and_given_back():
 @pytest.mark.parametrize("freeze_step", [6, 100])
 def test_a_checkpoint_whose_parameters_share_one_count_goes_on_alike(freeze_step):
     params = parameters()
-    optimizer = OneBitAdam(params[:3], lr=1e-2, freeze_step=freeze_step, guard="off")
+    optimizer = OneBitAdam(params[:3], lr=1e-2, freeze_step=freeze_step, faults=Faults(guard="off"))
     for step in range(9):
         if step == 4:
             optimizer.add_param_group({"params": params[3:]})
@@ -345,7 +346,9 @@ def test_a_checkpoint_whose_parameters_share_one_count_goes_on_alike(freeze_step
     saved["param_groups"][1]["added_at"] = 4
     rewrite(saved, {"variance_step": float(min(freeze_step, 9))})
     copies = [Parameter(p.detach().clone()) for p in params]
-    again = OneBitAdam([{"params": copies[:3]}, {"params": copies[3:]}], lr=1e-2, freeze_step=freeze_step, guard="off")
+    again = OneBitAdam(
+        [{"params": copies[:3]}, {"params": copies[3:]}], lr=1e-2, freeze_step=freeze_step, faults=Faults(guard="off")
+    )
     again.load_state_dict(saved)
     for step in range(9, 12):
         assert [float(again.state[p]["step"]) for p in copies] == [step] * 3 + [step - 4] * 2
@@ -379,7 +382,7 @@ def far_along(
 
 @pytest.mark.parametrize("updates", [2**24 + 1, 2**31 - 1, 2**32 + 1], ids=["2^24", "2^31", "2^32"])
 @pytest.mark.parametrize(
-    "make", [partial(Lamb, lr=1e-3), OWN["lion"], OWN["marsit adam"]], ids=["lamb", "lion", "marsit"]
+    "make", [by_name(Lamb, lr=1e-3), OWN["lion"], OWN["marsit adam"]], ids=["lamb", "lion", "marsit"]
 )
 def test_updates_are_counted_far_past_what_float32_can_hold(make, updates):
     optimizer, params = far_along(make, updates)
@@ -391,7 +394,7 @@ def test_updates_are_counted_far_past_what_float32_can_hold(make, updates):
 
 @pytest.mark.parametrize("updates", [2**24, 2**31 - 1, 2**40])
 def test_the_bits_of_stochastic_rounding_change_with_every_update(updates):
-    make = partial(Lamb, lr=1e-4, stochastic_rounding=True)
+    make = by_name(Lamb, lr=1e-4, stochastic_rounding=True)
     ends = []
     for count in (updates, updates + 1):
         optimizer, params = far_along(make, count, torch.bfloat16)
@@ -405,7 +408,7 @@ def test_marsits_random_bits_change_with_every_round(updates):
     def work(rank: int, transport: Any) -> list[Tensor]:
         ends = []
         for count in (updates, updates + 1):
-            make = partial(MarsitSGD, lr=1e-3, full_precision_every=0, process_group=transport)
+            make = by_name(MarsitSGD, lr=1e-3, full_precision_every=0, process_group=transport)
             optimizer, params = far_along(make, count, rank=rank)
             for i, p in enumerate(params):
                 p.grad = gradient(rank, 1, i)
@@ -434,7 +437,9 @@ class TwoHeads(Module):
 
 def train_two_heads(rank: int, world_size: int) -> list[Tensor]:
     model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
-    optimizer = OneBitAdam(model.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=FREEZE, guard="off")
+    optimizer = OneBitAdam(
+        model.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=FREEZE, faults=Faults(guard="off")
+    )
     ddp.attach(model, optimizer)
     for step in range(8):
         head = step % 2 if step % 4 < 3 else rank  # all use one of them, or each rank its own
@@ -484,7 +489,7 @@ def train_shards(rank: int, world_size: int, kind: str) -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [(31, 17), (5,), (1,), (3000,), (70, 40)]  # of one element one shard is empty
     params = sharded.sharded_parameters([torch.randn(shape) for shape in shapes], mesh)
-    optimizer = AVERAGING[kind](params, weight_decay=0.1, mesh=mesh["replicate"])
+    optimizer = AVERAGING[kind](params, weight_decay=0.1, process_group=mesh["replicate"])
     replica = rank // 2
     for step in range(9):
         absent = absent_in(step)

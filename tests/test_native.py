@@ -13,7 +13,7 @@ import torch
 from backends import bits_of, tensors
 from reference_ops import Problem
 
-from fusedonebit import OneBitAdam, triton_kernels
+from fusedonebit import Faults, OneBitAdam, triton_kernels
 from fusedonebit.triton_kernels import backend, native, using
 from fusedonebit.triton_kernels.jit import newton_sqrt, tl
 from fusedonebit.triton_kernels.op import OPS
@@ -22,11 +22,11 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.needs_compiler
 ALONE = """
 import torch
-from fusedonebit import OneBitAdam
+from fusedonebit import Faults, OneBitAdam
 from fusedonebit.triton_kernels import using
 torch.manual_seed(0)
 p = torch.nn.Parameter(torch.randn(3000))
-optimizer = OneBitAdam([p], 1e-2, freeze_step=5, guard="off")
+optimizer = OneBitAdam([p], 1e-2, freeze_step=5, faults=Faults(guard="off"))
 for _ in range(10):
     p.grad = torch.randn(3000)
     optimizer.step()
@@ -147,7 +147,7 @@ def test_tensors_that_are_too_short_are_named_before_anything_is_read():
 @needs_compiler
 def test_gradients_and_parameters_without_memory_are_refused():
     params = [torch.nn.Parameter(torch.randn(300)) for _ in range(2)]
-    optimizer = OneBitAdam(params, freeze_step=1, guard="off")
+    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"))
     for i in (0, 1):
         for p in params:
             p.grad = torch.randn(300)

@@ -12,7 +12,7 @@ import pytest
 import reference_adam
 import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
-from optimizers import PAPER
+from optimizers import PAPER, objects
 from ranks import simulate
 from teacher_forced import Deviation
 
@@ -69,7 +69,7 @@ def record_steps(rank: int, transport: Transport, norm: str, precondition: bool,
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
     options = PAPER | {"scale_norm": norm, "precondition": precondition, "variance_floor": 0.01 * precondition}
-    optimizer = OneBitAdam(params, freeze_step=FREEZE_STEP, **HYPER, **options, process_group=transport)
+    optimizer = OneBitAdam(params, process_group=transport, **objects(freeze_step=FREEZE_STEP, **HYPER, **options))
     states, gradients = [], []
     for step in range(FREEZE_STEP + steps):
         for i, p in enumerate(params):

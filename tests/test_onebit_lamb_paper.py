@@ -13,7 +13,7 @@ import pytest
 import reference_lamb
 import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
-from optimizers import PAPER
+from optimizers import PAPER, objects
 from ranks import simulate
 from teacher_forced import LambDeviation
 
@@ -61,7 +61,7 @@ BOUNDS = {"l1": {"r_min": 1.5, "r_max": 4.0}, "l2": {}}
 
 
 def settings(options: dict) -> reference_lamb.Settings:
-    options = {k: v for k, v in options.items() if k not in {"layerwise", "eps_inside_sqrt", *PAPER}}
+    options = {k: v for k, v in options.items() if k not in {"adaptive", "eps_inside_sqrt", *PAPER}}
     beta1, beta2 = options.pop("betas")
     return reference_lamb.Settings(beta1=beta1, beta2=beta2, **options)
 
@@ -114,7 +114,7 @@ def record_steps(rank: int, transport: Transport, layers: int, steps: int, optio
     """Trains; returns all states, before the first step, the last of the warm-up and each after it, and gradients."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, _, magnitude, _ in LAYERS[:layers]]
-    optimizer = OneBitLamb(params, freeze_step=WARM_UP, **options, process_group=transport)
+    optimizer = OneBitLamb(params, process_group=transport, **objects(freeze_step=WARM_UP, **options))
     states, gradients, start = [], [], flat(params)
     for step in range(WARM_UP + steps):
         for i, p in enumerate(params):
@@ -157,7 +157,7 @@ def check_compressed_steps(name: str, runs: list[dict], steps: int, options: dic
             unit,
             settings(options),
             norm=options["scale_norm"],
-            adaptive=options["layerwise"] == "adaptive",
+            adaptive=options["adaptive"],
         )
         clipped.update(spec.clipped)
         largest = [np.max(before.v_frozen[layer] / spec.v[layer]) for layer in layers]
@@ -208,7 +208,7 @@ def check_warmup(name: str, runs: list[dict], options: dict) -> Counter[str]:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_every_step_is_equation_2_then_algorithm_1(norm):
-    options = OPTIONS | BOUNDS[norm] | {"scale_norm": norm, "layerwise": "adaptive"}
+    options = OPTIONS | BOUNDS[norm] | {"scale_norm": norm, "adaptive": True}
     runs = simulate(record_steps, 4, len(LAYERS), STEPS, options)
     clipped = check_warmup(norm, runs, options) + check_compressed_steps(norm, runs, STEPS, options)
     print(f"{norm}: clips: {dict(clipped)}")
@@ -219,7 +219,7 @@ def test_every_step_is_equation_2_then_algorithm_1(norm):
 
 
 def test_frozen_coefficients_are_the_basic_one_bit_of_section_3_4():
-    options = OPTIONS | {"layerwise": "frozen"}
+    options = OPTIONS | {"adaptive": False}
     runs = simulate(record_steps, 2, 7, 10, options)
     check_compressed_steps("frozen", runs, 10, options)
     for state in runs[0]["states"][1:]:
@@ -238,7 +238,9 @@ def train_with_silent_layer(rank: int, transport: Transport, kind: str) -> dict:
     params = [torch.nn.Parameter(torch.randn(60 + 7 * i)) for i in range(4)]
     trained = [p for i, p in enumerate(params) if (i, kind) != (SILENT, "absent")]
     options = PAPER | {"dead_coordinates": "keep" if kind == "keep" else "mean"}
-    optimizer = OneBitLamb(trained, lr=1e-2, betas=(0.5, 0.9), freeze_step=2, **options, process_group=transport)
+    optimizer = OneBitLamb(
+        trained, lr=1e-2, betas=(0.5, 0.9), process_group=transport, **objects(freeze_step=2, **options)
+    )
     finite, m, x = True, [], []
     for step in range(12):
         for i, p in enumerate(params):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedonebit
-from fusedonebit import OneBitAdam, ddp
+from fusedonebit import Faults, OneBitAdam, Wire, ddp
 from fusedonebit.comm import SimulatedGroup, Transport
 
 EACH = pytest.mark.parametrize("name", [name for name in MAKE if "masters" not in name])
@@ -290,7 +290,7 @@ def test_the_count_goes_on_in_a_checkpoint_beyond_32_bits():
 def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 30), nn.Linear(30, 1))
-    optimizer = OneBitAdam(net.parameters(), freeze_step=2, guard="off", overlap=True)
+    optimizer = OneBitAdam(net.parameters(), freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap=True))
     for step in range(6):
         before = fingerprint(parameters(optimizer))
         if rank == 0 or step < 5:

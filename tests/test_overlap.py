@@ -18,12 +18,21 @@ import torch
 import torch.distributed as dist
 from lines_of import conserved, imbalance, on_the_line, whole_state
 from observe import caught
-from optimizers import EACH_ONEBIT, construct
+from optimizers import EACH_ONEBIT, construct, objects
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OneBitAdam, OutOfStepError, ddp
+from fusedonebit import (
+    AbortedStepError,
+    CollectiveError,
+    Faults,
+    FusedOneBitWarning,
+    OneBitAdam,
+    OutOfStepError,
+    Wire,
+    ddp,
+)
 from fusedonebit.comm import allreduce
 
 FREEZE, STEPS = 4, 12
@@ -193,7 +202,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
 def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
     """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
-    optimizer = OneBitAdam(params, freeze_step=1, guard="off", buckets=3, overlap=True)
+    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap=True))
     copies: list[weakref.ref[Tensor]] = []
     compress = allreduce.momentum_compress
 
@@ -241,7 +250,7 @@ def free(
     """Parameters without a model; the last bucket has the last two of them."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
-    return params, OneBitAdam(params, **OPTIONS | {"overlap": True, "precondition": False} | options)
+    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": True, "precondition": False} | options))
 
 
 def step_on(params: list[nn.Parameter], optimizer: OneBitAdam, gradients: list[Tensor]) -> None:
@@ -465,14 +474,14 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
     for overlap in (True, False):
         params = free(rank)[0]
         gc.collect()  # and the optimizer that comes with them, hooks included
-        first = OneBitAdam(params[:2], **OPTIONS | {"overlap": overlap})
+        first = OneBitAdam(params[:2], **objects(**OPTIONS | {"overlap": overlap}))
         step_on(params[:2], first, some_gradients(params[:2], rank, 50))
         first.add_param_group({"params": params[2:], "lr": 1e-3})
         for step in range(FREEZE + 2):
             step_on(params, first, some_gradients(params, rank, step))
         first.step()  # without gradients
         optimizer = OneBitAdam(
-            [{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **OPTIONS | {"overlap": overlap}
+            [{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **objects(**OPTIONS | {"overlap": overlap})
         )
         optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
         hooks = [len(p._post_accumulate_grad_hooks or {}) for p in params]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from optimizers import objects
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam
@@ -25,7 +26,10 @@ def states(rank: int, transport: Any, loud: float, skipped: bool, options: dict)
     """Momentum, both residuals and gradient of the quiet tensor after each step; the other is loud in step 5."""
     params = [Parameter(torch.ones(300)), Parameter(torch.ones(200))]
     optimizer = OneBitAdam(
-        params, betas=(BETA1, 0.99), freeze_step=FREEZE, guard="off", block_size=128, process_group=transport, **options
+        params,
+        betas=(BETA1, 0.99),
+        process_group=transport,
+        **objects(freeze_step=FREEZE, guard="off", block_size=128, **options),
     )
     told = []
     for step in range(10):

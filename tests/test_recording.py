@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import by_name
 from ranks import run_ranks
 from torch.nn import Parameter
 
@@ -36,7 +37,7 @@ def take_steps(optimizer: Any, named: list[tuple[str, Parameter]], steps: range,
 
 
 def record_a_run(rank: int, world_size: int, folder: str, name: str) -> bool:
-    kind = {"adam": OneBitAdam, "lamb": OneBitLamb}[name]
+    kind = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}[name]
     optimizer, named = small(kind, freeze_step=3, guard="off")
     mine = Path(folder) / f"of-rank-{rank}"  # one folder would not show who wrote
     with Recorder(mine, optimizer, name=name, every=1, layers_every=2, settings={"batch": 4}) as recorder:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from observe import flat, observe, parameters
-from optimizers import PAPER
+from optimizers import PAPER, by_name
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -64,10 +64,10 @@ LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
 AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
 MARSIT = {"lr": 0.02, "global_ratio": 0.7, "full_precision_every": 5, "compensation_limit": None}
 MAKE: dict[str, Callable[..., Any]] = {
-    "adam, l1": partial(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
-    "adam, l2": partial(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED),
-    "lamb": partial(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
-    "marsit": partial(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
+    "adam, l1": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
+    "adam, l2": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED),
+    "lamb": by_name(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
+    "marsit": by_name(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
 }
 
 

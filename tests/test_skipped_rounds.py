@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from optimizers import by_name
 from torch.nn import Parameter
 
-from fusedonebit import MarsitAdam, MarsitSGD, ZeroOneAdam, amp, policies
+from fusedonebit import MarsitAdam, MarsitSGD, Rounds, ZeroOneAdam, amp, policies
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.telemetry import HostMirror
 
@@ -66,7 +67,7 @@ QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @QUIET
 @SCALED
 @RESUMED
-@pytest.mark.parametrize("make", [MarsitSGD, MarsitAdam])
+@pytest.mark.parametrize("make", [by_name(MarsitSGD), by_name(MarsitAdam)], ids=["sgd", "adam"])
 def test_a_skipped_round_of_full_precision_is_made_up_for_and_others_do_not_count(make, scaled, resumed):
     skipped = (0, 1, 4, 7)
 
@@ -87,7 +88,11 @@ def test_a_skipped_round_of_full_precision_is_made_up_for_and_others_do_not_coun
 @QUIET
 def test_local_steps_count_with_their_round():
     def job(rank: int, transport: Any) -> tuple[list[str], bool]:
-        run = Run(rank, lambda p: MarsitSGD(p, process_group=transport, full_precision_every=2, local_steps=2), True)
+        run = Run(
+            rank,
+            lambda p: MarsitSGD(p, process_group=transport, rounds=Rounds(full_precision_every=2, local_steps=2)),
+            True,
+        )
         for number in range(10):
             run.step(number, number in (1, 5))
         return run.phases, True
@@ -163,7 +168,7 @@ ZERO_ONE = {
 
 @pytest.mark.long(but=1)
 @QUIET
-@pytest.mark.parametrize("make", [partial(MarsitSGD, full_precision_every=4), partial(ZeroOneAdam, **ZERO_ONE)])
+@pytest.mark.parametrize("make", [by_name(MarsitSGD, full_precision_every=4), by_name(ZeroOneAdam, **ZERO_ONE)])
 def test_ranks_agree_on_rounds_though_one_has_looked_early(make):
     """On CUDA flags arrive a step late; ``stats()`` waits for them."""
 

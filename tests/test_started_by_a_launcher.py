@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from optimizers import objects
 from torch.nn import Parameter
 
 from fusedonebit import Lamb, MarsitSGD, OneBitAdam, OneBitLion
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 
 MAKE = {
-    "onebit-adam": lambda **more: OneBitAdam([Parameter(torch.ones(3))], freeze_step=2, **more),
-    "lamb": lambda **more: Lamb([Parameter(torch.ones(3))], **more),
-    "marsit": lambda **more: MarsitSGD([Parameter(torch.ones(3))], **more),
-    "lion": lambda **more: OneBitLion([Parameter(torch.ones(3))], **more),
+    "onebit-adam": lambda **more: OneBitAdam([Parameter(torch.ones(3))], **objects(freeze_step=2, **more)),
+    "lamb": lambda **more: Lamb([Parameter(torch.ones(3))], **objects(**more)),
+    "marsit": lambda **more: MarsitSGD([Parameter(torch.ones(3))], **objects(**more)),
+    "lion": lambda **more: OneBitLion([Parameter(torch.ones(3))], **objects(**more)),
 }
 
 

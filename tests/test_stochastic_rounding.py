@@ -12,14 +12,14 @@ from backends import assert_equal_backends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
-from optimizers import EACH, UNGUARDED, construct
+from optimizers import EACH, UNGUARDED, construct, objects
 from ranks import run_ranks, simulate, warned
 from reference_ops import Problem
 from test_checkpoint import resume
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import DisagreementError, Lamb, OneBitAdam, triton_kernels
+from fusedonebit import DisagreementError, Lamb, Numerics, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import Coef, block_io, rules, using
 from fusedonebit.triton_kernels.cpu_tiles import Tile
@@ -365,7 +365,7 @@ def test_a_skipped_step_draws_nothing():
     prints = []
     for bad in ((), (3,)):
         params = make(torch.bfloat16)
-        optimizer = OneBitAdam(params, freeze_step=5, stochastic_rounding=True, **UNGUARDED)
+        optimizer = OneBitAdam(params, **objects(freeze_step=5, stochastic_rounding=True, **UNGUARDED))
         for step in range(5 + len(bad)):
             for p in params:
                 p.grad = torch.full_like(p, torch.nan if step in bad else 0.1)
@@ -395,7 +395,7 @@ def test_what_makes_no_sense_is_refused(name, dtypes, value, message):
 
 
 def test_float16_parameters_can_not_be_added_later():
-    optimizer = Lamb(make(torch.bfloat16), stochastic_rounding=True)
+    optimizer = Lamb(make(torch.bfloat16), numerics=Numerics(stochastic_rounding=True))
     with pytest.raises(ValueError, match=r"got True and parameter 4 of float16; use bfloat16"):
         optimizer.add_param_group({"params": make(torch.float16, [(3,)])})
     assert len(optimizer.param_groups) == 1
@@ -403,7 +403,7 @@ def test_float16_parameters_can_not_be_added_later():
 
 
 def disagree(rank: int, transport: Transport) -> None:
-    Lamb(make(torch.bfloat16), stochastic_rounding=rank == 0, process_group=transport)
+    Lamb(make(torch.bfloat16), numerics=Numerics(stochastic_rounding=rank == 0), process_group=transport)
 
 
 def test_ranks_that_disagree_are_refused():

@@ -24,6 +24,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_infos import CONTROLS, NAMES, STAGES, constructors, info, machinery
 
+from fusedonebit import Numerics
+
 OURS = tuple(STAGES)
 
 REFUSED: dict[str, tuple[str, type[Exception] | None, str]] = {
@@ -76,7 +78,8 @@ def each(request: pytest.FixtureRequest) -> Callable[..., Iterator[Callable[...,
             def make(params: Any, _kind: Any = kind, _kwargs: dict = kwargs, **more: Any) -> Any:
                 return _kind(params, **{**copy.deepcopy(_kwargs), **more})
 
-            make.desc, make.maximize = desc, kwargs.get("maximize", False)  # type: ignore[attr-defined]
+            ascends = kwargs.get("maximize", False) or kwargs.get("numerics", Numerics()).maximize
+            make.desc, make.maximize = desc, ascends  # type: ignore[attr-defined]
             yield make
             HELD["held"] += 1
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from optimizers import objects
 from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import OneBitAdam
+from fusedonebit import Numerics, OneBitAdam
 from fusedonebit.comm import Transport
 
 STEPS = 50
@@ -129,7 +130,7 @@ def run_alone(ours: torch.optim.Optimizer, reference: torch.optim.Optimizer, ste
 
 def make_pair(make: Callable[[], list], **options) -> tuple[OneBitAdam, torch.optim.AdamW]:
     torch.manual_seed(0)
-    ours = OneBitAdam(make(), freeze_step=1000, **options)
+    ours = OneBitAdam(make(), **objects(freeze_step=1000, **options))
     torch.manual_seed(0)
     return ours, torch.optim.AdamW(make(), foreach=False, **options)
 
@@ -269,7 +270,7 @@ def test_masked_coordinates_stay_exactly_still_and_the_others_follow_adamw():
     torch.manual_seed(0)
     p = Parameter(torch.randn(20, 30).t())
     q = Parameter(p.detach().clone())
-    ours = OneBitAdam([p], weight_decay=0.5, freeze_step=1000, mask={p: mask})
+    ours = OneBitAdam([p], weight_decay=0.5, freeze_step=1000, numerics=Numerics(mask={p: mask}))
     before = p.detach().clone()
     run_alone(ours, torch.optim.AdamW([q], weight_decay=0.5, foreach=False))
     assert torch.equal(p[~mask], before[~mask])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from observe import change_header, fingerprint, parameters
+from optimizers import objects
 from ranks import run_ranks
 from test_dcp import differing, everything, network
 from test_dcp import train as train_model
@@ -28,7 +29,7 @@ from zero_one_rounds import (
     variances,
 )
 
-from fusedonebit import DisagreementError, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam, dcp
+from fusedonebit import DisagreementError, Faults, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam, dcp
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core.sharding import local
 
@@ -41,7 +42,7 @@ DEEPSPEED |= {"local_step_scaler": 4, "local_step_clipper": 4}
 
 def fresh(name: str, params: list[Parameter], transport: Any = None, **options: Any) -> ZeroOneAdam:
     if name == "deepspeed":
-        return ZeroOneAdam.from_deepspeed(params, DEEPSPEED, transport, **options)
+        return ZeroOneAdam.from_deepspeed(params, DEEPSPEED, transport, **objects(**options))
     return make(params, ROUNDS, weight_decay=0.1, process_group=transport, **options)
 
 
@@ -261,7 +262,7 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
     if case == "marsit":
         saver = MarsitSGD(make_parameters())
     elif case == "onebit":
-        saver = OneBitAdam(make_parameters(), freeze_step=2, guard="off")
+        saver = OneBitAdam(make_parameters(), freeze_step=2, faults=Faults(guard="off"))
     elif case == "deepspeed":
         saver = fresh("deepspeed", make_parameters())
     train(saver, rank, 4)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint, parameters
+from optimizers import objects
 from ranks import run_ranks
 from torch.nn import Parameter
 from zero_one_rounds import (
@@ -151,7 +152,7 @@ def test_an_object_without_the_method_is_refused(name, value):
         return  # the default
     method = {"variance_policy": "renews", "sync_policy": "steps"}[name]
     with pytest.raises(TypeError, match=rf"{name} must have a method {method}\(done\), as fusedonebit.policies."):
-        ZeroOneAdam(make_parameters(), **good | {name: value})
+        ZeroOneAdam(make_parameters(), **objects(**good | {name: value}))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from observe import fingerprint, parameters
+from optimizers import objects
 from ranks import WORLD_SIZES, run_ranks
 from torch.nn import Parameter
 from zero_one_rounds import (
@@ -82,7 +83,12 @@ def adamw(rank: int, world_size: int) -> list[float]:
     ours, theirs = make_parameters(), make_parameters()
     kwargs: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
     optimizer = ZeroOneAdam(
-        ours, 1e-2, variance_policy=EveryRound(), sync_policy=policies.EveryStep(), max_grad_norm=20.0, **kwargs
+        ours,
+        1e-2,
+        variance_policy=EveryRound(),
+        sync_policy=policies.EveryStep(),
+        max_grad_norm=20.0,
+        **objects(**kwargs),
     )
     reference = torch.optim.AdamW(theirs, 1e-2, **kwargs)
     off = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import objects
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from fusedonebit.optim.policies import DoublingVariance, EveryStep
@@ -122,7 +123,8 @@ def inputs(kind: type, options: dict[str, Any], dtype: torch.dtype | None) -> li
         found.append(("half a variance", {"frozen_dtype": torch.bfloat16}))
     if kind is OneBitLion:
         found.append(("mean", {"aggregation": "mean"}))
-    return [machinery().OptimizerInput(params=None, kwargs={**options, **kwargs}, desc=desc) for desc, kwargs in found]
+    made = machinery().OptimizerInput
+    return [made(params=None, kwargs=objects(**{**options, **kwargs}), desc=desc) for desc, kwargs in found]
 
 
 def error_inputs(kind: type, options: dict[str, Any], device: str, dtype: torch.dtype) -> list[Any]:
@@ -130,7 +132,7 @@ def error_inputs(kind: type, options: dict[str, Any], device: str, dtype: torch.
     found = machinery().get_error_inputs_for_all_optims(device, dtype)
     for each in found:
         each.error_regex = OWN_WORDS.get(each.error_regex, each.error_regex)
-        each.optimizer_error_input.kwargs = {**options, **each.optimizer_error_input.kwargs}
+        each.optimizer_error_input.kwargs = objects(**{**options, **each.optimizer_error_input.kwargs})
     bad: list[tuple[dict[str, Any], str]] = [
         ({"lr": -1.0}, "lr must be a finite number >= 0, got -1"),
         ({"weight_decay": -1}, "weight_decay must be a finite number >= 0, got -1"),
@@ -141,7 +143,7 @@ def error_inputs(kind: type, options: dict[str, Any], device: str, dtype: torch.
     else:
         bad.append(({"betas": (1.0, 0.0)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.0\)"))
     for kwargs, text in bad:
-        given = machinery().OptimizerInput(params=None, kwargs={**options, **kwargs}, desc=text)
+        given = machinery().OptimizerInput(params=None, kwargs=objects(**{**options, **kwargs}), desc=text)
         found.append(machinery().ErrorOptimizerInput(given, error_type=ValueError, error_regex=text))
     return found
 

@@ -9,6 +9,7 @@ import torch
 from marsit_rounds import make as make_parameters
 from marsit_rounds import own_state, set_gradients, train
 from observe import caught, flat, parameters, through_a_file
+from optimizers import objects
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -70,7 +71,7 @@ def make(params: Any, rounds: tuple[int, ...] = (0, 0, 1, 3, 1, 0, 2), lr: Any =
     """An optimizer whose rounds are a list; betas are small, so that few steps show much."""
     script = Script(rounds)
     given = {"betas": (0.8, 0.9), "variance_policy": script, "sync_policy": script} | options
-    return ZeroOneAdam(params, lr, **given)
+    return ZeroOneAdam(params, lr, **objects(**given))
 
 
 def momenta(optimizer: ZeroOneAdam) -> list[Tensor]:

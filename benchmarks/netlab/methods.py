@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedonebit import MarsitAdam, OneBitAdam, OneBitLamb
+from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds
 from fusedonebit.comm import Transport, make_transport
 
 from ..timed import Timed
@@ -109,20 +109,24 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, LR, BETAS, weight_decay=0.01, fused=True)
 
 
-def onebit_adam(params: Iterable[Tensor], freeze_step: int = 1, guard: str = "off", **options: Any) -> OneBitAdam:
-    # A freeze after one step is for timing: what the guard thinks of it is not what is measured.
-    return OneBitAdam(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, guard=guard, **options)
+# A freeze after one step is for timing: what the guard thinks of it is not what is measured.
+UNGUARDED = Faults(guard="off")
 
 
-def onebit_lamb(params: Iterable[Tensor], freeze_step: int = 1, guard: str = "off", **options: Any) -> OneBitLamb:
-    return OneBitLamb(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, guard=guard, **options)
+def onebit_adam(
+    params: Iterable[Tensor], freeze_step: int = 1, faults: Faults = UNGUARDED, **options: Any
+) -> OneBitAdam:
+    return OneBitAdam(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, faults=faults, **options)
+
+
+def onebit_lamb(params: Iterable[Tensor], freeze_step: int = 1, **options: Any) -> OneBitLamb:
+    return OneBitLamb(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, faults=UNGUARDED, **options)
 
 
 def marsit_adam(params: Iterable[Tensor], topology: str, **options: Any) -> MarsitAdam:
     # Only the rounds of one bit: the planner, too, is asked for those.
-    return MarsitAdam(
-        params, LR, BETAS, weight_decay=0.01, topology=topology, full_precision_every=0, global_ratio=1.0, **options
-    )
+    rounds = Rounds(full_precision_every=0, global_ratio=1.0)
+    return MarsitAdam(params, LR, BETAS, weight_decay=0.01, topology=topology, rounds=rounds, **options)
 
 
 def _over_mpi(model: nn.Module) -> OneBit:

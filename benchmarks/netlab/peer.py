@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedonebit import Faults
+
 from .methods import METHODS, OneBit, Parallel, onebit_adam
 from .split import WARM_UP, Turn, summarise, whole
 from .task import Task
@@ -106,7 +108,7 @@ def steps(task: Task, methods: Sequence[str], rounds: int) -> dict[str, Any]:
 def run(task: Task, count: int, freeze_step: int) -> dict[str, Any]:
     """Whole runs one after the other, the same batches: AdamW behind DDP, and 1-bit Adam with its warm-up."""
     rank, corpus = dist.get_rank(), task.corpus()
-    frozen_at = partial(onebit_adam, freeze_step=freeze_step, guard="rewarm")  # the optimizer's own default
+    frozen_at = partial(onebit_adam, freeze_step=freeze_step, faults=Faults())  # the optimizer's own default
     told = {}
     for name, make in {"onebit-adam": lambda m: OneBit(m, frozen_at), "adamw": Parallel}.items():
         replica = make(task.model())

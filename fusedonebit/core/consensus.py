@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,9 +89,9 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
     """
     transport, device = optimizer.transport, optimizer.device
     hint = "construct the optimizer alike on every rank"
-    stated = [] if error else facts(optimizer, broadcast)
+    stated = [] if error else facts(optimizer)
     error = failure(lambda: agree(transport, stated, device, error, hint))
-    optimizer.shards.agree(_of_all_shards(optimizer, broadcast) if error is None else [], device, error, hint)
+    optimizer.shards.agree(_of_all_shards(optimizer) if error is None else [], device, error, hint)
     if broadcast:
         optimizer.parameters.before_update()
         for dense in optimizer.parameters.dense:
@@ -136,14 +135,14 @@ def failure(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _of_all_shards(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
+def _of_all_shards(optimizer: Keeper) -> list[tuple[str, str]]:
     """What ranks with different shards have in common: all but the shards' shapes and masks."""
     of_a_shard = {name for name, _ in optimizer.parameters.facts()[1:]}
     of_a_shard |= {f"the mask of {name}" for name in optimizer.parameters.names}
-    return [fact for fact in facts(optimizer, broadcast) if fact[0] not in of_a_shard]
+    return [fact for fact in facts(optimizer) if fact[0] not in of_a_shard]
 
 
-def facts(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
+def facts(optimizer: Keeper) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
     options, plist, masks = optimizer.options, optimizer.parameters, optimizer.masks
     groups = [
@@ -154,8 +153,7 @@ def facts(optimizer: Keeper, broadcast: bool) -> list[tuple[str, str]]:
     named = list(zip(plist.owners, plist.names, strict=True))
     return [
         ("the optimizer", type(optimizer).__name__),
-        *((f.name, stated(getattr(options, f.name))) for f in fields(options)),
-        ("broadcast_parameters", repr(broadcast)),
+        *((name, stated(getattr(options, name))) for name in options.names()),
         ("the number of ranks of a node", str(optimizer.inside.world_size)),
         *plist.facts(),
         ("the number of groups", str(len(optimizer.param_groups))),

@@ -23,10 +23,11 @@ from . import consensus as construction
 from . import copies, inspection
 from . import reducers as cuts
 from .handshake import ddp_averages, warn_of_averages
-from .options import LAMB_KEYS, CoefficientTable, Options, check_group, check_lr, numbers, read_once
+from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, agree_on_scaling
+from .settings import NUMERICS, WIRE, Options
 from .sharding import group_of
 from .state import hooks, loading, saving
 from .state.keeper import Keeper
@@ -42,6 +43,9 @@ Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
 class DistributedOptimizer(Keeper):
     """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
+
+    settings: ClassVar[type[Options]] = Options
+    """What the option objects are settled into; its other fields are further ``settings`` of the constructor."""
 
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
     _step_supports_amp_scaling = True
@@ -62,27 +66,27 @@ class DistributedOptimizer(Keeper):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
         defaults: dict[str, Any],
-        options: Options,
         *,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
-        hierarchy: Any = None,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        broadcast_parameters: bool = False,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        **settings: Any,
     ) -> None:
-        self.options = options
-        self.hyper_parameters = tuple(defaults)  # of a group; torch adds others to its own table
+        # Of a group; torch adds others to its own table.
+        self.hyper_parameters = (*defaults, *self.settings.grouped)
         self.lr_tensors: list[Tensor] = []
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
-        self.transport = make_transport(group_of(process_group, mesh), self.device)
+        self.transport = make_transport(group_of(process_group), self.device)
         self.shards = construction.shards_of(first_mesh(params), self.device)
         self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
+        wire = WIRE
         try:
             if error is not None:
                 raise error
+            self.options = options = self.settings.of(type(self).__name__, settings)
             options.check()
+            wire = settings.get("wire", wire)
+            defaults = defaults | {name: getattr(options, name) for name in options.grouped}
             self.check_group(numbers(defaults))
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
@@ -90,15 +94,16 @@ class DistributedOptimizer(Keeper):
             self.put_lr_on_the_device()
             self.parameters = ParameterList(self.param_groups, options.master_weights)
             construction.check_shards(self)
-            construction.check_masks(mask or {}, self.parameters)
+            masks = settings.get("numerics", NUMERICS).mask or {}
+            construction.check_masks(masks, self.parameters)
             construction.check_rounding(options.stochastic_rounding, self.parameters)
-            self.masks = dict(mask or {})
+            self.masks = dict(masks)
             construction.check_device(self.device)
-            self.levels = cuts.levels_of(self, hierarchy)
+            self.levels = cuts.levels_of(self, wire.hierarchy)
             self.inside = self.inside if self.levels is None else self.levels[1]
         except Exception as caught:
             error = caught
-        construction.agree_on_everything(self, error, broadcast_parameters)
+        construction.agree_on_everything(self, error, wire.broadcast_parameters)
         self.set_up()
 
     # ---------------------------------------------------------------- construction
@@ -121,7 +126,6 @@ class DistributedOptimizer(Keeper):
 
     def check_levels(self) -> None:
         """Raises ValueError if this optimizer, as it is, can't work in two levels."""
-        raise ValueError(f"hierarchy must be None: {type(self).__name__} compresses nothing")
 
     def build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""

@@ -5,152 +5,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..triton_kernels import BLOCK_SIZES, LARGEST_GRADIENT, SCALE_NORMS, Coef, ScaleScope
+from ..triton_kernels import LARGEST_GRADIENT, Coef
 from .telemetry import capturing, upload
 
 _LR = 0  # column of the uploaded rows
-
-VARIANCE_FLOOR = 0.01
-"""Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
-
-LEAST_REWARM_STEPS = 10
-
-OVERLAPPED_BUCKETS = 4
-"""Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Settings of a whole optimizer, equal on all ranks. See ``Lamb`` for their meaning."""
-
-    bias_correction: bool
-    eps_inside_sqrt: bool
-    nonfinite: str
-    block_size: int | None
-    max_grad_norm: float | None = None
-    master_weights: bool = False
-    capturable: bool = False
-    stochastic_rounding: bool = False
-    hierarchy_dtype: torch.dtype = torch.float32
-
-    no_numerics: ClassVar[tuple[str, ...]] = (
-        *("nonfinite", "block_size", "max_grad_norm", "master_weights", "capturable", "hierarchy_dtype"),
-    )
-    """Those that don't change what a step computes, or that a checkpoint compares otherwise."""
-
-    def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
-        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
-        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
-        check_flag("master_weights", self.master_weights)
-        check_flag("capturable", self.capturable)
-        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
-        check_flag("bias_correction", self.bias_correction)
-        check_flag("eps_inside_sqrt", self.eps_inside_sqrt)
-        check_flag("stochastic_rounding", self.stochastic_rounding)
-        if self.stochastic_rounding and self.master_weights:
-            raise ValueError(
-                "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
-            )
-        if self.block_size is not None and not (_is_int(self.block_size) and self.block_size in BLOCK_SIZES):
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneBitOptions(Options):
-    """Those of an optimizer with a compression stage. See ``OneBitAdam`` for their meaning."""
-
-    freeze_step: int | Literal["auto"]
-    lr_warmup_steps: int
-    scale_norm: str
-    scale_scope: ScaleScope
-    precondition: bool
-    ternary: bool
-    variance_floor: float | None
-    warm_started: bool
-    rewarm_every: int
-    rewarm_steps: int
-    guard: str
-    dead_coordinates: str
-    overlap: bool = False
-    buckets: int | None = None
-    frozen_dtype: torch.dtype = torch.float32
-
-    no_numerics: ClassVar = (
-        *Options.no_numerics,
-        *("precondition", "ternary", "frozen_dtype", "dead_coordinates", "overlap", "buckets"),
-        *("freeze_step", "lr_warmup_steps", "warm_started", "rewarm_every", "rewarm_steps", "guard"),
-    )
-
-    @property
-    def bucket_count(self) -> int:
-        """Into how many buckets the line is cut."""
-        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
-
-    @property
-    def least_share(self) -> float:
-        """Of its tensor's mean that frozen v has at least."""
-        preconditioned = VARIANCE_FLOOR if self.precondition else 0.0
-        return preconditioned if self.variance_floor is None else self.variance_floor
-
-    def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
-        super().check()
-        check_count("freeze_step", self.freeze_step, alternative="auto")
-        check_count("lr_warmup_steps", self.lr_warmup_steps)
-        check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
-        check_choice("scale_scope", self.scale_scope, ("global", "bucket", "layer", "block"))
-        self._check_buckets()
-        check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
-        check_flag("precondition", self.precondition)
-        check_flag("ternary", self.ternary)
-        if self.frozen_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
-        if self.variance_floor is not None and not _in_unit(self.variance_floor):
-            raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
-        if self.warm_started and self.freeze_step == "auto":
-            raise ValueError(
-                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try 0'
-            )
-        check_count("rewarm_every", self.rewarm_every)
-        check_count("rewarm_steps", self.rewarm_steps)
-        if self.rewarm_steps < LEAST_REWARM_STEPS:
-            raise ValueError(
-                f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
-                "of so many updates the variance is made anew"
-            )
-        check_choice("guard", self.guard, ("rewarm", "warn", "off"))
-        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
-            way_out = "precondition=False" if self.precondition else "variance_floor=0"
-            raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
-
-    def _check_buckets(self) -> None:
-        check_flag("overlap", self.overlap)
-        if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
-            raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
-        if self.bucket_count > 1 and self.scale_scope == "global":
-            raise ValueError(
-                f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
-                "scale for all is known only when all gradients are"
-            )
-        if not self.overlap:
-            return
-        if self.max_grad_norm is not None:
-            raise ValueError(
-                f"max_grad_norm must be None with overlap=True, got {self.max_grad_norm!r}: the norm is known only "
-                "when all gradients are; the guard refuses outliers"
-            )
-        if self.capturable:
-            raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,10 +44,10 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
     """
     where = f" in {name}" if name else ""
     check_lr(group["lr"], where)
-    if "momentum" in group and not _in_unit(group["momentum"]):
+    if "momentum" in group and not is_share(group["momentum"]):
         raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}{where}")
     betas = _betas(group)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_in_unit(b) for b in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_share(b) for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
     for key in ("eps", "weight_decay"):
         if key in group and (not _fits_float32(group[key]) or group[key] < 0):
@@ -207,12 +71,12 @@ def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
         if low not in group or high not in group:
             continue
         for key, least in ((low, ">="), (high, ">")):
-            if not _is_number(group[key]) or group[key] < 0 or (group[key] == 0 and least == ">"):
+            if not is_number(group[key]) or group[key] < 0 or (group[key] == 0 and least == ">"):
                 raise ValueError(f"{key} must be a finite number {least} 0, got {group[key]!r}{where}")
         if group[low] > group[high]:
             raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
     for key in ("beta3", "r_threshold"):
-        if key in group and not _in_unit(group[key]):
+        if key in group and not is_share(group[key]):
             raise ValueError(f"{key} must be a number in [0, 1), got {group[key]!r}{where}")
 
 
@@ -224,7 +88,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_unit(name: str, value: object) -> None:
     """Raises ValueError unless ``value`` is a number in [0, 1)."""
-    if not _in_unit(value):
+    if not is_share(value):
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
 
 
@@ -238,7 +102,7 @@ def check_count(name: str, value: object, alternative: str | None = None) -> Non
     """Raises ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
     if alternative is not None and isinstance(value, str) and value == alternative:
         return
-    if not _is_int(value) or value < 0:  # type: ignore[operator]
+    if not is_int(value) or value < 0:  # type: ignore[operator]
         other = f' or "{alternative}"' if alternative else ""
         raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
 
@@ -254,26 +118,29 @@ def check_lr(lr: object, where: str) -> None:
         raise ValueError(f"lr must be a finite number >= 0, got {_shown(lr)}{where}")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Return whether it is an int, and no flag."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether it is a finite number."""
     # Not math.isfinite, which raises OverflowError for an int beyond float64.
     return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
 
 
 def _fits_float32(value: object) -> bool:
     """Whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
-    return _is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
+    return is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
 
 
-def _in_unit(value: object) -> bool:
-    return _is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
+def is_share(value: object) -> bool:
+    """Return whether it is a number in [0, 1)."""
+    return is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
 
 
 def _shown(value: object) -> str:
-    too_large = _is_number(value) and not _fits_float32(value)
+    too_large = is_number(value) and not _fits_float32(value)
     return f"{value!r}{', which is infinite in float32' * too_large}"
 
 

@@ -15,7 +15,7 @@ from ..comm import TorchTransport, Transport, make_transport
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and mesh=mesh["replicate"] for the optimizer'
+_WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and process_group=mesh["replicate"] for the optimizer'
 
 
 def is_dtensor(value: object) -> bool:
@@ -95,24 +95,20 @@ def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | N
     return mesh
 
 
-def group_of(process_group: Any, mesh: DeviceMesh | None) -> Any:
-    """The group to average over, from the two arguments of which one may say so.
+def group_of(process_group: Any) -> Any:
+    """Return the group to average over; of a ``DeviceMesh`` that of its one dimension.
 
     Raises:
-        TypeError, ValueError: if both do, or ``mesh`` has not one dimension.
+        ValueError: if a mesh has not one dimension.
     """
-    if mesh is None:
+    if not hasattr(process_group, "get_group") or not hasattr(process_group, "ndim"):
         return process_group
-    if process_group is not None:
-        raise ValueError("mesh must be None where process_group is given: both say over which ranks to average")
-    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
-        raise TypeError(f"mesh must be a DeviceMesh of one dimension, got {type(mesh).__name__}")
-    if mesh.ndim != 1:
+    if process_group.ndim != 1:
         raise ValueError(
-            f"mesh must have one dimension, that of the replicas, got {mesh.ndim}: {mesh}; "
-            'pass a part of it, such as mesh["replicate"]'
+            f"process_group must have one dimension where it is a DeviceMesh, that of the replicas, got "
+            f'{process_group.ndim}: {process_group}; pass a part of it, such as mesh["replicate"]'
         )
-    return mesh.get_group()
+    return process_group.get_group()
 
 
 def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Transport, Transport]:

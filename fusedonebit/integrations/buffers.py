@@ -24,8 +24,7 @@ def broadcast_buffers(
     optimizer: DistributedOptimizer | None = None,
     *,
     every: int | None = None,
-    process_group: dist.ProcessGroup | Transport | None = None,
-    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
 ) -> RemovableHandle | None:
     """Overwrites the buffers of ``model`` with rank 0's, as ``DistributedDataParallel`` does; all ranks call it.
 
@@ -37,7 +36,6 @@ def broadcast_buffers(
         optimizer: Any of this package, to broadcast over its ranks (and those with its other shards).
         every: Do it again after each ``every``-th step of ``optimizer``; None: only now.
         process_group: The ranks, where there is no ``optimizer``; as for an optimizer.
-        mesh: The same as a ``DeviceMesh`` of one dimension.
 
     Returns:
         With ``every``, a handle: its ``remove()`` ends it.
@@ -58,12 +56,12 @@ def broadcast_buffers(
             raise ValueError(
                 f"every counts an optimizer's steps: pass optimizer=, or leave it out, got every={every!r}"
             )
-        ranks = make_transport(group_of(process_group, mesh), device)
+        ranks = make_transport(group_of(process_group), device)
     else:
         if not isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-        if process_group is not None or mesh is not None:
-            raise ValueError("process_group and mesh must be None where optimizer is given: its ranks are meant")
+        if process_group is not None:
+            raise ValueError("process_group must be None where optimizer is given: its ranks are meant")
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every must be an int >= 1 or None, got {every!r}")
         ranks, inside, device = optimizer.transport, optimizer.shards, optimizer.device

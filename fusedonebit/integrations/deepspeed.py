@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from ..core.settings import FAULTS, NUMERICS, Faults, Layerwise, Numerics, values_of
 from ..optim.policies import DeepSpeedRounds, DeepSpeedVariance
 
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
@@ -23,30 +25,68 @@ _LAMB_KEYS = {
 }
 """DeepSpeed's names of what 1-bit LAMB adds: ours, and its defaults."""
 
+_T = TypeVar("_T", Numerics, Faults)
 
-def onebit_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+NUMERICS_OF_ALL = Numerics(
+    scale_norm="l2", scale_scope="global", precondition=False, variance_floor=0.0, bias_correction=False
+)
+"""What DeepSpeed computes with."""
+
+NUMERICS_OF_TWO_STAGES = replace(NUMERICS_OF_ALL, dead_coordinates="keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedLayerwise(Layerwise):
+    """DeepSpeed's LAMB: a ratio of roots, blended with the share of the weight decay and clipped the other way round.
+
+    Coefficients of 1 are left out of the average: a layer that had no other stands still after the freeze.
+    """
+
+    variant: str = "deepspeed"
+
+
+def onebit_adam_arguments(
+    config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, faults: Faults = FAULTS, **options: Any
+) -> dict[str, Any]:
     """Translates DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
 
     Args:
         config: ``{"type": "OneBitAdam", "params": {...}}`` or just the params.
+        numerics: Whose fields that are not None go before DeepSpeed's numerics.
+        faults: Likewise; DeepSpeed has no guard.
+        options: Further arguments, which go before the config's.
 
     Raises:
         ValueError: for another optimizer, an unknown key, or a value with no counterpart.
     """
     given = _params(config, "OneBitAdam")
-    return _common_arguments(given, "OneBitAdam") | _nothing_left(given)
+    return _two_stages(given, "OneBitAdam", numerics, faults) | _nothing_left(given) | options
 
 
-def onebit_lamb_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above."""
+def onebit_lamb_arguments(
+    config: Mapping[str, Any],
+    *,
+    numerics: Numerics = NUMERICS,
+    faults: Faults = FAULTS,
+    layerwise: Layerwise | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Translates DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above.
+
+    ``layerwise`` goes with a config that has none of DeepSpeed's names for what it says.
+    """
     given = _params(config, "OneBitLamb")
-    arguments = _common_arguments(given, "OneBitLamb") | {"variant": "deepspeed"}
-    for key, (ours, default) in _LAMB_KEYS.items():
-        arguments[ours] = given.pop(key, default)
-    return arguments | _nothing_left(given)
+    arguments = _two_stages(given, "OneBitLamb", numerics, faults)
+    if layerwise is not None and (twice := sorted(_LAMB_KEYS.keys() & given.keys())):
+        raise ValueError(f"layerwise must be None where the config has {', '.join(twice)}; take them out of the config")
+    bounds = {ours: given.pop(key, default) for key, (ours, default) in _LAMB_KEYS.items()}
+    said = bounds if layerwise is None else values_of(layerwise)
+    return arguments | {"layerwise": DeepSpeedLayerwise(**said)} | _nothing_left(given) | options
 
 
-def zero_one_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def zero_one_adam_arguments(
+    config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, **options: Any
+) -> dict[str, Any]:
     """Translates DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
     given = _params(config, "ZeroOneAdam")
     frozen = given.pop("var_freeze_step", 100_000)
@@ -54,15 +94,15 @@ def zero_one_adam_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError('unknown keys in the DeepSpeed config: freeze_step; 0/1 Adam\'s is "var_freeze_step"')
     given["freeze_step"] = 2  # which 1-bit Adam would ask for
     arguments = _common_arguments(given, "ZeroOneAdam")
-    for name in ("freeze_step", "guard", "dead_coordinates"):
-        del arguments[name]
-    policies = {
+    del arguments["freeze_step"]
+    policies: dict[str, Any] = {
+        "numerics": _completed(numerics, NUMERICS_OF_ALL),
         "variance_policy": DeepSpeedVariance(frozen, given.pop("var_update_scaler", 16)),
         "sync_policy": DeepSpeedRounds(
             frozen, given.pop("local_step_scaler", 32_678), given.pop("local_step_clipper", 16)
         ),
     }
-    return arguments | policies | _nothing_left(given)
+    return arguments | policies | _nothing_left(given) | options
 
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
@@ -101,14 +141,19 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
         "eps": given.pop("eps", 1e-8),
         "weight_decay": given.pop("weight_decay", 0.0),
         "freeze_step": freeze_step - 1,
-        "scale_norm": "l2",
-        "scale_scope": "global",
-        "precondition": False,
-        "variance_floor": 0.0,
-        "guard": "off",
-        "bias_correction": False,
-        "dead_coordinates": "keep",
     }
+
+
+def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Faults) -> dict[str, Any]:
+    """What 1-bit Adam and 1-bit LAMB share."""
+    numerics, faults = _completed(numerics, NUMERICS_OF_TWO_STAGES), _completed(faults, Faults(guard="off"))
+    return _common_arguments(given, name) | {"numerics": numerics, "faults": faults}
+
+
+def _completed(options: _T, otherwise: _T) -> _T:
+    """An option object with ``otherwise``'s values where it says None."""
+    said, usual = values_of(options), values_of(otherwise)
+    return replace(options, **{name: usual[name] for name, value in said.items() if value is None})
 
 
 def _nothing_left(given: dict[str, Any]) -> dict[str, Any]:

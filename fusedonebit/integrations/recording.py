@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.settings import Options
+
 METRICS = "metrics.jsonl"
 STARTS = "starts.jsonl"
 FORMAT = 1
@@ -243,14 +245,15 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a run was made with: date, optimizer and its options, versions, where and on how many ranks it runs."""
     stats: dict[str, Any] = getattr(optimizer, "stats", dict)()
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    options = getattr(optimizer, "options", None)
+    options: Any = getattr(optimizer, "options", None)
+    settings = dataclasses.asdict(options) if isinstance(options, Options) else {}
     started = dist.is_available() and dist.is_initialized()
     return {
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "class": type(optimizer).__name__,
         "repr": repr(optimizer),
-        "options": dataclasses.asdict(options) if dataclasses.is_dataclass(options) else {},  # type: ignore[arg-type]
+        "options": {name: settings[name] for name in options.names()} if settings else {},
         "groups": [_hyper_parameters(group) for group in optimizer.param_groups],
         "parameters": sum(p.numel() for p in params),
         "backend": stats.get("backend"),

@@ -23,6 +23,11 @@ DECISION_DELAY = 8
 LARGEST_MULTIPLIER = 1000.0
 """Of 1/denom, as a multiple of its median, where momentum is preconditioned."""
 
+UNSETTLED = (
+    "the variance was not seen to settle by the deadline, {} updates, and is frozen as it is; if training suffers, "
+    "warm up longer with freeze_step=Freeze(deadline=...)"
+)
+
 
 class AutoFreeze:
     """Decides on the device when v is stable: min(a,b)/max(a,b) >= 0.96 (1-bit Adam, Algorithm 1).

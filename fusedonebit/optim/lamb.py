@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Transport
-from ..core.options import Options, check_lamb_group
+from ..core.options import check_lamb_group
+from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Wire
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import AveragingOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambOptions(Options, Layerwise):
+    """Settings of ``Lamb``."""
+
+    objects: ClassVar = {**Options.objects, "layerwise": Layerwise}
+    takes: ClassVar = Options.takes | {"c_min", "c_max", "beta3"}
+    grouped: ClassVar = (*Options.grouped, "c_min", "c_max", "beta3")
 
 
 class LambUpdate(AveragingOptimizer):
@@ -135,29 +146,14 @@ class Lamb(LambUpdate):
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.
         weight_decay: Part of u, so of its norm.
-        c_min, c_max: Bounds of the coefficient.
-        beta3: Of the coefficients' moving average c_avg, which only ``OneBitLamb`` uses, if it
-            continues from this optimizer's checkpoint.
-        bias_correction: Adam's; equation (2) has none.
-        eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
-        maximize: Ascend instead of descend.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves, and
-            nothing enters a norm.
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
-        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over, unless it
-            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
-        capturable: Learning rates become tensors on the device, which schedulers fill in place, and are no
-            longer compared between ranks.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        block_size: Elements per block of the layout; None chooses.
-        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
-            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
-        process_group: Ranks to average over; None is the default group, or only this process. Or a
-            ``fusedonebit.comm.Transport``.
-        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
-            ``fully_shard`` over another (docs/beyond-one-node.md).
+        layerwise: Defaults of c_min, c_max and beta3; of the coefficients' moving average, which beta3 is of, only
+            ``OneBitLamb`` makes use, if it continues from this optimizer's checkpoint.
+        process_group: Ranks to average over: a process group, a ``DeviceMesh`` of one dimension, that of the replicas
+            (parameters may then be sharded by ``fully_shard`` over another, docs/beyond-one-node.md), or a
+            ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``. None: the default group, or
+            only this process.
+        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -169,6 +165,7 @@ class Lamb(LambUpdate):
         optimizer.step()
     """
 
+    settings: ClassVar[type[Options]] = LambOptions
     compresses: ClassVar = False
 
     def __init__(
@@ -179,40 +176,14 @@ class Lamb(LambUpdate):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        c_min: float = 0.01,
-        c_max: float = 10.0,
-        beta3: float = 0.9,
-        bias_correction: bool = False,
-        eps_inside_sqrt: bool = False,
-        maximize: bool = False,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: Literal["skip", "raise"] = "skip",
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        capturable: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        stochastic_rounding: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        layerwise: Layerwise = LAYERWISE,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        options = Options(
-            bias_correction=bias_correction,
-            eps_inside_sqrt=eps_inside_sqrt,
-            nonfinite=nonfinite,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            capturable=capturable,
-            block_size=block_size,
-            stochastic_rounding=stochastic_rounding,
-        )
-        super().__init__(
-            params,
-            defaults | {"c_min": c_min, "c_max": c_max, "beta3": beta3},
-            options,
-            process_group=process_group,
-            mesh=mesh,
-            mask=mask,
-            broadcast_parameters=broadcast_parameters,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
+        settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "layerwise": layerwise}
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..comm import Flag, SignVote, Transport
 from ..comm.sign_vote import Aggregation
 from ..core.optimizer import DistributedOptimizer
-from ..core.options import Options, check_choice
+from ..core.options import check_choice
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Wire
 from ..core.state.header import LINES
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, apply_momentum, lion_compress
@@ -27,6 +28,7 @@ class LionOptions(Options):
     """Settings of Lion. See ``OneBitLion`` for their meaning."""
 
     aggregation: Aggregation
+    takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
     bucket_count: ClassVar[int] = 1
 
     def check(self) -> None:
@@ -57,22 +59,15 @@ class OneBitLion(DistributedOptimizer):
         weight_decay: Decoupled, as in AdamW; three to ten times AdamW's, as lr is smaller.
         aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
             the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
-        maximize: Ascend instead of descend.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
-        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        block_size: Elements per block of the layout; None chooses.
-        stochastic_rounding: Of bfloat16 parameters; see ``OneBitAdam``.
-        process_group: Ranks to vote with; None is the default group, or only this process. Or a
-            ``fusedonebit.comm.Transport``.
-        mesh: The same as a ``DeviceMesh`` of one dimension.
+        process_group: Ranks to vote with; as for ``OneBitAdam``.
+        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
     """
 
+    settings: ClassVar[type[Options]] = LionOptions
     options: LionOptions
     takes_shards: ClassVar = False
     kept: ClassVar[Specs] = (
@@ -90,30 +85,16 @@ class OneBitLion(DistributedOptimizer):
         weight_decay: float = 0.0,
         *,
         aggregation: Aggregation = "majority",
-        maximize: bool = False,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: str = "skip",
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        stochastic_rounding: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        options = LionOptions(
-            bias_correction=False,
-            eps_inside_sqrt=False,
-            nonfinite=nonfinite,
-            block_size=block_size,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            aggregation=aggregation,
-        )
-        where: dict[str, Any] = {"process_group": process_group, "mesh": mesh}
-        super().__init__(params, defaults, options, **where, mask=mask, broadcast_parameters=broadcast_parameters)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
+        settings: dict[str, Any] = {"aggregation": aggregation, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
 
     def build(self) -> None:
         super().build()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,31 +14,42 @@ from ..comm import MarsitAllReduce, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.ring_topology import TOPOLOGIES
 from ..core.options import check_choice, check_count
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Wire, names_of
 from ..triton_kernels import FlatLayout, LiveTable
 from .rounds import RoundOptimizer, RoundOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-GLOBAL_RATIO = {"sgd": 0.3, "adam": 1.0}
-"""Defaults of eta_s / eta_l; see docs/marsit.md."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class MarsitOptions(RoundOptions):
-    """Settings of Marsit. See ``MarsitSGD`` for their meaning."""
+class Rounds:
+    """How Marsit's workers agree, besides the topology.
 
-    topology: Topology
-    rows: int | None
-    full_precision_every: int
-    compensation_limit: float | None
-    seed: int
+    Args:
+        full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.
+        local_steps: Steps of a round. In all but the last a worker moves by itself and nothing is sent; costs 4 bytes
+            per parameter where it is above 1. A GradScaler's scales may differ between ranks then: an overflow in such
+            a step is that worker's own affair.
+        global_ratio: eta_s / eta_l: how far each coordinate goes in a 1-bit round, in units of lr (times
+            ``local_steps``), so that it follows lr's schedule. As large as updates usually are, or larger: what it
+            can't carry away piles up in the compensation. Groups may set it. None: 0.3 with ``MarsitSGD``, 1 with
+            ``MarsitAdam`` (docs/marsit.md).
+        compensation_limit: Largest compensation of a coordinate, in units of eta_s; None: without limit, the paper's,
+            which lets a backlog grow that full precision then applies at once.
+        rows: Of a torus; None: the most that is not above the columns.
+        seed: Of the random bits; equal on all ranks.
+    """
+
+    full_precision_every: int = 100
+    local_steps: int = 1
+    global_ratio: float | None = None
+    compensation_limit: float | None = 1.0
+    rows: int | None = None
+    seed: int = 0
 
     def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
-        super().check()
-        # Which torus there is depends on the world size, which is looked at when buffers are made.
-        check_choice("topology", self.topology, TOPOLOGIES)
+        """Raise ValueError for the first setting that makes no sense."""
         check_count("full_precision_every", self.full_precision_every)
         check_count("seed", self.seed)
         limit = self.compensation_limit
@@ -48,9 +58,44 @@ class MarsitOptions(RoundOptions):
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {limit!r}")
 
 
+ROUNDS = Rounds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarsitOptions(RoundOptions, Rounds):
+    """Settings of ``MarsitSGD``."""
+
+    topology: Topology
+    global_ratio: float = 0.3
+
+    objects: ClassVar = {**RoundOptions.objects, "rounds": Rounds}
+    takes: ClassVar = RoundOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
+    grouped: ClassVar = ("global_ratio", *RoundOptions.grouped)
+    told: ClassVar = (
+        *(*RoundOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
+        *("compensation_limit", "seed"),
+    )
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        super().check()
+        # Which torus there is depends on the world size, which is looked at when buffers are made.
+        check_choice("topology", self.topology, TOPOLOGIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarsitAdamOptions(MarsitOptions):
+    """Settings of ``MarsitAdam``."""
+
+    bias_correction: bool = True
+    global_ratio: float = 1.0
+    takes: ClassVar = MarsitOptions.takes | {"bias_correction"}
+
+
 class MarsitOptimizer(RoundOptimizer):
     """What ``MarsitSGD`` and ``MarsitAdam`` share: all but the local update."""
 
+    settings: ClassVar[type[Options]] = MarsitOptions
     options: MarsitOptions
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -105,36 +150,14 @@ class MarsitSGD(MarsitOptimizer):
         lr: eta_l, the local stepsize; a number or a tensor of one element.
         momentum: mu. 0 needs no buffer.
         weight_decay: lambda, added to the gradient as in ``torch.optim.SGD``.
-        global_ratio: eta_s / eta_l: how far each coordinate goes in a 1-bit round, in units of lr (times
-            ``local_steps``), so that it follows lr's schedule. As large as updates usually are, or
-            larger: what it can't carry away piles up in the compensation.
         topology: "ring": 2(M - 1) hops. "torus": rows and columns, fewer hops. "owner": no hops and half the
             bytes: whose bit counts is drawn beforehand, alike on all ranks, and one all-gather
             brings those bits. ``fusedonebit.apps.plan.choose_topology`` estimates which is the fastest.
-        rows: Of a torus; None: the most that is not above the columns.
-        full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.
-        compensation_limit: Largest compensation of a coordinate, in units of eta_s; None: without limit, the
-            paper's, which lets a backlog grow that full precision then applies at once.
-        local_steps: Steps of a round. In all but the last a worker moves by itself and nothing is sent;
-            costs 4 bytes per parameter where it is above 1. A GradScaler's scales may differ between ranks then:
-            an overflow in such a step is that worker's own affair.
-        seed: Of the random bits; equal on all ranks.
-        maximize: Ascend instead of descend.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
-        nonfinite: A NaN or Inf update on any rank: all ranks ``"skip"`` the round, or ``"raise"``. What workers
-            have is kept as compensation, but for elements that are not finite.
+        rounds: How often they agree in full precision, how far a coordinate goes, local steps ...; see ``Rounds``.
         max_grad_norm: Clip gradients to this global norm; None: don't. With one local step one factor for all
             ranks, from the mean of their norms; in steps between rounds each worker by its own.
-        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        block_size: Elements per block of the layout; None chooses.
-        stochastic_rounding: Of bfloat16 parameters; see ``OneBitAdam``. Not with several local steps.
-        process_group: Ranks to agree with; None is the default group, or only this process. Or a
-            ``fusedonebit.comm.Transport``.
-        mesh: The same as a ``DeviceMesh`` of one dimension.
-        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and workers, of which ``topology`` speaks, are nodes (``comm.hierarchical``).
-        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
+        process_group: Ranks to agree with; as for ``OneBitAdam``.
+        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -153,53 +176,18 @@ class MarsitSGD(MarsitOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
-        global_ratio: float = GLOBAL_RATIO["sgd"],
         topology: Topology = "ring",
-        rows: int | None = None,
-        full_precision_every: int = 100,
-        compensation_limit: float | None = 1.0,
-        local_steps: int = 1,
-        seed: int = 0,
-        maximize: bool = False,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: Literal["skip", "raise"] = "skip",
+        rounds: Rounds = ROUNDS,
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        stochastic_rounding: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
-        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
-        hierarchy_dtype: torch.dtype = torch.float32,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = MarsitOptions(
-            bias_correction=False,
-            eps_inside_sqrt=False,
-            nonfinite=nonfinite,
-            block_size=block_size,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            hierarchy_dtype=hierarchy_dtype,
-            local_steps=local_steps,
-            topology=topology,
-            rows=rows,
-            full_precision_every=full_precision_every,
-            compensation_limit=compensation_limit,
-            seed=seed,
-        )
-        super().__init__(
-            params,
-            defaults | {"maximize": maximize},
-            options,
-            process_group=process_group,
-            mesh=mesh,
-            hierarchy=hierarchy,
-            mask=mask,
-            broadcast_parameters=broadcast_parameters,
-        )
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "rounds": rounds}
+        settings: dict[str, Any] = {"topology": topology, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
 
 
 class MarsitAdam(MarsitOptimizer):
@@ -214,15 +202,13 @@ class MarsitAdam(MarsitOptimizer):
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance; > 0.
         weight_decay: Decoupled, as in AdamW.
-        global_ratio: eta_s / eta_l; see ``MarsitSGD``.
-        bias_correction: Adam's.
-        topology, rows, full_precision_every, compensation_limit, local_steps, seed: As for ``MarsitSGD``.
-        maximize, mask, nonfinite, max_grad_norm, master_weights, broadcast_parameters: As for ``MarsitSGD``.
-        block_size, stochastic_rounding, process_group, mesh, hierarchy, hierarchy_dtype: As for ``MarsitSGD``.
+        topology, rounds, max_grad_norm, process_group, numerics, wire, faults: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
     """
+
+    settings: ClassVar[type[Options]] = MarsitAdamOptions
 
     def __init__(
         self,
@@ -232,51 +218,15 @@ class MarsitAdam(MarsitOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        global_ratio: float = GLOBAL_RATIO["adam"],
         topology: Topology = "ring",
-        rows: int | None = None,
-        full_precision_every: int = 100,
-        compensation_limit: float | None = 1.0,
-        local_steps: int = 1,
-        seed: int = 0,
-        bias_correction: bool = True,
-        maximize: bool = False,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: Literal["skip", "raise"] = "skip",
+        rounds: Rounds = ROUNDS,
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        stochastic_rounding: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
-        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
-        hierarchy_dtype: torch.dtype = torch.float32,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = MarsitOptions(
-            bias_correction=bias_correction,
-            eps_inside_sqrt=False,
-            nonfinite=nonfinite,
-            block_size=block_size,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            hierarchy_dtype=hierarchy_dtype,
-            local_steps=local_steps,
-            topology=topology,
-            rows=rows,
-            full_precision_every=full_precision_every,
-            compensation_limit=compensation_limit,
-            seed=seed,
-        )
-        super().__init__(
-            params,
-            defaults | {"maximize": maximize},
-            options,
-            process_group=process_group,
-            mesh=mesh,
-            hierarchy=hierarchy,
-            mask=mask,
-            broadcast_parameters=broadcast_parameters,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "rounds": rounds}
+        settings: dict[str, Any] = {"topology": topology, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)

@@ -12,12 +12,27 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.absent import Kept, absence
-from ..core.options import VARIANCE_FLOOR, OneBitOptions, check_choice, check_flag
+from ..core.options import LAMB_KEYS
+from ..core.settings import (
+    FAULTS,
+    LAYERWISE,
+    NUMERICS,
+    VARIANCE_FLOOR,
+    WIRE,
+    Faults,
+    Freeze,
+    Layerwise,
+    Numerics,
+    OneBitOptions,
+    Options,
+    Wire,
+    names_of,
+)
 from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..integrations.deepspeed import onebit_lamb_arguments
-from ..triton_kernels import Coef, Layer, ScaleScope, apply_momentum, lamb_ratio, lamb_rescale, live_variance
+from ..triton_kernels import Coef, Layer, apply_momentum, lamb_ratio, lamb_rescale, live_variance
 from .lamb import LambUpdate
 from .two_stage import OneBitOptimizer
 
@@ -31,15 +46,24 @@ SETTLED = 0.8
 """Share of the coefficients that c_avg, which starts at 0, should have reached at the freeze."""
 
 
-@dataclass(frozen=True)
-class LambOptions(OneBitOptions):
-    """Settings of a whole ``OneBitLamb``, equal on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class OneBitLambOptions(OneBitOptions, Layerwise):
+    """Settings of ``OneBitLamb``; ``variant`` is ``integrations.deepspeed``'s."""
 
-    layerwise: str
-    momentum_scaling: bool | None
-    variant: str
+    precondition: bool = False
+    bias_correction: bool = False
+    variance_floor: float | None = VARIANCE_FLOOR
+    variant: Literal["paper", "deepspeed"] = "paper"
 
-    no_numerics: ClassVar = (*OneBitOptions.no_numerics, "layerwise", "momentum_scaling")
+    objects: ClassVar = {**OneBitOptions.objects, "layerwise": Layerwise}
+    takes: ClassVar = OneBitOptions.takes | names_of(Layerwise) | {"variant"}
+    grouped: ClassVar = (*OneBitOptions.grouped, *LAMB_KEYS)
+    told: ClassVar = (*OneBitOptions.told, "variant")
+
+    @property
+    def layerwise(self) -> str:
+        """Which of the paper's two algorithms it is, as checkpoints name it."""
+        return "adaptive" if self.adaptive else "frozen"
 
     @property
     def scales_momentum(self) -> bool:
@@ -47,17 +71,13 @@ class LambOptions(OneBitOptions):
         return not self.precondition if self.momentum_scaling is None else self.momentum_scaling
 
     def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
+        """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        check_choice("layerwise", self.layerwise, ("adaptive", "frozen"))
-        if self.momentum_scaling is not None:
-            check_flag("momentum_scaling", self.momentum_scaling)
         if self.precondition and self.momentum_scaling:
             raise ValueError(
                 "momentum_scaling must be False or None with precondition=True, got True: "
                 "each coordinate already has a unit of its own"
             )
-        check_choice("variant", self.variant, ("paper", "deepspeed"))
 
 
 _ADAPTIVE: dict[str, Any] = {"given": True, "stage": "compressed", "when": "_adaptive"}
@@ -88,74 +108,18 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         betas: Decay of the momentum and of the variance.
         eps: Added to the root of the variance.
         weight_decay: Part of u, in the compression stage too.
-        freeze_step: Number of uncompressed updates, or ``"auto"``: until v is stable
-            (``freezing.AutoFreeze``). 0 needs a loaded checkpoint of ``Lamb`` or ``OneBitLamb``. c_avg
-            starts at 0: after F updates it has reached 1 - beta3^F of the coefficients.
-        c_min, c_max: Bounds of the coefficient in the warm-up.
-        beta3: Of the coefficient's moving average.
-        r_min, r_max: Bounds of the ratio.
-        r_threshold: By which share it may change in one step.
-        layerwise: ``"adaptive"``: as above. ``"frozen"``: c = c_avg (section 3.4, "LAMB + basic
-            1-bit"), five kernels, and a third less state.
-        momentum_scaling: Scale each layer's momentum to the same size before it is compressed
-            (section 4.3); None: unless it is preconditioned.
-        variant: ``"deepspeed"``: a ratio of roots, blended with the share of the weight decay and
-            clipped the other way round, and coefficients of 1 left out of the average: a layer that
-            had no other stands still after the freeze.
-        lr_warmup_steps: With ``"auto"``: updates before v is looked at.
-        scale_norm: ``"l1"``: mean \|c\|. ``"l2"``: \|c\|_2/sqrt(d). ``"contractive"``: min(l2, 1.9 l1).
-        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or
-            per 4096 elements of a tensor (``"block"``), or per bucket.
-        precondition: Compress m/denom instead of m; see ``OneBitAdam``. The layers' momentum scaling
-            does better here (docs/numerics.md).
-        ternary: Two bits per parameter, sign and zero; see ``OneBitAdam``.
-        variance_floor: What frozen v has at least, as a share of its tensor's mean (0.01 unless told
-            otherwise); None: as ``OneBitAdam``.
-        warm_start: ``state_dict()`` of an earlier ``Lamb`` or ``OneBitLamb``, of any world size: its
-            variance, average coefficients and momentum scales replace the warm-up. With ``freeze_step=0``
-            compression starts at once.
-        rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed
-            ones, which renew the variance; 0: never.
-        rewarm_steps: Length of such a stretch, and of the variance's memory in it.
-        guard: A compressed update whose norm is 300 times (10 with ``precondition``) that of the last
-            uncompressed one, or of noise, is skipped on all ranks (``guard.DivergenceGuard``); then
-            ``"rewarm"``: warm up again, without what goes beyond a step of Adam's. ``"warn"``: keep it as
-            residual and warn; training may stand still. ``"off"``: no such check.
-        bias_correction: Adam's; equation (2) has none. That of v is frozen with it.
-        eps_inside_sqrt: sqrt(v + eps), as equation (2) is printed, instead of sqrt(v) + eps.
-        maximize: Ascend instead of descend.
-        dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their
-            tensor's other v; tensors without any take no further part. ``"keep"``: 0.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or ``"raise"``.
+        freeze_step: Number of uncompressed updates; ``"auto"``: until v is stable, 10/(1 - beta2) updates at most; or a
+            ``Freeze``, which also takes the variance of an earlier run.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
             which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
-        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over, unless it
-            goes through ``p.data.copy_`` or the like, of which torch keeps no trace.
-        capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on
-            the device, which schedulers fill in place, and are no longer compared between ranks.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        block_size: Elements per block of the layout; None chooses.
-        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to
-            nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020); see ``OneBitAdam``.
-        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients
-            are averaged inside a node, and compressed between nodes (``comm.hierarchical``), each rank's part with
-            scales of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. None: no levels.
-        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
-        frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many
-            fewer in each step; denominators are then off by at most 0.2 %, alike on all ranks. The freeze
-            allocates those 2 bytes per parameter and frees 4.
-        overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but
-            the last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same
-            result, bit for bit, as with as many ``buckets`` without it.
-        buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4
-            with ``overlap``.
-        process_group: Ranks to average over; None is the default group, or only this process. Or a
-            ``fusedonebit.comm.Transport``.
-        mesh: The same as a ``DeviceMesh`` of one dimension, that of the replicas. Parameters may then be sharded by
-            ``fully_shard`` over another (docs/beyond-one-node.md).
+        layerwise: Defaults of c_min, c_max, beta3, r_min, r_max and r_threshold, and what becomes of the coefficients
+            after the freeze; see ``Layerwise``.
+        process_group: Ranks to average over: a process group, a ``DeviceMesh`` of one dimension, that of the replicas
+            (parameters may then be sharded by ``fully_shard`` over another, docs/beyond-one-node.md), or a
+            ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``. None: the default group, or
+            only this process.
+        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -167,7 +131,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         optimizer.step()
     """
 
-    options: LambOptions
+    settings: ClassVar[type[Options]] = OneBitLambOptions
+    options: OneBitLambOptions
     columns: ClassVar = LambUpdate.columns | {
         Coef.R_MIN: "r_min",
         Coef.R_MAX: "r_max",
@@ -182,101 +147,30 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        freeze_step: int | Literal["auto"],
-        c_min: float = 0.01,
-        c_max: float = 10.0,
-        beta3: float = 0.9,
-        r_min: float = 0.5,
-        r_max: float = 4.0,
-        r_threshold: float = 0.1,
-        layerwise: Literal["adaptive", "frozen"] = "adaptive",
-        momentum_scaling: bool | None = None,
-        variant: Literal["paper", "deepspeed"] = "paper",
-        lr_warmup_steps: int = 0,
-        scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
-        scale_scope: ScaleScope = "block",
-        precondition: bool = False,
-        ternary: bool = False,
-        variance_floor: float | None = VARIANCE_FLOOR,
-        warm_start: Mapping[str, Any] | None = None,
-        rewarm_every: int = 0,
-        rewarm_steps: int = 50,
-        guard: Literal["rewarm", "warn", "off"] = "rewarm",
-        bias_correction: bool = False,
-        eps_inside_sqrt: bool = False,
-        maximize: bool = False,
-        dead_coordinates: Literal["mean", "keep"] = "mean",
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: Literal["skip", "raise"] = "skip",
+        freeze_step: int | Literal["auto"] | Freeze = "auto",
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        capturable: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        stochastic_rounding: bool = False,
-        hierarchy: DeviceMesh | tuple[Any, Any] | None = None,
-        hierarchy_dtype: torch.dtype = torch.float32,
-        overlap: bool = False,
-        buckets: int | None = None,
-        frozen_dtype: torch.dtype = torch.float32,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        layerwise: Layerwise = LAYERWISE,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"c_min": c_min, "c_max": c_max, "beta3": beta3}
-        defaults |= {"r_min": r_min, "r_max": r_max, "r_threshold": r_threshold}
-        options = LambOptions(
-            freeze_step=freeze_step,
-            layerwise=layerwise,
-            momentum_scaling=momentum_scaling,
-            variant=variant,
-            lr_warmup_steps=lr_warmup_steps,
-            scale_norm=scale_norm,
-            scale_scope=scale_scope,
-            precondition=precondition,
-            ternary=ternary,
-            variance_floor=variance_floor,
-            warm_started=warm_start is not None,
-            rewarm_every=rewarm_every,
-            rewarm_steps=rewarm_steps,
-            guard=guard,
-            bias_correction=bias_correction,
-            eps_inside_sqrt=eps_inside_sqrt,
-            dead_coordinates=dead_coordinates,
-            nonfinite=nonfinite,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            capturable=capturable,
-            block_size=block_size,
-            stochastic_rounding=stochastic_rounding,
-            hierarchy_dtype=hierarchy_dtype,
-            overlap=overlap,
-            buckets=buckets,
-            frozen_dtype=frozen_dtype,
-        )
-        super().__init__(
-            params,
-            defaults,
-            options,
-            process_group=process_group,
-            mesh=mesh,
-            hierarchy=hierarchy,
-            mask=mask,
-            broadcast_parameters=broadcast_parameters,
-            warm_start=warm_start,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "layerwise": layerwise}
+        settings: dict[str, Any] = {"freeze_step": freeze_step, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
 
     @classmethod
     def from_deepspeed(
         cls,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         config: Mapping[str, Any],
-        process_group: dist.ProcessGroup | Transport | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
         **options: Any,
     ) -> OneBitLamb:
         """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
 
-        Those are: ``variant="deepspeed"``, l2 scales, no bias correction, coordinates with v == 0
+        Those are: ``integrations.deepspeed.DeepSpeedLayerwise``, l2 scales, no bias correction, coordinates with v == 0
         left as they are, and F - 1 uncompressed updates for ``freeze_step`` F: DeepSpeed's first
         ``step()`` only sets up its buffers and drops the gradient, but is counted. Ours drops none.
 
@@ -284,12 +178,13 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             params: As for the constructor; per-group settings override the config's.
             config: The optimizer block, ``{"type": "OneBitLamb", "params": {...}}``, or its params.
             process_group: As for the constructor.
-            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
+            options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
+                and ``faults`` say.
 
         Raises:
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
-        return cls(params, **(onebit_lamb_arguments(config) | options), process_group=process_group)
+        return cls(params, **onebit_lamb_arguments(config, **options), process_group=process_group)
 
     def build(self) -> None:
         super().build()
@@ -309,7 +204,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         if not self._layers[Layer.AVERAGE].any():
             raise RuntimeError(
                 "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
-                'variant="deepspeed" left all out because they were 1. Set freeze_step above '
+                "DeepSpeed's numerics left all out because they were 1. Set freeze_step above "
                 f"{self.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
         if self.outcomes.updates > 0 and self._rewarms == 0:
@@ -350,7 +245,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         if still:
             warn(
                 f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
-                f'{", ".join(still[:5])}; variant="deepspeed" leaves coefficients of 1 out of it'
+                f"{', '.join(still[:5])}; DeepSpeed's numerics leave coefficients of 1 out of it"
             )
         moved = [
             (n, self.param_groups[g])
@@ -462,7 +357,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     @property
     def _adaptive(self) -> bool:
-        return self.options.layerwise == "adaptive"
+        return self.options.adaptive
 
     @property
     def _keeps_last_nonzero(self) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..comm import Flag, HierarchicalRounds, LocalTransport, Transport
 from ..comm.rounds import RoundAllReduce
 from ..core.optimizer import DistributedOptimizer
-from ..core.options import Options
 from ..core.scaling import Agreed
+from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields, list_of
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
@@ -28,9 +28,10 @@ from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, appl
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOptions(Options):
-    """Settings of an optimizer that works in rounds. See ``MarsitSGD`` for their meaning."""
+    """Settings of an optimizer that works in rounds; see ``marsit.Rounds`` for their meaning."""
 
-    local_steps: int
+    local_steps: int = 1
+    takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt"}
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -50,6 +51,7 @@ class RoundOptions(Options):
 class RoundOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer that works in rounds; see the module's docstring and ``MarsitSGD``."""
 
+    settings: ClassVar[type[Options]] = RoundOptions
     options: RoundOptions
     columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
     takes_shards: ClassVar = False

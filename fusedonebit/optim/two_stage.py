@@ -20,8 +20,8 @@ from ..comm.reducer import Compress
 from ..core import inspection
 from ..core import reducers as cuts
 from ..core.consensus import live_of
-from ..core.options import OneBitOptions
 from ..core.overlap import OverlappedAllReduce
+from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
     AMOUNT,
     COUNT,
@@ -41,7 +41,7 @@ from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, thaw, unpack, update_sums
 from .averaging import AveragingOptimizer
-from .freezing import AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
+from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .warm_start import warm_start as take_warm_start
 
@@ -50,19 +50,23 @@ class OneBitOptimizer(AveragingOptimizer):
     """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``.
 
     Args:
-        arguments: See ``DistributedOptimizer``; ``keywords`` too.
-        warm_start: Where the variance comes from; see ``OneBitAdam``.
+        params, defaults, keywords: See ``DistributedOptimizer``.
+        freeze_step: See ``OneBitAdam``.
     """
 
+    settings: ClassVar[type[Options]] = OneBitOptions
     options: OneBitOptions
     overlap: OverlappedAllReduce | None = None
     transport_apart: Transport | None = None
     _late_error: Exception | None = None
 
-    def __init__(self, *arguments: Any, warm_start: Mapping[str, Any] | None, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        if warm_start is not None:
-            take_warm_start(self, warm_start)
+    def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
+        freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
+        said: dict[str, Any] = {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
+        said |= {"freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
+        super().__init__(params, defaults, **said, **keywords)
+        if freeze.warm_start is not None:
+            take_warm_start(self, freeze.warm_start)
 
     def build(self) -> None:
         super().build()
@@ -72,7 +76,8 @@ class OneBitOptimizer(AveragingOptimizer):
         self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
-        self._freeze_due = None if options.freeze_step == "auto" else int(options.freeze_step)
+        beta2 = max(float(group["betas"][1]) for group in self.param_groups)
+        self._freeze_due = options.latest_freeze(beta2)
         self._frozen_at: int | None = None
         self._guard = DivergenceGuard(device, options.precondition)
         self._rewarms = 0
@@ -80,7 +85,6 @@ class OneBitOptimizer(AveragingOptimizer):
         self.dead_coordinates = 0
         self._auto: AutoFreeze | None = None
         if options.freeze_step == "auto":
-            beta2 = max(float(group["betas"][1]) for group in self.param_groups)
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
@@ -190,13 +194,14 @@ class OneBitOptimizer(AveragingOptimizer):
                 self._thaw(after_veto=True)
             elif self._rewarm_is_due():
                 self._thaw(after_veto=False)
-        elif self._freeze_due is None:
-            if self._auto is not None and self._auto.due():
-                self._freeze()
+        elif self._auto is not None and not self._rewarms and self._auto.due():
+            self._freeze()
         elif self.outcomes.updates >= self._freeze_due:
             # Skips may still be under way from the device: wait for them once, then it is exact.
             self.catch_up()
             if self.outcomes.updates >= self._freeze_due:
+                if self._auto is not None and not self._rewarms:
+                    warn(UNSETTLED.format(self._freeze_due))
                 self._freeze()
 
     def _rewarm_is_due(self) -> bool:
@@ -212,8 +217,8 @@ class OneBitOptimizer(AveragingOptimizer):
         """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
         if self.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
-                "freeze_step=0 needs a variance to freeze: pass warm_start=, call load_state_dict() with the state of "
-                "an earlier run before the first step, or set freeze_step >= 1"
+                "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
+                "with the state of an earlier run before the first step, or set freeze_step >= 1"
             )
         layout, options, block_tensor = self.layout, self.options, self.reducer.block_tensor
         dead = DeadCoordinates(layout, block_tensor, self.exp_avg_sq, self.live.numel, self.shards)

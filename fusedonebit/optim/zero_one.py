@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Transport
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Wire
 from ..integrations.deepspeed import zero_one_adam_arguments
-from ..triton_kernels import ScaleScope
 from .policies import DoublingVariance, SyncPolicy, VariancePolicy
 from .zero_one_rounds import ZeroOneOptimizer
-from .zero_one_state import ZeroOneOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,29 +52,12 @@ class ZeroOneAdam(ZeroOneOptimizer):
             ``renews(done)``, a function of ``policies.Progress`` alone.
         sync_policy: How long rounds are: ``policies.DoublingRounds(after=..., scaler=..., most=16)``, where
             ``after`` counts the rounds of the learning-rate warm-up; or any object with its method ``steps(done)``.
-        scale_norm: ``"l1"``, ``"l2"`` or ``"contractive"``; see ``OneBitAdam``.
-        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``) or per block of at most 4096
-            elements (``"block"``).
-        precondition: Compress the updates m/denom (above) instead of momenta.
-        variance_floor: In rounds of bits denominators are sqrt(v + share * mean of the tensor's v), so that
-            coordinates which renewals have hardly seen take no giant steps; 0: Adam's own. A renewal divides by
-            Adam's own; what bits have left of the momentum is rescaled to it. A tensor that never had a gradient in a
-            renewal only decays until it has one.
-        bias_correction: Adam's; that of v counts its renewals.
-        maximize: Ascend instead of descend.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves.
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the round, or ``"raise"`` at its end;
-            parameters are then as it began. Nothing else is lost: what workers have added up is kept as residual.
-            Where a ``GradScaler`` finds it between two synchronisations, that worker's step alone is none.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact where the variance is renewed, by the
             mean of the ranks' norms where they synchronise, and each worker by its own norm in between.
-        master_weights: Keep float32 copies of 16-bit parameters that updates go to; see ``OneBitAdam``. Advised:
-            workers' own steps are rounded else.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        block_size: Elements per block of the layout; None chooses.
-        process_group: Ranks to agree with; None is the default group, or only this process. Or a
-            ``fusedonebit.comm.Transport``.
-        mesh: The same as a ``DeviceMesh`` of one dimension.
+        process_group: Ranks to agree with; as for ``OneBitAdam``.
+        numerics: See ``Numerics``; ``master_weights`` are advised: workers' own steps are rounded else.
+        wire, faults: See ``Wire`` and ``Faults``. Where a ``GradScaler`` finds a NaN or Inf between two
+            synchronisations, that worker's step alone is none.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -96,54 +78,30 @@ class ZeroOneAdam(ZeroOneOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        variance_policy: VariancePolicy | None = None,
         sync_policy: SyncPolicy,
-        scale_norm: Literal["l1", "l2", "contractive"] = "contractive",
-        scale_scope: ScaleScope = "block",
-        precondition: bool = True,
-        variance_floor: float = 1e-3,
-        bias_correction: bool = True,
-        maximize: bool = False,
-        mask: Mapping[Tensor, Tensor] | None = None,
-        nonfinite: Literal["skip", "raise"] = "skip",
+        variance_policy: VariancePolicy | None = None,
         max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        broadcast_parameters: bool = False,
-        block_size: int | None = None,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
+        wire: Wire = WIRE,
+        faults: Faults = FAULTS,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        options = ZeroOneOptions(
-            variance_policy=DoublingVariance() if variance_policy is None else variance_policy,
-            sync_policy=sync_policy,
-            scale_norm=scale_norm,
-            scale_scope=scale_scope,
-            precondition=precondition,
-            variance_floor=variance_floor,
-            bias_correction=bias_correction,
-            eps_inside_sqrt=False,
-            nonfinite=nonfinite,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            block_size=block_size,
-        )
-        super().__init__(
-            params,
-            defaults,
-            options,
-            process_group=process_group,
-            mesh=mesh,
-            mask=mask,
-            broadcast_parameters=broadcast_parameters,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
+        renewals = DoublingVariance() if variance_policy is None else variance_policy
+        settings: dict[str, Any] = {
+            "variance_policy": renewals,
+            "sync_policy": sync_policy,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
 
     @classmethod
     def from_deepspeed(
         cls,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         config: Mapping[str, Any],
-        process_group: dist.ProcessGroup | Transport | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
         **options: Any,
     ) -> ZeroOneAdam:
         """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
@@ -158,12 +116,12 @@ class ZeroOneAdam(ZeroOneOptimizer):
             params: As for the constructor; per-group settings override the config's.
             config: The optimizer block, ``{"type": "ZeroOneAdam", "params": {...}}``, or its params.
             process_group: As for the constructor.
-            options: Further arguments of the constructor, such as ``master_weights``; they go before the config's.
+            options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
+                says.
 
         Raises:
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
         from ..integrations.deepspeed_zero_one import DeepSpeedZeroOneAdam
 
-        arguments = zero_one_adam_arguments(config) | options
-        return DeepSpeedZeroOneAdam(params, **arguments, process_group=process_group)
+        return DeepSpeedZeroOneAdam(params, **zero_one_adam_arguments(config, **options), process_group=process_group)

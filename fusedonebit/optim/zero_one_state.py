@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..comm import CompressedAllReduce
 from ..comm.message import Word
-from ..core.options import Options, check_choice, check_flag, check_unit, stated
+from ..core.options import check_choice, stated
+from ..core.settings import Options
 from ..core.state.header import (
     AMOUNT,
     AMOUNT_OF_EACH,
@@ -30,7 +31,7 @@ from ..core.state.header import (
     or_none,
 )
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import TAIL, Coef, ScaleScope, rebuild_momentum
+from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from .averaging import AdamUpdate
 from .freezing import denominator
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
@@ -50,21 +51,20 @@ class ZeroOneOptions(Options):
 
     variance_policy: VariancePolicy
     sync_policy: SyncPolicy
-    scale_norm: str
-    scale_scope: ScaleScope
-    precondition: bool
-    variance_floor: float
+    precondition: bool = True
+    bias_correction: bool = True
+    variance_floor: float = 1e-3
 
     bucket_count: ClassVar[int] = 1
-    no_numerics: ClassVar = (*Options.no_numerics, "precondition")
+    takes: ClassVar = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
+        *("scale_norm", "scale_scope", "precondition", "variance_floor")
+    }
+    told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
 
     def check(self) -> None:
         """Raises TypeError or ValueError for the first setting that makes no sense."""
-        super().check()
-        check_choice("scale_norm", self.scale_norm, ("contractive", "l1", "l2"))
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
-        check_flag("precondition", self.precondition)
-        check_unit("variance_floor", self.variance_floor)
+        super().check()
         check_policies(self.variance_policy, self.sync_policy)
         if self.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
@@ -73,6 +73,7 @@ class ZeroOneOptions(Options):
 class ZeroOneState(AdamUpdate):
     """All of ``zero_one.ZeroOneOptimizer`` but the step."""
 
+    settings: ClassVar[type[Options]] = ZeroOneOptions
     options: ZeroOneOptions
     takes_shards: ClassVar = False
     masters_of_rank: ClassVar = True

@@ -17,7 +17,12 @@ def train(trainer_class: type[Trainer], folder: str, resume: str | None = None) 
         folder, use_cpu=True, max_steps=60, save_steps=40, max_grad_norm=0, report_to="none", disable_tqdm=True,
         per_device_train_batch_size=4,
     )  # fmt: skip
-    settings = {"lr": 3e-3, "freeze_step": 15, "max_grad_norm": 1.0, "broadcast_parameters": True}
+    settings = {
+        "lr": 3e-3,
+        "freeze_step": 15,
+        "max_grad_norm": 1.0,
+        "wire": fusedonebit.Wire(broadcast_parameters=True),
+    }
     trainer = trainer_class(
         GPT2LMHeadModel(config),
         arguments,

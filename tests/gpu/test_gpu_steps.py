@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import objects
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLamb
@@ -27,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lamb": {"make": OneBitLamb},
     "lamb, plain": {"make": OneBitLamb} | PLAIN,
     "lamb, preconditioned": {"make": OneBitLamb, "precondition": True},
-    "lamb, frozen": {"make": OneBitLamb, "layerwise": "frozen"},
+    "lamb, frozen": {"make": OneBitLamb, "adaptive": False},
     "lamb, deepspeed": {"make": OneBitLamb, "variant": "deepspeed"} | PLAIN,
     "lamb, ternary": {"make": OneBitLamb, "ternary": True},
 }
@@ -60,7 +61,7 @@ class Run:
         ]
         self.rank = rank
         freeze = {} if make is Lamb else {"freeze_step": FREEZE}
-        self.optimizer = make(self.params, **({"lr": 1e-2, "process_group": transport} | freeze | options))
+        self.optimizer = make(self.params, **objects(**{"lr": 1e-2, "process_group": transport} | freeze | options))
 
     def set_gradients(self, step: int, nan: bool = False) -> None:
         generator = torch.Generator().manual_seed(1000 * self.rank + step)

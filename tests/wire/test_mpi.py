@@ -16,7 +16,7 @@ import pytest
 import torch
 from mpi_ranks import end, run_mpi, start_mpi
 from observe import caught, fingerprint
-from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, UNGUARDED, construct, objects
 from ranks import RankError, run_ranks
 from test_simulated import train as train_exactly
 from torch import Tensor
@@ -125,7 +125,7 @@ def test_whole_runs_agree_where_sums_of_the_warm_up_are_exact(name, world_size):
 def train_marsit(rank: int, transport: Transport, topology: str) -> list[Tensor]:
     params = make_params()
     options = {"topology": topology, "full_precision_every": 0, "process_group": transport}
-    optimizer = MarsitSGD(params, lr=1e-2, momentum=0.9, **options)
+    optimizer = MarsitSGD(params, lr=1e-2, momentum=0.9, **objects(**options))
     take_steps(optimizer, params, rank, range(10))
     return [p.detach() for p in params]
 
@@ -270,7 +270,7 @@ def test_what_is_printed_names_the_library_its_version_and_how_cuda_tensors_trav
 def bad_gradient(rank: int, transport: Transport, step: int, nonfinite: str) -> tuple[type | None, str, int, str]:
     params = make_params()
     options = {"freeze_step": 4, "nonfinite": nonfinite, "process_group": transport}
-    optimizer = OneBitAdam(params, **options, **UNGUARDED)
+    optimizer = OneBitAdam(params, **objects(**options, **UNGUARDED))
     take_steps(optimizer, params, rank, range(step))
     for p in params:
         p.grad = torch.full_like(p, torch.nan if rank == 1 else 1.0)
@@ -297,7 +297,7 @@ def test_a_bad_gradient_on_one_rank_costs_all_one_step(step, nonfinite):
 
 def built_differently(rank: int, transport: Transport) -> list[tuple[type | None, str]]:
     def build(**options: Any) -> Callable[[], object]:
-        return lambda: OneBitAdam(make_params(), process_group=transport, **options)
+        return lambda: OneBitAdam(make_params(), process_group=transport, **objects(**options))
 
     return [caught(build(freeze_step=5 + rank)), caught(build(freeze_step=5, betas=(2.0 if rank else 0.9, 0.99)))]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Ranks
 from torch import nn
 
-from fusedonebit import OneBitAdam, dcp
+from fusedonebit import Faults, OneBitAdam, dcp
 from fusedonebit.comm.failure_diagnosis import PATIENCE
 
 SLACK = 10.0  # of a busy machine
@@ -32,7 +32,7 @@ def save_on_and_on(rank: int, folder: Path, victim: int, after: float) -> dict[s
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 5))
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2, guard="off", process_group=group)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2, faults=Faults(guard="off"), process_group=group)
     for _ in range(4):
         model(torch.full((3, 40), 1.0 + rank)).square().mean().backward()
         optimizer.step()

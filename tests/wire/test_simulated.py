@@ -11,7 +11,7 @@ from optimizers import ADAM_AND_LAMB, construct
 from ranks import run_ranks
 from torch import Tensor
 
-from fusedonebit import NonFiniteGradientError, OneBitAdam
+from fusedonebit import Faults, NonFiniteGradientError, OneBitAdam
 from fusedonebit.comm import CollectiveError, SimulatedGroup, Transport, make_transport
 
 SHAPES = ((7,), (33, 40), (1024,), (0,), (3, 5, 7))
@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_is_given_up():
 def test_an_optimizers_error_is_raised_on_every_simulated_rank():
     def each(rank: int, transport: Transport) -> bool:
         p = torch.nn.Parameter(torch.ones(300))
-        optimizer = OneBitAdam([p], freeze_step=1, nonfinite="raise", process_group=transport)
+        optimizer = OneBitAdam([p], freeze_step=1, faults=Faults(nonfinite="raise"), process_group=transport)
         for step in range(3):
             p.grad = torch.full_like(p, torch.nan if step == 2 and rank == 1 else 1.0 + rank)
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,7 @@ from ...comm import MarsitAllReduce, Topology, Transport
 from ...comm.ring_topology import torus_rows
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
+from ...core.settings import NUMERICS, Numerics, Options
 from ...optim.rounds import RoundOptimizer, RoundOptions
 from ...triton_kernels import FlatLayout, LiveTable
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
@@ -38,6 +39,7 @@ class BaselineOptions(RoundOptions):
     topology: Topology
     coding: Coding
     seed: int
+    told: ClassVar = (*RoundOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -48,7 +50,15 @@ class BaselineOptions(RoundOptions):
         check_count("seed", self.seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaselineAdamOptions(BaselineOptions):
+    """Settings of ``BaselineAdam``."""
+
+    bias_correction: bool = True
+
+
 class _Baseline(RoundOptimizer):
+    settings: ClassVar[type[Options]] = BaselineOptions
     options: BaselineOptions
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -82,9 +92,7 @@ class BaselineSGD(_Baseline):
         global_ratio: eta_s / eta_l of "signsgd" and "ssdm"; the others' updates have a size of their own.
         local_steps: Steps of a round.
         seed: Of random signs.
-        maximize: Ascend instead of descend.
-        process_group: As for ``MarsitSGD``.
-        mesh: As for ``MarsitSGD``.
+        process_group, numerics: As for ``MarsitSGD``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -103,17 +111,19 @@ class BaselineSGD(_Baseline):
         global_ratio: float = 0.1,
         local_steps: int = 1,
         seed: int = 0,
-        maximize: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = _options(False, aggregation, topology, coding, local_steps, seed)
-        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
+        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
+        settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
+        super().__init__(params, defaults, process_group=process_group, **settings)
 
 
 class BaselineAdam(_Baseline):
     """AdamW whose workers agree as one of Marsit's baselines does; see ``BaselineSGD`` and ``MarsitAdam``."""
+
+    settings: ClassVar[type[Options]] = BaselineAdamOptions
 
     def __init__(
         self,
@@ -129,26 +139,10 @@ class BaselineAdam(_Baseline):
         global_ratio: float = 0.3,
         local_steps: int = 1,
         seed: int = 0,
-        maximize: bool = False,
-        process_group: dist.ProcessGroup | Transport | None = None,
-        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        numerics: Numerics = NUMERICS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        options = _options(True, aggregation, topology, coding, local_steps, seed)
-        super().__init__(params, defaults | {"maximize": maximize}, options, process_group=process_group, mesh=mesh)
-
-
-def _options(
-    bias_correction: bool, aggregation: str, topology: Topology, coding: Coding, local_steps: int, seed: int
-) -> BaselineOptions:
-    return BaselineOptions(
-        bias_correction=bias_correction,
-        eps_inside_sqrt=False,
-        nonfinite="skip",
-        block_size=None,
-        aggregation=aggregation,
-        topology=topology,
-        coding=coding,
-        local_steps=local_steps,
-        seed=seed,
-    )
+        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
+        settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
+        super().__init__(params, defaults, process_group=process_group, **settings)

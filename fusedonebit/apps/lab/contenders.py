@@ -5,16 +5,28 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ... import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, policies
-from ...comm import CompressedAllReduce, Transport
-from ...core.options import VARIANCE_FLOOR, Options
+from ... import (
+    Faults,
+    Freeze,
+    Lamb,
+    MarsitAdam,
+    MarsitSGD,
+    Numerics,
+    OneBitAdam,
+    OneBitLamb,
+    Rounds,
+    ZeroOneAdam,
+    policies,
+)
+from ...comm import CompressedAllReduce, Topology, Transport
+from ...core.settings import VARIANCE_FLOOR
 from ...optim.averaging import AdamUpdate, AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
 from ...triton_kernels import TAIL, Coef, freeze
@@ -76,11 +88,8 @@ class AveragedAdam(AdamUpdate, FrozenVariance):
     """Adam on averaged gradients."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
-        defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "maximize": False}
-        options = Options(
-            bias_correction=True, eps_inside_sqrt=False, nonfinite="skip", block_size=None, stochastic_rounding=False
-        )
-        super().__init__(params, defaults, options, process_group=process_group)
+        defaults = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+        super().__init__(params, defaults, process_group=process_group, numerics=Numerics(bias_correction=True))
 
 
 class NaiveOneBitAdam(AveragedAdam):
@@ -158,12 +167,13 @@ def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
 
             for model, state in enumerate(earlier_states(of.key, of.key.optimizer.removesuffix("-warm-start"))):
                 _EARLIER[make, of.task, of.key.seed, model] = state
-    return make(of, freeze_step=0, warm_start=_EARLIER[earlier])
+    return make(of, freeze_step=Freeze(step=0, warm_start=_EARLIER[earlier]))
 
 
-def _marsit(of: Setting, **options: Any) -> Any:
+def _marsit(of: Setting, topology: Topology = "ring", **rounds: Any) -> Any:
     """Marsit's local update is SGD with momentum on images, Adam on text."""
-    options |= {"process_group": of.transport, "seed": of.key.seed}
+    agreed = Rounds(**rounds, seed=of.key.seed)
+    options: dict[str, Any] = {"topology": topology, "rounds": agreed, "process_group": of.transport}
     if of.task.images:
         return MarsitSGD(of.params, of.task.lr * of.task.sgd, 0.9, 0.0, **options)
     return MarsitAdam(of.params, of.task.lr, BETAS, EPS, 0.0, **options)
@@ -187,8 +197,10 @@ def _baseline(
 _EARLIER: dict[tuple[Any, ...], dict[str, Any]] = {}
 _EARLIER_LOCK = threading.Lock()
 
-PAPER: dict[str, Any] = {"precondition": False, "variance_floor": 0.0, "scale_scope": "global", "guard": "off"}
-"""One scale for a worker's whole momentum, which is what is compressed, and nobody watches."""
+PAPER = Numerics(precondition=False, variance_floor=0.0, scale_scope="global", scale_norm="l2")
+"""One scale for a worker's whole momentum, which is what is compressed."""
+
+UNGUARDED = Faults(guard="off")
 
 CONTENDERS: dict[str, Make] = {
     "adam": _adam,
@@ -198,23 +210,25 @@ CONTENDERS: dict[str, Make] = {
     "lamb": _lamb,
     "lamb-frozen": partial(_lamb, frozen=True),
     "onebit-lamb": _onebit_lamb,
-    "onebit-adam-l2": partial(_onebit_adam, scale_norm="l2", **PAPER),
-    "onebit-adam-eps-inside": partial(_onebit_adam, scale_norm="l2", eps_inside_sqrt=True, **PAPER),
+    "onebit-adam-l2": partial(_onebit_adam, numerics=PAPER, faults=UNGUARDED),
+    "onebit-adam-eps-inside": partial(_onebit_adam, numerics=replace(PAPER, eps_inside_sqrt=True), faults=UNGUARDED),
     "naive-onebit-adam": partial(_adam, kind=NaiveOneBitAdam),
-    "onebit-lamb-paper": partial(_onebit_lamb, scale_norm="l2", **PAPER),
+    "onebit-lamb-paper": partial(_onebit_lamb, numerics=PAPER, faults=UNGUARDED),
     "onebit-adam-deepspeed-guarded": partial(
-        _onebit_adam, **PAPER | {"scale_norm": "l2", "guard": "rewarm"}, bias_correction=False, dead_coordinates="keep"
+        _onebit_adam, numerics=replace(PAPER, bias_correction=False, dead_coordinates="keep")
     ),
     "zero-one-adam-16": partial(_zero_one_adam, most=16),
-    "onebit-adam-global": partial(_onebit_adam, scale_scope="global"),
-    "onebit-adam-rewarm": partial(_onebit_adam, rewarm_every=100, rewarm_steps=20),
+    "onebit-adam-global": partial(_onebit_adam, numerics=Numerics(scale_scope="global")),
+    "onebit-adam-rewarm": partial(_onebit_adam, faults=Faults(rewarm_every=100, rewarm_steps=20)),
     "onebit-adam-warm-start": _warm,
     "onebit-lamb-warm-start": partial(_warm, make=_onebit_lamb),
     "onebit-adam-freeze-3": partial(_onebit_adam, freeze_step=3),
-    "onebit-adam-ternary": partial(_onebit_adam, ternary=True),
+    "onebit-adam-ternary": partial(_onebit_adam, numerics=Numerics(ternary=True)),
     "adam-frozen-no-floor": partial(_adam, frozen=True),
-    "onebit-adam-l1": partial(_onebit_adam, scale_norm="l1", **PAPER),
-    "onebit-adam-contractive": partial(_onebit_adam, scale_norm="contractive", **PAPER),
+    "onebit-adam-l1": partial(_onebit_adam, numerics=replace(PAPER, scale_norm="l1"), faults=UNGUARDED),
+    "onebit-adam-contractive": partial(
+        _onebit_adam, numerics=replace(PAPER, scale_norm="contractive"), faults=UNGUARDED
+    ),
     "sgd": _sgd,
     "psgd": partial(_baseline, aggregation="psgd"),
     "marsit-100": partial(_marsit, full_precision_every=100),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,20 +15,20 @@ from torch import Tensor, nn
 from ... import OneBitAdam
 from ...comm import CompressedAllReduce
 from ...triton_kernels import FlatLayout
-from .contenders import PAPER
+from .contenders import PAPER, UNGUARDED
 
 BOWL_WARM_UP, BOWL_STEPS, BOWL_LR = 100, 600, 1e-3
 BOWL_START = (1.0, 1e-3)
 BOWL: dict[str, dict[str, Any] | None] = {
     "Adam": None,
-    "1-bit Adam, l2": {"scale_norm": "l2", **PAPER},
-    "1-bit Adam, eps inside the root": {"scale_norm": "l2", "eps_inside_sqrt": True, **PAPER},
+    "1-bit Adam, l2": {"numerics": PAPER, "faults": UNGUARDED},
+    "1-bit Adam, eps inside the root": {"numerics": replace(PAPER, eps_inside_sqrt=True), "faults": UNGUARDED},
     "1-bit Adam, our defaults": {},
 }
-"""What minimises the bowl: numerics of ``OneBitAdam``, or None for Adam itself."""
+"""What minimises the bowl: options of ``OneBitAdam``, or None for Adam itself."""
 
 
-def bowl(numerics: dict[str, Any] | None) -> list[float]:
+def bowl(options: dict[str, Any] | None) -> list[float]:
     """Minimises x^2 + y^2 from coordinates a thousandfold apart; returns its value before each step.
 
     In the warm-up Adam moves both by the same step, so that the larger one hardly changes and its
@@ -35,8 +36,8 @@ def bowl(numerics: dict[str, Any] | None) -> list[float]:
     smaller one far out (equation 1 and figure 6 of the Fixing paper).
     """
     at = nn.Parameter(torch.tensor(BOWL_START))
-    freeze_step = BOWL_STEPS if numerics is None else BOWL_WARM_UP
-    optimizer = OneBitAdam([at], BOWL_LR, weight_decay=0.0, freeze_step=freeze_step, **numerics or {})
+    freeze_step = BOWL_STEPS if options is None else BOWL_WARM_UP
+    optimizer = OneBitAdam([at], BOWL_LR, weight_decay=0.0, freeze_step=freeze_step, **options or {})
     values = []
     for _ in range(BOWL_STEPS):
         optimizer.zero_grad()

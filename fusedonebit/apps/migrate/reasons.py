@@ -90,7 +90,7 @@ for _block in ("bf16", "bfloat16"):
 
 SHARDING = (
     "state is not sharded over the ranks that exchange bits; sharded inside a node goes with "
-    'fully_shard(module, mesh=mesh["shard"]) and mesh=mesh["replicate"] (examples/hsdp.py)'
+    'fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"] (examples/hsdp.py)'
 )
 
 

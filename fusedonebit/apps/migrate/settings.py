@@ -151,11 +151,9 @@ def _first_line(error: Exception) -> str:
 def _calls(config: Config, name: str, optimizer: Any, further: dict[str, Any]) -> list[str]:
     """Write the constructor, with DeepSpeed's defaults for what is left out, and ``from_deepspeed``."""
     group, more = optimizer.param_groups[0], [f"{key}={value}" for key, value in further.items()]
-    arguments = [
-        f"{k}={'...' if config.is_filled_in(PARAMS + k) else repr(group[k])}"
-        for k in (*COMMON, *LAMB.values())
-        if k in group
-    ]
+    arguments = [f"{k}={'...' if config.is_filled_in(PARAMS + k) else repr(group[k])}" for k in COMMON if k in group]
+    if bounds := [f"{k}={group[k]!r}" for k in LAMB.values() if k in group]:
+        arguments.append(f"layerwise=Layerwise({', '.join(bounds)})")
     if name == "ZeroOneAdam":
         variance, rounds = optimizer.options.variance_policy, optimizer.options.sync_policy
         assert isinstance(variance, policies.DeepSpeedVariance)
@@ -169,11 +167,11 @@ def _calls(config: Config, name: str, optimizer: Any, further: dict[str, Any]) -
     halved = any(config.get(f"{block}.enabled") is True for block in ("fp16", "bf16", "bfloat16"))
     theirs = ['config["optimizer"]', *more]
     if halved:
-        theirs.append("master_weights=True")
+        theirs.append("numerics=Numerics(master_weights=True)")
     elif (
         name != "OneBitLamb"
     ):  # without its 16-bit wrapper, which fuses parameters, DeepSpeed compresses each by itself
-        theirs.append("scale_scope='layer'")
+        theirs.append("numerics=Numerics(scale_scope='layer')")
     return [
         "# Our numerics, which hold where DeepSpeed's diverge:",
         f"optimizer = {name}(model.parameters(), {', '.join([*arguments, *more])})",

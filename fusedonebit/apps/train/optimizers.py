@@ -10,7 +10,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, policies
+from ... import (
+    Faults,
+    Freeze,
+    Lamb,
+    Layerwise,
+    MarsitAdam,
+    Numerics,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    Rounds,
+    ZeroOneAdam,
+    policies,
+)
 from ...comm import Topology, make_transport
 from ..averaged import Averaged
 from ..lab.baselines import AGGREGATIONS, BaselineAdam
@@ -22,7 +35,10 @@ EPS = 1e-8
 LAMB_EPS = 1e-6
 WEIGHT_DECAY = 0.01
 LION_WEIGHT_DECAY = 0.03
-PAPER: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "global", "variance_floor": 0.0, "guard": "off"}
+PAPER: dict[str, Any] = {
+    "numerics": Numerics(scale_norm="l2", scale_scope="global", variance_floor=0.0),
+    "faults": Faults(guard="off"),
+}
 """1-bit LAMB's own numerics: what its figures are drawn with."""
 
 
@@ -80,8 +96,7 @@ def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimize
         BETAS,
         EPS,
         WEIGHT_DECAY,
-        freeze_step=settings.freeze_step,
-        lr_warmup_steps=settings.lr_warmup_steps,
+        freeze_step=Freeze(step=settings.freeze_step, lr_warmup_steps=settings.lr_warmup_steps),
     )
 
 
@@ -109,18 +124,15 @@ def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
     return Lamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY)
 
 
-def _onebit_lamb(
-    params: Parameters, settings: Settings, layerwise: Literal["adaptive", "frozen"] = "adaptive"
-) -> torch.optim.Optimizer:
+def _onebit_lamb(params: Parameters, settings: Settings, adaptive: bool = True) -> torch.optim.Optimizer:
     return OneBitLamb(
         params,
         settings.lr,
         BETAS,
         LAMB_EPS,
         WEIGHT_DECAY,
-        freeze_step=settings.freeze_step,
-        lr_warmup_steps=settings.lr_warmup_steps,
-        layerwise=layerwise,
+        freeze_step=Freeze(step=settings.freeze_step, lr_warmup_steps=settings.lr_warmup_steps),
+        layerwise=Layerwise(adaptive=adaptive),
         **PAPER,
     )
 
@@ -133,9 +145,9 @@ def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
         EPS,
         WEIGHT_DECAY,
         topology=settings.topology,
-        full_precision_every=settings.full_precision_every,
-        local_steps=settings.local_steps,
-        seed=settings.seed,
+        rounds=Rounds(
+            full_precision_every=settings.full_precision_every, local_steps=settings.local_steps, seed=settings.seed
+        ),
     )
 
 
@@ -170,7 +182,7 @@ OPTIMIZERS = {
     "onebit-lion": Entry(_onebit_lion, 1e-3),
     "lamb": Entry(_lamb, 2e-2),
     "onebit-lamb": Entry(_onebit_lamb, 2e-2),
-    "onebit-lamb-frozen": Entry(partial(_onebit_lamb, layerwise="frozen"), 2e-2),
+    "onebit-lamb-frozen": Entry(partial(_onebit_lamb, adaptive=False), 2e-2),
     "marsit": Entry(_marsit, 3e-3),
     "psgd": Entry(partial(_baseline, aggregation="psgd"), 3e-3),
     "signsgd": Entry(partial(_baseline, aggregation="signsgd"), 3e-3),

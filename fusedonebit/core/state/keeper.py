@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...comm import ShardGroup, Transport
 from ...triton_kernels import FlatLayout, LiveTable
-from ..options import Options
 from ..outcome import Outcomes
 from ..params import ParameterList
+from ..settings import Options
 from ..step_count import StepCount
 from .header import Fields
 from .rank_local import Rows

@@ -94,7 +94,7 @@ def check_header(keeper: Keeper, header: State) -> None:
             f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in the "
             "warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the optimizer with "
             "the same mask=, or begin anew from the model alone (OneBitAdam and OneBitLamb: with the checkpoint as "
-            "warm_start=)"
+            "Freeze(step=0, warm_start=...))"
         )
 
 

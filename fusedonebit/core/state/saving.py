@@ -35,7 +35,6 @@ can be: copy or save them before the next step. Saving settles the deferred resi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -184,8 +183,7 @@ def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
 
 def numerics(keeper: Keeper) -> dict[str, Any]:
     """Return the options that change what a step computes, as plain values."""
-    names = [field.name for field in fields(keeper.options) if field.name not in keeper.options.no_numerics]
-    return {name: _plain(getattr(keeper.options, name)) for name in names}
+    return {name: _plain(getattr(keeper.options, name)) for name in keeper.options.told}
 
 
 def masks(keeper: Keeper) -> dict[str, int]:

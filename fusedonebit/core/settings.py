@@ -1,0 +1,396 @@
+"""The option objects that all optimizers share, and what an optimizer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import BLOCK_SIZES, SCALE_NORMS, ScaleScope
+from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ScaleNorm = Literal["l1", "l2", "contractive"]
+Guard = Literal["rewarm", "warn", "off"]
+DeadCoordinates = Literal["mean", "keep"]
+
+VARIANCE_FLOOR = 0.01
+"""Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
+
+LEAST_REWARM_STEPS = 10
+
+OVERLAPPED_BUCKETS = 4
+"""Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
+
+SETTLES_WITHIN = 10
+"""Memories of the variance, 1/(1 - beta2) updates each, after which ``Freeze`` waits no longer; see docs/design.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    r"""What is computed, in which precision, and how it is compressed.
+
+    Args:
+        scale_norm: Of what is compressed, d elements c. ``"l1"``: mean \|c\| (1-bit Adam's paper). ``"l2"``:
+            \|c\|_2/sqrt(d) (DeepSpeed). ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
+            None: ``"contractive"``.
+        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``), per block of at most 4096
+            elements of a tensor (``"block"``), or per bucket (``"bucket"``; not with ``ZeroOneAdam``). None:
+            ``"block"``.
+        precondition: Compress the update m/denom itself instead of m: a fixed scaling of each coordinate, so that the
+            error feedback stays exact. Denominators are at least a thousandth of their median
+            (``freezing.quantile_floor``). None: True, but False with ``OneBitLamb``, whose scaling of momenta by layer
+            does better (docs/numerics.md).
+        ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay zeros, and
+            scales are means over what is not zero. For gradients with many exact zeros.
+        variance_floor: What frozen v has at least, as a share of its tensor's mean. None: 0.01 with ``OneBitLamb``, or
+            ``OneBitAdam`` where it preconditions; else 0. With ``ZeroOneAdam`` denominators in rounds of bits are
+            sqrt(v + share * mean), so that coordinates which renewals have hardly seen take no giant steps; a renewal
+            divides by Adam's own, and a tensor that never had a gradient in one only decays until it has. None: 0.001.
+        dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their tensor's other v; tensors
+            without any take no further part. ``"keep"``: 0. None: ``"mean"``.
+        bias_correction: Adam's; that of v is frozen with it, or counts its renewals. None: True with Adam, False with
+            LAMB, whose equation (2) has none.
+        eps_inside_sqrt: sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps; with ``OneBitAdam``
+            in the compression stage (Tarasov & Ershov, eq. 2).
+        frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many fewer in
+            each step; denominators are then off by at most 0.2 %, alike on all ranks. The freeze allocates those 2
+            bytes per parameter and frees 4.
+        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
+            parameters are their rounded values. What you write into parameters, they take over, unless it goes through
+            ``p.data.copy_`` or the like, of which torch keeps no trace.
+        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to nearest,
+            which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
+            2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
+            after a resumption. float32 parameters are not rounded; float16 ones are refused.
+        maximize: Ascend instead of descend. Groups may set it.
+        mask: For some parameters a bool tensor of their shape; where False nothing ever moves, nor enters a norm.
+    """
+
+    scale_norm: ScaleNorm | None = None
+    scale_scope: ScaleScope | None = None
+    precondition: bool | None = None
+    ternary: bool = False
+    variance_floor: float | None = None
+    dead_coordinates: DeadCoordinates | None = None
+    bias_correction: bool | None = None
+    eps_inside_sqrt: bool = False
+    frozen_dtype: torch.dtype = torch.float32
+    master_weights: bool = False
+    stochastic_rounding: bool = False
+    maximize: bool = False
+    mask: Mapping[Tensor, Tensor] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        for name in ("bias_correction", "eps_inside_sqrt", "master_weights", "stochastic_rounding"):
+            check_flag(name, getattr(self, name))
+        if self.stochastic_rounding and self.master_weights:
+            raise ValueError(
+                "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
+            )
+        check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
+        check_choice("scale_scope", self.scale_scope, ("global", "bucket", "layer", "block"))
+        check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
+        check_flag("precondition", self.precondition)
+        check_flag("ternary", self.ternary)
+        if self.frozen_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
+        if self.variance_floor is not None and not is_share(self.variance_floor):
+            raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How parameters are laid out, and how ranks send.
+
+    Args:
+        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients are
+            averaged inside a node, and compressed between nodes (``comm.hierarchical``), each rank's part with scales
+            of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. Marsit's workers, of which its
+            topology speaks, are then nodes. None: no levels.
+        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
+        overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but the
+            last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same result, bit
+            for bit, as with as many ``buckets`` without it.
+        buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4 with
+            ``overlap``.
+        block_size: Elements per block of the layout; None chooses.
+        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
+        capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on the
+            device, which schedulers fill in place, and are no longer compared between ranks.
+    """
+
+    hierarchy: DeviceMesh | tuple[Any, Any] | None = None
+    hierarchy_dtype: torch.dtype = torch.float32
+    overlap: bool = False
+    buckets: int | None = None
+    block_size: int | None = None
+    broadcast_parameters: bool = False
+    capturable: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
+        check_flag("capturable", self.capturable)
+        if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
+        check_flag("overlap", self.overlap)
+        if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
+            raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What happens to updates that would spoil a run.
+
+    Args:
+        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or the round, or ``"raise"``, at a
+            round's end. Where workers move by themselves, what they have added up is kept for the next round, but for
+            elements that are not finite.
+        guard: A compressed update whose norm is 10 times (300 where momentum is not preconditioned) that of the last
+            uncompressed one, or of noise, is skipped on all ranks (``guard.DivergenceGuard``); then ``"rewarm"``: warm
+            up again, without what goes beyond a step of Adam's. ``"warn"``: keep it as residual and warn; training may
+            stand still. ``"off"``: no such check. None: ``"rewarm"``.
+        rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed ones, which renew
+            the variance; 0: never.
+        rewarm_steps: Length of such a stretch, and of the variance's memory in it.
+    """
+
+    nonfinite: Literal["skip", "raise"] = "skip"
+    guard: Guard | None = None
+    rewarm_every: int = 0
+    rewarm_steps: int = 50
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
+        check_count("rewarm_every", self.rewarm_every)
+        check_count("rewarm_steps", self.rewarm_steps)
+        if self.rewarm_steps < LEAST_REWARM_STEPS:
+            raise ValueError(
+                f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
+                "of so many updates the variance is made anew"
+            )
+        check_choice("guard", self.guard, ("rewarm", "warn", "off"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """When the variance is frozen, where ``freeze_step`` is more than a number; or where it comes from.
+
+    Args:
+        step: Number of uncompressed updates, or ``"auto"``: until v is stable (``freezing.AutoFreeze``). 0 needs
+            ``warm_start``, or a loaded checkpoint.
+        lr_warmup_steps: With ``"auto"``: updates before v is looked at.
+        deadline: With ``"auto"``: number of updates after which v is frozen, with a warning, even if it is not stable.
+            None: ``lr_warmup_steps`` and 10/(1 - beta2) more, 10,000 with beta2 = 0.999.
+        warm_start: ``state_dict()`` of an earlier run, of any world size: its variance replaces the warm-up, and of
+            LAMB its average coefficients and momentum scales. ``OneBitAdam`` also takes ``torch.optim.AdamW``'s. With
+            ``step=0`` compression starts at once.
+    """
+
+    step: int | Literal["auto"] = "auto"
+    lr_warmup_steps: int = 0
+    deadline: int | None = None
+    warm_start: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layerwise:
+    """What LAMB scales each layer's update with, and how 1-bit LAMB goes on with it.
+
+    Groups may set c_min, c_max, beta3, r_min, r_max and r_threshold. (1, 1) as c_min and c_max makes a group Adam's: no
+    adaptation (with ``OneBitLamb`` also beta3 = 0 and (1, 1) as r_min and r_max).
+
+    Args:
+        c_min: Least coefficient c (1-bit LAMB, eq. 2), in the warm-up.
+        c_max: Largest.
+        beta3: Of the coefficients' moving average c_avg. It starts at 0: after F updates it has reached 1 - beta3^F of
+            the coefficients. Only ``OneBitLamb`` uses it, also where it continues from a checkpoint of ``Lamb``.
+        r_min: Least ratio r (1-bit LAMB, Algorithm 1, line 19); this and what follows with ``OneBitLamb`` alone.
+        r_max: Largest.
+        r_threshold: By which share the ratio may change in one step.
+        adaptive: After the freeze c = r c_avg; else c = c_avg (section 3.4, "LAMB + basic 1-bit"), five kernels, and a
+            third less state.
+        momentum_scaling: Scale each layer's momentum to the same size before it is compressed (section 4.3); None:
+            unless it is preconditioned.
+    """
+
+    c_min: float = 0.01
+    c_max: float = 10.0
+    beta3: float = 0.9
+    r_min: float = 0.5
+    r_max: float = 4.0
+    r_threshold: float = 0.1
+    adaptive: bool = True
+    momentum_scaling: bool | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense; those of groups are checked with their groups."""
+        check_flag("adaptive", self.adaptive)
+        if self.momentum_scaling is not None:
+            check_flag("momentum_scaling", self.momentum_scaling)
+
+
+NUMERICS, WIRE, FAULTS, LAYERWISE = Numerics(), Wire(), Faults(), Layerwise()
+"""The usual ones."""
+
+_HANDED_ON = ("mask", "hierarchy")
+"""What goes to parameters and ranks, and is compared with those."""
+
+_T = TypeVar("_T", bound="Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Numerics, Wire, Faults):
+    """All settings of an optimizer, flat, equal on all ranks; its own default where an option object says None."""
+
+    scale_norm: ScaleNorm = "contractive"
+    scale_scope: ScaleScope = "block"
+    precondition: bool = False
+    dead_coordinates: DeadCoordinates = "mean"
+    bias_correction: bool = False
+    guard: Guard = "rewarm"
+    max_grad_norm: float | None = None
+
+    objects: ClassVar[dict[str, Any]] = {"numerics": Numerics, "wire": Wire, "faults": Faults}
+    """Arguments of the optimizer that are option objects."""
+
+    takes: ClassVar[frozenset[str]] = frozenset(
+        [
+            *("bias_correction", "eps_inside_sqrt", "master_weights", "stochastic_rounding", "maximize", "mask"),
+            *("block_size", "broadcast_parameters", "capturable", "nonfinite"),
+        ]
+    )
+    """Their fields that the optimizer can do something with."""
+
+    grouped: ClassVar[tuple[str, ...]] = ("maximize",)
+    """Those that are defaults of groups, and are compared with these."""
+
+    told: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
+    """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
+
+    @classmethod
+    def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
+        """Settle an optimizer's arguments: option objects, and what stands beside them.
+
+        Raises:
+            TypeError, ValueError: for an object of another type, and for what the optimizer can't do.
+        """
+        said: dict[str, Any] = {}
+        for argument, kind in cls.objects.items():
+            value: Any = arguments.get(argument, kind())
+            if not isinstance(value, kind):
+                raise TypeError(f"{argument} must be a fusedonebit.{kind.__name__}, got {type(value).__name__}")
+            for field in fields(value):
+                given, usual = getattr(value, field.name), field.default
+                same = given is usual or (type(given) is type(usual) and given == usual)
+                if not same and field.name not in cls.takes:
+                    raise ValueError(
+                        f"{field.name} must be {usual!r} with {optimizer}, got {given!r}: it has no such option"
+                    )
+                if (given is not None or usual is not None) and field.name not in _HANDED_ON:
+                    said[field.name] = given
+        return cls(**said, **{name: value for name, value in arguments.items() if name not in cls.objects})
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return what the optimizer takes, for all groups together, but for masks and groups of ranks."""
+        others = names_of(*cls.objects.values()) - cls.takes | {*cls.grouped, *_HANDED_ON}
+        return tuple(field.name for field in fields(cls) if field.name not in others)
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
+        for kind in self.objects.values():
+            kind.check(self)
+
+
+def values_of(options: Any) -> dict[str, Any]:
+    """Return the fields of an option object, by name."""
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def names_of(*kinds: type) -> frozenset[str]:
+    """Return the names of the fields of option objects."""
+    return frozenset(field.name for kind in kinds for field in fields(kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitOptions(Options):
+    """Those of an optimizer with a compression stage."""
+
+    precondition: bool = True
+    bias_correction: bool = True
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    deadline: int | None
+    warm_started: bool
+
+    takes: ClassVar = names_of(Numerics, Wire, Faults)
+    told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor")
+
+    @property
+    def bucket_count(self) -> int:
+        """Into how many buckets the line is cut."""
+        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
+
+    @property
+    def least_share(self) -> float:
+        """Of its tensor's mean that frozen v has at least."""
+        preconditioned = VARIANCE_FLOOR if self.precondition else 0.0
+        return preconditioned if self.variance_floor is None else self.variance_floor
+
+    def latest_freeze(self, beta2: float) -> int:
+        """The number of updates after which v is frozen at the latest."""
+        if self.freeze_step != "auto":
+            return self.freeze_step
+        settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))
+        return settled if self.deadline is None else self.deadline
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        super().check()
+        self._check_freeze()
+        self._check_buckets()
+        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
+            way_out = "precondition=False" if self.precondition else "variance_floor=0"
+            raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
+
+    def _check_freeze(self) -> None:
+        check_count("freeze_step", self.freeze_step, alternative="auto")
+        check_count("lr_warmup_steps", self.lr_warmup_steps)
+        if self.deadline is not None and not (is_int(self.deadline) and self.deadline > self.lr_warmup_steps):
+            raise ValueError(
+                f"deadline must be an int > lr_warmup_steps={self.lr_warmup_steps}, or None, got {self.deadline!r}"
+            )
+        if self.deadline is not None and self.freeze_step != "auto":
+            raise ValueError(f'deadline must be None unless freeze_step is "auto", got {self.deadline!r}')
+        if self.warm_started and self.freeze_step == "auto":
+            raise ValueError(
+                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try 0'
+            )
+
+    def _check_buckets(self) -> None:
+        if self.bucket_count > 1 and self.scale_scope == "global":
+            raise ValueError(
+                f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
+                "scale for all is known only when all gradients are"
+            )
+        if not self.overlap:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm must be None with overlap=True, got {self.max_grad_norm!r}: the norm is known only "
+                "when all gradients are; the guard refuses outliers"
+            )
+        if self.capturable:
+            raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")

@@ -1,0 +1,218 @@
+"""The constructors' few arguments, the objects that have the other options, and freezes that nobody has set."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from optimizers import MAKE, objects
+from torch import nn
+
+import fusedonebit
+from fusedonebit import (
+    DisagreementError,
+    Faults,
+    Freeze,
+    FusedOneBitWarning,
+    Lamb,
+    Layerwise,
+    MarsitAdam,
+    MarsitSGD,
+    Numerics,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    Rounds,
+    Wire,
+    ZeroOneAdam,
+    policies,
+)
+from fusedonebit.comm import SimulatedGroup
+
+EVERY = (Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
+OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def take_steps(model: nn.Module, optimizer: Any, steps: range, growth: float = 1.0) -> None:
+    """Steps on noise, which is ``growth`` times as large in each."""
+    for step in steps:
+        x, noise = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (growth**step * model(x) * noise[:, :4]).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_no_constructor_has_more_than_twelve_arguments(kind):
+    arguments = inspect.signature(kind).parameters
+    print(f"{kind.__name__}: {len(arguments)} arguments (limit 12)")
+    assert len(arguments) <= 12
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_option_objects_are_frozen_take_keywords_only_and_document_each_field(kind):
+    first = fields(kind)[0].name
+    with pytest.raises(TypeError):
+        kind(None)
+    with pytest.raises(AttributeError):
+        setattr(kind(), first, None)
+    assert getattr(fusedonebit, kind.__name__) is kind
+    for field in fields(kind):
+        assert f"        {field.name}: " in kind.__doc__, field.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (OneBitLion, {"numerics": Numerics(ternary=True)}, "ternary must be False with OneBitLion, got True"),
+        (OneBitLion, {"wire": Wire(hierarchy=(1, 2))}, "hierarchy must be None with OneBitLion, got (1, 2)"),
+        (Lamb, {"layerwise": Layerwise(r_max=3.0)}, "r_max must be 4.0 with Lamb, got 3.0"),
+        (Lamb, {"faults": Faults(guard="warn")}, "guard must be None with Lamb, got 'warn'"),
+        (MarsitSGD, {"numerics": Numerics(bias_correction=True)}, "bias_correction must be None with MarsitSGD, got"),
+        (
+            MarsitAdam,
+            {"numerics": Numerics(precondition=False)},
+            "precondition must be None with MarsitAdam, got False",
+        ),
+    ],
+    ids=str,
+)
+def test_an_option_that_an_optimizer_has_not_is_one_error_that_names_it(kind, options, text):
+    with pytest.raises(ValueError, match="it has no such option") as error:
+        kind(model_of().parameters(), **options)
+    assert text in str(error.value)
+
+
+def test_ranks_compare_what_an_optimizer_takes_and_nothing_else():
+    names = {name: set(make(model_of().parameters(), lr=1e-3).options.names()) for name, make in MAKE.items()}
+    for name, taken in names.items():
+        assert {"nonfinite", "block_size", "broadcast_parameters", "master_weights", "max_grad_norm"} <= taken, name
+        assert not taken & {"mask", "hierarchy", "maximize", "c_min", "global_ratio"}, name
+    assert {"ternary", "guard", "freeze_step", "deadline", "overlap"} <= names["OneBitAdam"]
+    assert "adaptive" in names["OneBitLamb"]
+    assert not names["Lamb"] & {"ternary", "guard", "adaptive", "overlap", "r_min"}
+
+
+@pytest.mark.parametrize("argument", ["numerics", "wire", "faults"])
+def test_an_object_of_another_type_is_refused_on_every_rank(argument):
+    def make(rank: int, transport: Any) -> str:
+        options: dict[str, Any] = {argument: {"guard": "off"}} if rank else {}
+        with pytest.raises((TypeError, DisagreementError)) as error:
+            OneBitAdam(model_of().parameters(), process_group=transport, **objects(**options))
+        return str(error.value)
+
+    told = SimulatedGroup(2).run(make)
+    assert f"{argument} must be a fusedonebit.{argument.capitalize()}, got dict" in told[1]
+    assert f"{argument} must be a fusedonebit.{argument.capitalize()}" in told[0]
+
+
+def test_an_optimizers_own_default_stands_where_an_object_says_none():
+    made = {name: make(model_of().parameters(), lr=1e-3).options for name, make in MAKE.items()}
+    assert {name: options.bias_correction for name, options in made.items()} == {
+        **dict.fromkeys(("OneBitAdam", "MarsitAdam", "ZeroOneAdam"), True),
+        **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
+    }
+    assert (made["OneBitAdam"].precondition, made["OneBitLamb"].precondition) == (True, False)
+    assert [made[name].least_share for name in ("OneBitAdam", "OneBitLamb")] == [0.01, 0.01]
+    assert made["ZeroOneAdam"].variance_floor == 1e-3
+
+
+def test_what_is_said_goes_before_deepspeeds_numerics():
+    numerics = Numerics(scale_norm="contractive", master_weights=True)
+    block = {"type": "OneBitLamb", "params": {"lr": 0.1, "freeze_step": 10}}
+    made = OneBitLamb.from_deepspeed(
+        model_of().parameters(), block, numerics=numerics, faults=Faults(guard="warn"), layerwise=Layerwise(c_max=2.0)
+    )
+    options = made.options
+    assert (options.scale_norm, options.scale_scope, options.master_weights) == ("contractive", "global", True)
+    assert (options.guard, options.variant, made.param_groups[0]["c_max"]) == ("warn", "deepspeed", 2.0)
+    block["params"]["max_coeff"] = 3.0
+    with pytest.raises(ValueError, match="layerwise must be None where the config has max_coeff"):
+        OneBitLamb.from_deepspeed(model_of().parameters(), block, layerwise=Layerwise(c_max=2.0))
+
+
+# ---------------------------------------------------------------- freezes by themselves
+
+
+def test_three_words_train_and_freeze():
+    model = model_of()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3)
+    take_steps(model, optimizer, range(2500))
+    frozen = optimizer.stats()["freeze_step"]
+    print(f"frozen after {frozen} updates (deadline 10,000)")
+    assert optimizer.phase == "compression"
+    assert 1000 < frozen < 10_000
+
+
+DEADLINES = {
+    "of the memory": ({"betas": (0.9, 0.9)}, Freeze(), 100),
+    "behind the warm-up": ({"betas": (0.9, 0.9)}, Freeze(lr_warmup_steps=20), 120),
+    "told": ({"betas": (0.9, 0.9)}, Freeze(deadline=60), 60),
+}
+
+
+@pytest.mark.parametrize("case", DEADLINES)
+def test_a_variance_that_never_settles_is_frozen_at_the_deadline_with_a_warning(case):
+    options, freeze, deadline = DEADLINES[case]
+    model = model_of()
+    optimizer = OneBitAdam(
+        model.parameters(), lr=0.0, faults=Faults(guard="off"), **objects(freeze_step=freeze, **options)
+    )
+    take_steps(model, optimizer, range(deadline), growth=1.05)
+    assert optimizer.phase == "warmup"
+    with pytest.warns(FusedOneBitWarning, match=f"not seen to settle by the deadline, {deadline} updates"):
+        take_steps(model, optimizer, range(deadline, deadline + 1), growth=1.05)
+    assert optimizer.stats()["freeze_step"] == deadline
+
+
+def test_a_resumed_run_freezes_at_the_same_deadline_with_the_same_bits():
+    def make() -> tuple[nn.Module, OneBitAdam]:
+        model = model_of()
+        freeze = Freeze(deadline=40)
+        return model, OneBitAdam(
+            model.parameters(), lr=1e-3, betas=(0.9, 0.9), freeze_step=freeze, faults=Faults(guard="off")
+        )
+
+    model, optimizer = make()
+    take_steps(model, optimizer, range(30), growth=1.1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = make()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for trained, by in ((model, optimizer), (other, resumed)):
+        with pytest.warns(FusedOneBitWarning, match="deadline, 40 updates"):
+            take_steps(trained, by, range(30, 50), growth=1.1)
+        assert by.stats()["freeze_step"] == 40
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "text"),
+    [
+        (Freeze(deadline=5, lr_warmup_steps=5), "deadline must be an int > lr_warmup_steps=5, or None, got 5"),
+        (Freeze(deadline=math.inf), "deadline must be an int > lr_warmup_steps=0, or None, got inf"),
+        (Freeze(step=5, deadline=9), 'deadline must be None unless freeze_step is "auto", got 9'),
+    ],
+    ids=str,
+)
+def test_bad_deadlines_are_named(freeze, text):
+    with pytest.raises(ValueError, match="deadline") as error:
+        OneBitAdam(model_of().parameters(), freeze_step=freeze)
+    assert str(error.value) == text
+
+
+def test_zero_one_adam_takes_its_policies_as_arguments():
+    rounds = policies.DoublingRounds(after=2, scaler=2)
+    optimizer = ZeroOneAdam(model_of().parameters(), sync_policy=rounds)
+    assert optimizer.options.sync_policy is rounds
