@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Transport
+from ..comm import Told, Transport
+from ..comm.reducer import Compress
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Wire
 from ..integrations.deepspeed import onebit_adam_arguments
 from ..triton_kernels import apply_momentum
@@ -109,20 +110,29 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         """
         return cls(params, **onebit_adam_arguments(config, **options), process_group=process_group)
 
-    def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        layout, reduce = self.layout, self.reducer
-        apply_momentum(
-            self.parameters.dense,
-            layout.sizes,
-            layout.block_size,
-            reduce.bits,
-            reduce.scale,
-            None if self.options.precondition else self.exp_avg_sq,
-            self.options.eps_inside_sqrt,
-            coef,
-            self._block_tensor,
-            self.live.bits,
-            self.live.row,
-            skip,
-            self._rounding,
+    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
+        """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
+
+        1. Each worker makes m_i = beta1*m + (1 - beta1)*g_i, compresses m_i + e_i, and keeps what that loses (6, 7).
+        2. It sends each server its chunk, which averages what arrives, adds E, compresses, and keeps what that loses;
+           every worker gets the result, m (8 to 12).
+        3. x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen (13).
+        """
+        reducer, layout, live = self.reducer, self.layout, self.live
+        reducer.synchronise(compress, told)  # 1 and 2
+        coef = self._accepted(coef)
+        apply_momentum(  # 3
+            params=self.parameters.dense,
+            sizes=layout.sizes,
+            block_size=layout.block_size,
+            exp_avg_bits=reducer.bits,
+            exp_avg_scale=reducer.scale,
+            exp_avg_sq=None if self.options.precondition else self.exp_avg_sq,
+            eps_inside_sqrt=self.options.eps_inside_sqrt,
+            coef=coef,
+            block_tensor=self._block_tensor,
+            live=live.bits,
+            live_row=live.row,
+            skip=reducer.flags,
+            rounding=self._rounding,
         )

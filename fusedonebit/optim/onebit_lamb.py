@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Transport
+from ..comm import Told, Transport
 from ..comm.absent import Kept, absence
+from ..comm.reducer import Compress
 from ..core.options import LAMB_KEYS
 from ..core.settings import (
     FAULTS,
@@ -287,14 +288,25 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         mean = (size * counted).sum() / counted.sum().clamp(min=1)
         return torch.where(size > 0, mean / size, 1.0).float()
 
-    def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        params, layout, live, reduce = self.parameters.dense, self.layout, self.live, self.reducer
-        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reduce.bits, reduce.scale
+    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
+        """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
+
+        1. Workers and servers average the momenta, scaled to one size, at one bit per element (6 to 13; section 4.3).
+        2. Each layer's gradient is rebuilt from m_t and m_{t-1} (15), its fresh variance follows (16), and
+           r = max(v / fresh v) (17).
+        3. r is clipped, in its change and in its range (18, 19), and c = r * c_avg (20).
+        4. x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen (21).
+        """
+        reducer = self.reducer
+        reducer.synchronise(compress, told)  # 1
+        coef, skip = self._accepted(coef), reducer.flags
+        params, layout, live = self.parameters.dense, self.layout, self.live
+        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reducer.bits, reducer.scale
         tables = (coef, self._block_tensor, live.bits, live.row, skip)
         kept = self._last_kept() if self._adaptive else None
         if self._adaptive:
             norms = self._norms if self._deepspeed else None
-            lamb_ratio(
+            lamb_ratio(  # 2
                 params,
                 layout.sizes,
                 layout.block_size,
@@ -314,15 +326,15 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             )
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
-            with self._layers_kept():
+            with self._layers_kept():  # 3
                 lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
-        else:
+        else:  # "LAMB + basic 1-bit" (section 3.4): c = c_avg
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
         v = None if self.options.precondition else self.exp_avg_sq
         moved = (params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt)
-        apply_momentum(*moved, *tables, self._rounding)
+        apply_momentum(*moved, *tables, self._rounding)  # 4
         if kept is not None and self._absent is not None:
             kept.restore(self._absent)
 

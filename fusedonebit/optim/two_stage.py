@@ -1,7 +1,7 @@
 """What all 1-bit optimizers share: the two stages and the freeze between them.
 
 An optimizer with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
-two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_apply`` (one
+two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_compressed_step`` (one
 update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import Flag, Transport
+from ..comm import Flag, Told, Transport
 from ..comm.reducer import Compress
 from ..core import inspection
 from ..core import reducers as cuts
@@ -144,10 +144,28 @@ class OneBitOptimizer(AveragingOptimizer):
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
             return super()._exchange(grads, coef, abort)
-        reducer = self.reducer
-        agreed = self._scaling(grads, reducer.largest_gradient)
+        agreed = self._scaling(grads, self.reducer.largest_gradient)
         told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
-        reducer.synchronise(self.compressing(grads, agreed.scaled(coef)), told)
+        self._compressed_step(self.compressing(grads, agreed.scaled(coef)), told, coef)
+        self.parameters.after_update()
+        return self.reducer.flags
+
+    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
+        """Synchronise momenta as ``compress`` makes messages of them, and move the parameters.
+
+        Args:
+            compress: Writes this rank's momentum, with its gradient in it, into its messages.
+            told: What else goes with them.
+            coef: float32 [tensors, columns of ``Coef``].
+        """
+        raise NotImplementedError
+
+    def _accepted(self, coef: Tensor) -> Tensor:
+        """Judge what was synchronised, and make ready for the update; returns its coefficients.
+
+        The guard refuses an update that is far too large; tensors that no rank has a gradient of stay as they are.
+        """
+        reducer = self.reducer
         self._absent, self._late_error = reducer.absent, reducer.error
         coef = self.coefficients.still(coef, self._absent)
         if self.options.guard != "off":
@@ -156,9 +174,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._absent is not None:
             reducer.restore(self._absent)
         self.parameters.before_update()
-        self._apply(coef, reducer.flags)
-        self.parameters.after_update()
-        return reducer.flags
+        return coef
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """What compresses this rank's momentum, with these gradients in it."""
@@ -180,10 +196,6 @@ class OneBitOptimizer(AveragingOptimizer):
         if self._phase == "warmup":
             return super()._describe(flag)
         return self._say_where(self.reducer.describe())
-
-    def _apply(self, coef: Tensor, skip: Tensor) -> None:
-        """One update from the synchronised momentum in ``self.reducer``; none where ``skip`` is set."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------- freeze and thaw
 
