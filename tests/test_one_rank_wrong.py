@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import objects
 from torch.nn import Parameter
 
 from fusedonebit import CollectiveError, FusedOneBitWarning, MarsitSGD, OneBitAdam, ZeroOneAdam
@@ -53,7 +54,7 @@ def test_no_rank_waits_for_one_that_constructs_with_an_odd_argument(kind):
 
             def make(transport: Any, **more: Any) -> object:
                 given = {"params": parameters(), "lr": 1e-3, "process_group": transport} | needed | more
-                return kind(**given)
+                return kind(**objects(**given))
 
             found = raised([make, lambda transport, name=name, odd=odd: make(transport, **{name: odd})])
             assert CollectiveError not in found, (name, odd)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from optimizers import objects
 from torch.nn import Parameter
 
 from benchmarks import planner
@@ -338,7 +339,9 @@ def test_marsit_takes_the_chosen_topology(optimizer, world_size, topology):
     assert chosen == topology
 
     def build(rank, transport):
-        return repr(optimizer(make(), 1e-2, process_group=transport, full_precision_every=0, topology=chosen))
+        return repr(
+            optimizer(make(), 1e-2, process_group=transport, **objects(full_precision_every=0), topology=chosen)
+        )
 
     for said in SimulatedGroup(world_size).run(build):
         assert f"topology: {topology}, full precision never" in said
