@@ -33,6 +33,7 @@ from fusedonebit import (
     policies,
 )
 from fusedonebit.comm import SimulatedGroup
+from fusedonebit.core.state.saving import header_of
 
 EVERY = (Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
@@ -125,6 +126,25 @@ def test_an_optimizers_own_default_stands_where_an_object_says_none():
     assert (made["OneBitAdam"].precondition, made["OneBitLamb"].precondition) == (True, False)
     assert [made[name].least_share for name in ("OneBitAdam", "OneBitLamb")] == [0.01, 0.01]
     assert made["ZeroOneAdam"].variance_floor == 1e-3
+
+
+TOLD = {"bias_correction", "eps_inside_sqrt", "stochastic_rounding"}
+SCALES = {"scale_norm", "scale_scope", "variance_floor"}
+AGREEMENT = {"local_steps", "topology", "rows", "full_precision_every", "compensation_limit", "seed"}
+
+
+def test_checkpoints_say_by_name_what_changes_a_step():
+    made = {name: make(model_of().parameters(), lr=1e-3) for name, make in MAKE.items()}
+    said = {name: header_of(optimizer.state_dict()) or {} for name, optimizer in made.items()}
+    assert {name: set(header["options"]) for name, header in said.items()} == {
+        "OneBitAdam": TOLD | SCALES,
+        "OneBitLamb": TOLD | SCALES | {"variant"},
+        "Lamb": TOLD,
+        "ZeroOneAdam": TOLD | SCALES | {"variance_policy", "sync_policy"},
+        "MarsitSGD": TOLD | AGREEMENT,
+        "MarsitAdam": TOLD | AGREEMENT,
+        "OneBitLion": TOLD | {"aggregation"},
+    }
 
 
 def test_what_is_said_goes_before_deepspeeds_numerics():

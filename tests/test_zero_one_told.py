@@ -123,7 +123,7 @@ def test_different_construction_is_found_on_every_rank(case, values, text):
         ({"variance_floor": 1.0}, ValueError, "variance_floor must be a number in [0, 1), or None, got 1.0"),
         ({"precondition": 1}, ValueError, "precondition must be True or False, got 1"),
         ({"capturable": True}, ValueError, "capturable must be False, got True: what a step does depends on"),
-        ({"hierarchy": 2}, ValueError, "hierarchy must be None with ZeroOneAdam, got 2: it has no such option"),
+        ({"hierarchy": 2}, ValueError, "hierarchy must be None: between two synchronisations ranks of a node would"),
     ],
     ids=str,
 )

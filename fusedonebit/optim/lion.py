@@ -29,6 +29,7 @@ class LionOptions(Options):
 
     aggregation: Aggregation
     takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
+    told: ClassVar = (*Options.told, "aggregation")
     bucket_count: ClassVar[int] = 1
 
     def check(self) -> None:

@@ -57,7 +57,7 @@ class ZeroOneOptions(Options):
 
     bucket_count: ClassVar[int] = 1
     takes: ClassVar = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
-        *("scale_norm", "scale_scope", "precondition", "variance_floor")
+        *("scale_norm", "scale_scope", "precondition", "variance_floor", "hierarchy")
     }
     told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
 
