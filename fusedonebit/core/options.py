@@ -86,12 +86,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_unit(name: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is a number in [0, 1)."""
-    if not is_share(value):
-        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
-
-
 def check_flag(name: str, value: object) -> None:
     """Raises ValueError unless ``value`` is True or False."""
     if not isinstance(value, bool):

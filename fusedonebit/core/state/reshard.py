@@ -29,11 +29,6 @@ def own_names(keeper: Keeper) -> set[str]:
     return {spec.name for spec in keeper.kept if spec.of_rank and not spec.by_parameter} | {RANK}
 
 
-def shared_names(keeper: Keeper) -> set[str]:
-    """Return what all replicas have alike along the index space."""
-    return {spec.name for spec in keeper.kept if not spec.of_rank and not spec.by_parameter}
-
-
 def rows(keeper: Keeper) -> dict[str, Tensor]:
     """Return the rows (``Rows``) that this rank saves."""
     found = {}
