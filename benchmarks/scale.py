@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedonebit import OneBitAdam, OneBitLamb
+from fusedonebit import Layerwise, OneBitAdam, OneBitLamb
 from fusedonebit.apps.plan import Network
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 
@@ -67,8 +67,9 @@ def made(sizes: tuple[int, ...], ranks: int, optimizer: str) -> Any:
     params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     for p in params:
         p.grad = torch.randn_like(p)
-    beta3 = {"beta3": 0.0} if optimizer == "lamb" else {}  # so that two updates are enough for LAMB's averages
-    result = OPTIMIZERS[optimizer](params, lr=1e-3, freeze_step=1, process_group=Loopback(ranks), **beta3)
+    # Two updates are enough for LAMB's averages with beta3 = 0.
+    more: dict[str, Any] = {"layerwise": Layerwise(beta3=0.0)} if optimizer == "lamb" else {}
+    result = OPTIMIZERS[optimizer](params, lr=1e-3, freeze_step=1, process_group=Loopback(ranks), **more)
     for _ in range(2):
         result.step()
     return result

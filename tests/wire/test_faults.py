@@ -199,7 +199,7 @@ def spoil(optimizer: Any, what: str) -> None:
     """Makes this rank send another layout than the others."""
     if what == "layout":
         optimizer.layout.__dict__["fingerprint"] = optimizer.layout.fingerprint ^ 1
-    reduce = getattr(optimizer, "_reduce", None)
+    reduce = getattr(optimizer, "reducer", None)
     for messages in filter(None, (getattr(reduce, key, None) for key in ("to_servers", "messages"))):
         messages.words[:, Word.LAYOUT] ^= what == "layout"
     if what == "server's layout":

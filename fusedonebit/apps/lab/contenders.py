@@ -95,15 +95,16 @@ class AveragedAdam(AdamUpdate, FrozenVariance):
 class NaiveOneBitAdam(AveragedAdam):
     """Adam on compressed gradients: no warm-up, nothing frozen. The variance sees the compression error squared."""
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """See ``DistributedOptimizer``."""
         super().build()
-        self._reduce = CompressedAllReduce(self.layout, self.transport, device=self.device)
+        self._reducer = CompressedAllReduce(self.layout, self.transport, device=self.device)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        self._reduce(grads, abort=abort)
-        grad = torch.nn.functional.pad(self._reduce.result(), (0, TAIL))
-        self._update(grad, coef, self._reduce.flags)
-        return self._reduce.flags
+        self._reducer(grads, abort=abort)
+        grad = torch.nn.functional.pad(self._reducer.result(), (0, TAIL))
+        self._update(grad, coef, self._reducer.flags)
+        return self._reducer.flags
 
 
 class FreezableLamb(FrozenVariance, Lamb):
@@ -115,7 +116,7 @@ class AveragedSGD(Averaged, torch.optim.SGD):
 
     def __init__(self, params: Iterable[Tensor], lr: float, process_group: Transport) -> None:
         super().__init__(params, lr, momentum=0.9)
-        self.transport = process_group
+        self._transport = process_group
 
 
 def _sgd(of: Setting) -> torch.optim.Optimizer:
