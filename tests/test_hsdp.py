@@ -281,6 +281,7 @@ def test_fsdps_ways_of_training(kind, atol):
     off = np.abs(other[0]["x"] - plain[0]["x"]).max()
     print(f"{kind}: parameters differ by {off:.1e} from plain training's (limit {atol})")
     assert off <= atol
+    assert (off > 0) == (atol > 0)  # else it was not trained otherwise
     assert (plain[0]["prints"] == other[0]["prints"]) == (kind in SAME)
 
 
