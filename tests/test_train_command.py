@@ -17,6 +17,8 @@ import pytest
 import torch
 from launched import Ended, fusedonebit
 
+from fusedonebit.core.sharding import local
+
 COMMAND = [sys.executable, "-m", "fusedonebit", "train"]
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
 
@@ -107,12 +109,20 @@ def test_resume_in_the_compression_stage_continues_bit_for_bit(tmp_path: Path, t
         file.unlink()
     result = train(*common, "--out", str(parts), "--resume")
     assert result.returncode == 0, result.stderr
-    for key in ("loss", "bytes_total", "phase"):
-        assert [r[key] for r in metrics(parts)] == [r[key] for r in metrics(whole)]
+    straight, resumed = metrics(whole), metrics(parts)
+    for key in ("loss", "bytes_step", "phase"):
+        assert [r[key] for r in resumed] == [r[key] for r in straight]
+    # Before the first step after a load, ranks compare their parameters: 32 bytes to each other rank.
+    compared = 32 * (int(nproc) - 1)
+    more = [r["bytes_total"] - s["bytes_total"] for r, s in zip(resumed, straight, strict=True)]
+    assert more == [0] * 8 + [compared] * 4
     for rank in range(int(nproc)):
         name = f"checkpoints/onebit-adam/step-00000012/rank-{rank}-of-{nproc}.pt"
-        one, two = (torch.load(folder / name, weights_only=True)["model"] for folder in (whole, parts))
-        assert all(torch.equal(one[key], two[key]) for key in one)
+        one, two = (torch.load(folder / name, weights_only=True) for folder in (whole, parts))
+        assert all(torch.equal(one["model"][key], two["model"][key]) for key in one["model"])
+        for i, kept in one["optimizer"]["state"].items():
+            assert kept.keys() == two["optimizer"]["state"][i].keys()
+            assert all(torch.equal(local(kept[key]), local(two["optimizer"]["state"][i][key])) for key in kept)
 
 
 @pytest.fixture
