@@ -81,7 +81,7 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 		hypothesis numpy pytest pytest-timeout pytest-xdist
 	@touch $@
 
-# Every optimizer, on its own and beside its paper; kernels beside their twins; checkpoints; the wire.
+# Every optimizer, on its own and beside its paper; kernels beside eager; checkpoints; the wire.
 OLDEST_TESTS := like_torch hooks reference kernels lamb_kernels lion zero_one_kernels checkpoint dcp
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py

@@ -46,7 +46,7 @@ def layout_of(sizes: tuple[int, ...], ranks: int) -> FlatLayout:
 class Operations(TorchDispatchMode):
     """Counts the operations that a host starts, and the elements of the largest result.
 
-    An op of ours is one, whatever its plain-torch twin does inside: on a GPU it is one launch or two.
+    An op of ours is one, whatever eager does inside: on a GPU it is one launch or two.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def run_step(sizes: tuple[int, ...], ranks: int, optimizer: str) -> dict[str, An
         "wire_bytes": stats["wire_bytes"],
         "sent": stats["bytes_step"],
         "construction_and_two_steps_s": construction,
-        "twin_step_s": seconds,
+        "eager_step_s": seconds,
     }
 
 
@@ -194,7 +194,7 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
                 r["operations"],
                 f"{r['largest_result'] / p:.2f}",
                 f"{8 * r['sent'] / p:.2f}",
-                f"{r['twin_step_s']:.2f}",
+                f"{r['eager_step_s']:.2f}",
             )
         )
     return "\n".join(lines)

@@ -66,19 +66,19 @@ def compiled(report: Report) -> None:
                 ours = Step(name, parameters(numel, TENSORS), backend)
                 _compare(table.add, f"{name}, {backend}", ours, ours.compiled(), report.rounds)
                 ours.check()
-        _twin(report)
+        _eager(report)
     report.note("our ops are opaque to the compiler: a ratio of 1, but for noise")
 
 
 TILE = 1 << 16
-"""Elements: what a twin works on at once."""
+"""Elements: what eager works on at once."""
 
 
-def _twin(report: Report) -> None:
-    """The twin itself as Inductor compiles it: in torch alone, since NumPy is not torch's to compile."""
+def _eager(report: Report) -> None:
+    """The eager function itself as Inductor compiles it: in torch alone, since NumPy is not torch's to compile."""
     compress = Workload((TILE,), report.device).call("momentum_compress")
     columns = {"momentum_compress": "<24", "us": ">9.1f", "ns/element": ">11.2f", "s to compile": ">13.1f"}
-    table = report.table(f"one tile of {TILE:,} elements, its twin compiled and not", columns)
+    table = report.table(f"one tile of {TILE:,} elements, eager compiled and not", columns)
 
     def add(name: str, call: Call, seconds: float | None = None) -> None:
         us = 1e3 * time_by_turns({name: call}, rounds=report.rounds or 51)[name].median
@@ -93,7 +93,7 @@ def _twin(report: Report) -> None:
         fast = partial(torch.compile(OPS["momentum_compress"].eager), *compress.args)
         began = time.perf_counter()
         fast()
-        add("torch.compile of twin", fast, time.perf_counter() - began)
+        add("torch.compile of eager", fast, time.perf_counter() - began)
 
 
 def _compare(add, name: str, eager: Call, fast: Call, rounds: int | None) -> None:

@@ -256,7 +256,7 @@ def built_with(block: int, num_warps: int) -> Iterator[None]:
         mock.patch.object(layout, "BLOCK_SIZES", (*BLOCKS, 256, 128)),
         mock.patch("benchmarks.workload.FlatLayout", partial(FlatLayout, block_size=block)),
         mock.patch.object(op, "NUM_WARPS", num_warps),
-        # A dry run is the twins': C kernels know the package's own blocks only.
+        # A dry run is eager's: C kernels know the package's own blocks only.
         nullcontext() if torch.cuda.is_available() else using("plain"),
     ):
         yield
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{each['kernel']:36} {each['block']:5} {each['num_warps']} {each['share_of_copy']:6.3f} of a copy")
             rows.append(each)
         if device.type != "cuda":
-            print("a dry run on the twins: no result")
+            print("a dry run in eager torch: no result")
             return
         name = re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
         report = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "measured": rows}

@@ -12,7 +12,7 @@ from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct, o
 from torch.nn import Parameter
 
 from fusedonebit import Layerwise, Numerics, OneBitAdam, OneBitLamb
-from fusedonebit.core import consensus as construction
+from fusedonebit.core import consensus
 
 
 def make(*shapes: tuple[int, ...]) -> list[Parameter]:
@@ -264,8 +264,8 @@ def test_cuda_parameters_need_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(RuntimeError, match="params on cuda need triton, which is not installed: pip install triton"):
-        construction.check_device(torch.device("cuda"))
-    construction.check_device(torch.device("cpu"))
+        consensus.check_device(torch.device("cuda"))
+    consensus.check_device(torch.device("cpu"))
 
 
 def test_looking_at_a_foreign_parameter_says_so():

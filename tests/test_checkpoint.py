@@ -412,7 +412,7 @@ def test_hyper_parameters_that_a_checkpoint_lacks_stay_as_each_group_has_them(na
     assert optimizer.param_groups[1]["eps"] == saver.param_groups[1]["eps"]
 
 
-@pytest.mark.parametrize("frozen_before", [1, 0], ids=["thawed", "frozen"])
+@pytest.mark.parametrize("frozen_before", [1, 0], ids=["warming up again", "frozen"])
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_a_checkpoint_of_the_warmup_belongs_to_the_same_parameters_where_others_train(name, frozen_before):
 

@@ -1,4 +1,4 @@
-"""``frozen_dtype=torch.bfloat16``: the frozen variance in half the bytes, in kernels, freeze, thaw, checkpoints."""
+"""``frozen_dtype=torch.bfloat16``: the frozen variance in half the bytes: kernels, freeze, re-warm-up, checkpoints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_dcp_keeps_it(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-def test_a_thaw_goes_on_in_float32():
+def test_a_re_warm_up_goes_on_in_float32():
     optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, rewarm_every=4, rewarm_steps=10, **HALF)
     train(optimizer, range(9))
     assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)

@@ -1,4 +1,4 @@
-"""Each Triton kernel equals its plain-torch twin, run in Triton's interpreter (or on a GPU)."""
+"""Each Triton kernel equals eager torch, run in Triton's interpreter (or on a GPU)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
-def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
+def test_momentum_compress_equals_eager(sizes, world_size, dtype):
     block = 1024 if world_size < 3 else block_of(sizes)
     for special in (False, True):
 
@@ -51,7 +51,7 @@ def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("inside", [False, True])
-def test_preconditioned_momentum_compress_equals_its_twin(inside):
+def test_preconditioned_momentum_compress_equals_eager(inside):
     def make() -> tuple:
         p = problem(SIZES[-1], 2, 128, special=True)
         return p.momentum_arguments(p.exp_avg_sq, inside)
@@ -59,7 +59,7 @@ def test_preconditioned_momentum_compress_equals_its_twin(inside):
     assert_equal_backends("momentum_compress", make)
 
 
-def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_their_twin():
+def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_eager():
     def make() -> tuple:
         p = problem((2048, 700, 300, 256), 2, 128)
         storage = torch.zeros(2049)
@@ -74,7 +74,7 @@ def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_their_
 @pytest.mark.parametrize("norm", ["l1", "l2", "contractive"])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_finish_equals_its_twin(world_size, scope, norm):
+def test_finish_equals_eager(world_size, scope, norm):
     def make() -> tuple:
         p = problem(SIZES[-1], world_size, 128)
         triton_kernels.momentum_compress(*p.momentum_arguments())
@@ -83,7 +83,7 @@ def test_finish_equals_its_twin(world_size, scope, norm):
     assert_equal_backends("finish", make)
 
 
-def test_finish_flags_dropped_elements_as_its_twin_does():
+def test_finish_flags_dropped_elements_as_eager_does():
     def make() -> tuple:
         p = problem(SIZES[-1], 4, 128, special=True)
         triton_kernels.momentum_compress(*p.momentum_arguments())
@@ -97,7 +97,7 @@ def test_finish_flags_dropped_elements_as_its_twin_does():
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
-def test_server_reduce_equals_its_twin(sizes, world_size, skip):
+def test_server_reduce_equals_eager(sizes, world_size, skip):
     def make() -> tuple:
         p = problem(sizes, world_size, block_of(sizes), masks={0: torch.arange(sizes[0]) % 3 > 0})
         return p.server_arguments("layer", world_size - 1, skip)
@@ -106,7 +106,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_server_that_keeps_nothing_equals_its_twin_and_one_without_residual(world_size):
+def test_a_server_that_keeps_nothing_equals_eager_and_one_without_residual(world_size):
     def make() -> tuple:
         arguments = list(problem((3000, 70), world_size, 128).server_arguments())
         arguments[5] = torch.empty(0)
@@ -123,7 +123,7 @@ def test_a_server_that_keeps_nothing_equals_its_twin_and_one_without_residual(wo
 @pytest.mark.long(but=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_apply_momentum_equals_its_twin(sizes, dtype):
+def test_apply_momentum_equals_eager(sizes, dtype):
     for inside in (False, True):
         for skip in (0, 1):
             for preconditioned in (False, True):
@@ -138,7 +138,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_adam_update_equals_its_twin(sizes, dtype):
+def test_adam_update_equals_eager(sizes, dtype):
     for skip in (0, 1):
         for sums in (False, True):
 
@@ -154,7 +154,7 @@ def test_adam_update_equals_its_twin(sizes, dtype):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_flatten_equals_its_twin(sizes, dtype):
+def test_flatten_equals_eager(sizes, dtype):
     for special, unscale in ((False, None), (True, None), (True, torch.tensor(1 / 3))):
 
         def make(special=special, unscale=unscale) -> tuple:
@@ -167,7 +167,7 @@ def test_flatten_equals_its_twin(sizes, dtype):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_gradient_squares_equal_their_twin(sizes, dtype):
+def test_gradient_squares_equal_eager(sizes, dtype):
     for special in (False, True):
 
         def make(special=special) -> tuple:
@@ -180,7 +180,7 @@ def test_gradient_squares_equal_their_twin(sizes, dtype):
 
 @pytest.mark.long(but=["8", "1016"])
 @pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000])
-def test_pack_and_unpack_equal_their_twins(n):
+def test_pack_and_unpack_equal_eager(n):
     for dtype in DTYPES:
         x = torch.randn(n).to(dtype)
         x[: len(SPECIAL)] = torch.tensor(SPECIAL[:n]).to(dtype)
@@ -196,7 +196,7 @@ layouts = st.tuples(
 
 @settings(max_examples=10)
 @given(layouts, st.randoms(use_true_random=False))
-def test_any_layout_and_mask_equals_the_twins(layout, random):
+def test_any_layout_and_mask_equals_eager(layout, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < 0.7 for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]

@@ -1,4 +1,4 @@
-"""LAMB's Triton kernels equal their plain-torch twins, run in Triton's interpreter (or on a GPU)."""
+"""LAMB's Triton kernels equal eager torch, run in Triton's interpreter (or on a GPU)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def put_special(tensors: list[Tensor], values: tuple[float, ...] = SPECIAL) -> N
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_lamb_update_equals_its_twin(sizes, dtype):
+def test_lamb_update_equals_eager(sizes, dtype):
     for inside, sums, skip in some(sizes, (False, True, 0), (True, False, 0), (False, True, 1)):
 
         def make(inside=inside, sums=sums, skip=skip) -> tuple:
@@ -53,7 +53,7 @@ def test_lamb_update_equals_its_twin(sizes, dtype):
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lamb_update_and_move_of_special_numbers_equal_their_twins(dtype):
+def test_lamb_update_and_move_of_special_numbers_equal_eager(dtype):
     def make(name: str) -> Callable[[], tuple]:
         def arguments() -> tuple:
             p = problem((300, 0, 5, 900, 129), 2, 128, dtype)
@@ -75,7 +75,7 @@ def test_lamb_update_and_move_of_special_numbers_equal_their_twins(dtype):
 @pytest.mark.parametrize("deepspeed", [False, True])
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", LAYER_SIZES)
-def test_lamb_coefficient_equals_its_twin(sizes, world_size, deepspeed):
+def test_lamb_coefficient_equals_eager(sizes, world_size, deepspeed):
     for case in ("random", "small x", "zero", "skip"):
 
         def make(case=case) -> tuple:
@@ -93,7 +93,7 @@ def test_lamb_coefficient_equals_its_twin(sizes, world_size, deepspeed):
 @pytest.mark.long(but=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
-def test_lamb_move_equals_its_twin(sizes, dtype):
+def test_lamb_move_equals_eager(sizes, dtype):
     for inside, skip in some(sizes, (True, 0), (False, 0), (False, 1)):
 
         def make(inside=inside, skip=skip) -> tuple:
@@ -106,7 +106,7 @@ def test_lamb_move_equals_its_twin(sizes, dtype):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
-def test_lamb_ratio_equals_its_twin(sizes, world_size):
+def test_lamb_ratio_equals_eager(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
         if (max(sizes) > 1000 and i % 5 != world_size - 1) or (max(sizes) > 10_000 and way[2] and world_size > 2):
             continue  # the interpreter is slow: each way at a few world sizes, and few ways of the largest
@@ -122,7 +122,7 @@ def test_lamb_ratio_equals_its_twin(sizes, world_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", [sizes for sizes in SIZES if max(sizes) < 10_000])
-def test_lamb_ratio_equals_its_twin_in_every_way_and_dtype(sizes, world_size, dtype):
+def test_lamb_ratio_equals_eager_in_every_way_and_dtype(sizes, world_size, dtype):
     for way in RATIO_WAYS:
         for skip in (0, 1):
             assert_equal_backends(
@@ -133,7 +133,7 @@ def test_lamb_ratio_equals_its_twin_in_every_way_and_dtype(sizes, world_size, dt
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", RATIO_WAYS)
-def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_its_twin(way):
+def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_eager(way):
     def make() -> tuple:
         p = problem((300, 0, 5, 900, 129), 3, 128, masks={0: torch.arange(300) % 3 > 0}, excluded=[2])
         p.exp_avg_sq[::7] = 1e-45
@@ -152,7 +152,7 @@ def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_its_twin(way):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 5])
 @pytest.mark.parametrize("sizes", LAYER_SIZES)
-def test_lamb_rescale_equals_its_twin(sizes, world_size):
+def test_lamb_rescale_equals_eager(sizes, world_size):
     for deepspeed, blend in WAYS:
         for case in ("random", "free", "infinite", "none"):
 
@@ -212,7 +212,7 @@ layouts = st.tuples(
 
 @settings(max_examples=5)
 @given(layouts, st.sampled_from(RATIO_WAYS), st.randoms(use_true_random=False))
-def test_any_layout_and_mask_equals_the_twins(layout, way, random):
+def test_any_layout_and_mask_equals_eager(layout, way, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < 0.7 for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]

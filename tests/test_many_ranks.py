@@ -1,4 +1,4 @@
-"""Kernels whose work grows with the number of ranks, in Triton's interpreter against their twins."""
+"""Kernels whose work grows with the number of ranks, in Triton's interpreter against eager."""
 
 from __future__ import annotations
 

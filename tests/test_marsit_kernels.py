@@ -1,4 +1,4 @@
-"""Marsit's kernels equal their plain-torch twins bit for bit; Bernoulli draws have exactly their probability."""
+"""Marsit's kernels equal eager torch bit for bit; Bernoulli draws have exactly their probability."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_local_update_equals_its_twin(sizes, world_size):
+def test_local_update_equals_eager(sizes, world_size):
     ways = itertools.product((False, True), (False, True), LIMITS)
     for i, (kind, (decays, moves, limit)) in enumerate(itertools.product(KINDS, ways)):
         if i % 15 != 3 * world_size - 1 - len(sizes) // 2:  # each world size has others, in each dtype
@@ -56,7 +56,7 @@ def test_local_update_equals_its_twin(sizes, world_size):
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("kind", "dtype"), list(zip(KINDS, DTYPES, strict=True)))
-def test_local_update_of_bad_gradients_equals_its_twin_and_tells_the_chunk(kind, dtype):
+def test_local_update_of_bad_gradients_equals_eager_and_tells_the_chunk(kind, dtype):
     for hold in (0, 1):
 
         def make(hold=hold) -> tuple:
@@ -92,7 +92,7 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_update_of_some_chunks_equals_its_twin_and_leaves_the_others(kind):
+def test_local_update_of_some_chunks_equals_eager_and_leaves_the_others(kind):
     for first, last in ((0, 1), (1, 3), (3, 4), (2, 2)):
 
         def make(chunks=slice(first, last)) -> tuple:
@@ -106,7 +106,7 @@ def test_local_update_of_some_chunks_equals_its_twin_and_leaves_the_others(kind)
         assert changed.tolist() == [first <= chunk < last for chunk in range(4)]
 
 
-def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_their_twin():
+def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_eager():
     for kind, moves in itertools.product(KINDS, (False, True)):
 
         def make(kind=kind, moves=moves) -> tuple:
@@ -154,7 +154,7 @@ def local_updates(draw: st.DrawFn) -> tuple:
 
 @settings(max_examples=8)
 @given(local_updates())
-def test_local_update_of_any_layout_and_mask_equals_its_twin(drawn):
+def test_local_update_of_any_layout_and_mask_equals_eager(drawn):
     sizes, world_size, block, masked, dtype, special, options = drawn
 
     def make() -> tuple:
@@ -167,13 +167,13 @@ def test_local_update_of_any_layout_and_mask_equals_its_twin(drawn):
 # ---------------------------------------------------------------- the operator on packed bits
 
 # Elements of a chunk: 4 words; 12; all of one program and 4 of a second; as many as two programs have; and
-# more than the twin works on at a time.
+# more than eager works on at a time.
 CHUNKS = [128, 384, 16_512, 32_768, 70_400]
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_merge_signs_equals_its_twin_for_any_threshold(threshold):
+def test_merge_signs_equals_eager_for_any_threshold(threshold):
     layout = FlatLayout((2 * 384,), 2, 128)
     for rows, seed in ((1, 0), (1, 1), (2, 2**31 - 1)):
         assert_equal_backends("merge_signs", lambda r=rows, s=seed: merge_arguments(layout, r, threshold, s))
@@ -182,7 +182,7 @@ def test_merge_signs_equals_its_twin_for_any_threshold(threshold):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_merge_signs_equals_its_twin_at_any_length(chunk, rows):
+def test_merge_signs_equals_eager_at_any_length(chunk, rows):
     layout = FlatLayout((rows * chunk,), rows, 128)
     for offset in (0, 2):
         assert_equal_backends("merge_signs", lambda o=offset: merge_arguments(layout, rows, threshold_of(3), offset=o))
@@ -232,7 +232,7 @@ def test_a_merge_unites_flags_and_notes_which_checked_word_differs(backend):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("chunk", [384, 16_512])
-def test_pick_owned_and_place_owned_equal_their_twins(chunk, world_size):
+def test_pick_owned_and_place_owned_equal_eager(chunk, world_size):
     layout = FlatLayout((world_size * chunk,), world_size, 128)
     rank, seed = (0, 5) if chunk == 384 else (world_size - 1, 2**31 - 1)
     assert_equal_backends("pick_owned", lambda: owned_arguments(layout, rank, seed))
@@ -259,7 +259,7 @@ def test_every_place_has_one_owner_whoever_asks(backend, world_size):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_add_values_equals_its_twin(sizes, dtype):
+def test_add_values_equals_eager(sizes, dtype):
     for replaces, skip in ((False, 0), (True, 0), (False, 1)):
 
         def make(replaces=replaces, skip=skip) -> tuple:
@@ -272,7 +272,7 @@ def test_add_values_equals_its_twin(sizes, dtype):
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("sizes", SIZES[-2:])
-def test_add_values_rounds_stochastically_as_its_twin(sizes):
+def test_add_values_rounds_stochastically_as_eager(sizes):
     def make() -> tuple:
         p = problem(sizes, 2, block_of(sizes))
         p.params = [x.to((torch.bfloat16, torch.float32)[i % 2]) for i, x in enumerate(p.params)]
@@ -364,7 +364,7 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
         ("adam", "owner", {"compensation_limit": 0.5, "max_grad_norm": 1.0}),
     ],
 )
-def test_steps_through_the_kernels_give_the_bits_of_the_twins(name, topology, options):
+def test_steps_through_the_kernels_give_the_bits_of_eager(name, topology, options):
     group = SimulatedGroup(4 if topology == "torus" else 2)
     results = {}
     for backend in ("plain", "triton"):

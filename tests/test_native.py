@@ -1,4 +1,4 @@
-"""The C kernels: their declarations, threads, what they refuse; that their bits are the twins' is in
+"""The C kernels: their declarations, threads, what they refuse; that their bits are eager's is in
 ``assert_equal_backends``, which runs every op on all backends; who builds them is in ``test_native_build``."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_repr_stats_and_backend_name_the_compiler():
 
 
 @needs_compiler
-def test_without_a_compiler_twins_run_say_why_and_give_the_same_bits(tmp_path):
+def test_without_a_compiler_eager_runs_says_why_and_gives_the_same_bits(tmp_path):
     told, bits = alone()
     nothing = {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
     assert told.startswith("C, ")
@@ -166,7 +166,7 @@ def test_gradients_and_parameters_without_memory_are_refused():
         triton_kernels.momentum_compress([torch.randn(299)], *problem.momentum_arguments()[1:])
 
 
-def test_the_twins_root_is_correctly_rounded_with_numpy_and_without():
+def test_the_root_of_eager_is_correctly_rounded_with_numpy_and_without():
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-44, 38, (1 << 16,))
     x[:4] = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
     exact = x.double().sqrt().float()

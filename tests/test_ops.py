@@ -1,4 +1,4 @@
-"""Every op's contract: its registration, and its twin against float64 NumPy (``reference_ops``)."""
+"""Every op's contract: its registration, and eager against float64 NumPy (``reference_ops``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-warm-up: the variance thaws, nothing is lost, and after so many uncompressed updates it is frozen anew."""
+"""Re-warm-up: the variance moves again, nothing is lost, and after so many uncompressed updates it is frozen anew."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def test_the_variance_is_another_after_each_stretch(name):
     assert (second != third).all()
 
 
-# ---------------------------------------------------------------- the thaw
+# ---------------------------------------------------------------- its first step
 
 
-def thaw_once(rank: int, transport, name: str, options: dict) -> dict:
-    """The state before a thaw, and after the step with zero gradients that begins with it."""
+def rewarm_once(rank: int, transport, name: str, options: dict) -> dict:
+    """The state before a re-warm-up, and after the step with zero gradients that begins with it."""
     optimizer = rewarming(name, transport, **options)
     train(optimizer, rank, 0, WARMUP + EVERY)
     before, part = look(optimizer), served(optimizer)
@@ -131,10 +131,10 @@ def thaw_once(rank: int, transport, name: str, options: dict) -> dict:
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("beta1", [0.9, 0.3])
 @VARIANTS
-def test_the_thaw_folds_all_residuals_into_the_momentum(name, options, beta1):
+def test_a_re_warm_up_folds_all_residuals_into_the_momentum(name, options, beta1):
     """beta1 * M = beta1 * m + E + mean(e), and that is m after a step with zero gradients."""
     options = options | {"betas": (beta1, BETA2)}
-    runs = SimulatedGroup(3).run(lambda rank, t: thaw_once(rank, t, name, options))
+    runs = SimulatedGroup(3).run(lambda rank, t: rewarm_once(rank, t, name, options))
     before = [run["before"] for run in runs]
     server_error = whole_server_error(before, [run["served"] for run in runs])
     errors = [state["worker_error"].astype(float) for state in before]
@@ -144,7 +144,7 @@ def test_the_thaw_folds_all_residuals_into_the_momentum(name, options, beta1):
     assert np.abs(errors).max() > 0
     for run in runs:
         worst = np.max(np.abs(run["after"]["m"] - expected) / terms)
-        print(f"{name} {options}: momentum after the thaw, of the terms: {worst:.1e} (limit 1e-6)")
+        print(f"{name} {options}: momentum after the fold, of the terms: {worst:.1e} (limit 1e-6)")
         assert worst <= 1e-6
 
 
@@ -161,8 +161,8 @@ def test_without_momentum_there_is_no_re_warm_up_to_put_residuals_into(name):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @ADAM_AND_LAMB
-def test_a_thaw_costs_one_all_reduce(name, world_size):
-    for run in SimulatedGroup(world_size).run(lambda rank, t: thaw_once(rank, t, name, {})):
+def test_a_re_warm_up_costs_one_all_reduce(name, world_size):
+    for run in SimulatedGroup(world_size).run(lambda rank, t: rewarm_once(rank, t, name, {})):
         numel, tensors = run["layout"].numel, len(run["layout"].sizes)
         warmup_step = 2 * 4 * (numel + TAIL + tensors) * (world_size - 1) // world_size
         assert run["traffic"] == (2, warmup_step + 2 * 4 * numel * (world_size - 1) // world_size)
@@ -201,7 +201,7 @@ def test_a_stretch_is_adamw_with_a_corrected_variance_of_shorter_memory(options,
     worst = dict.fromkeys("xmv", 0.0)
     for k in range(STRETCH):
         g = np.mean([run["steps"][k][0].astype(float) for run in runs], 0)
-        # What the first momentum contains of the residuals, the thaw's own test says.
+        # What the first momentum contains of the residuals, the test of the fold says.
         m = 0.9 * m + 0.1 * g if k else runs[0]["steps"][0][2].astype(float)
         v = memory * v + (1 - memory) * g * g
         t = WARMUP + EVERY + k + 1
@@ -214,7 +214,7 @@ def test_a_stretch_is_adamw_with_a_corrected_variance_of_shorter_memory(options,
 
 
 def layers_through_a_cycle(rank: int, transport, name: str, options: dict) -> list[dict]:
-    """What is told of the layers before a thaw, in the stretch, at its end, and after a compressed step.
+    """What is told of the layers before a re-warm-up, in the stretch, at its end, and after a compressed step.
 
     Gradients shrink in the compression stage, so that the ratio of the variances grows.
     """
@@ -301,7 +301,7 @@ def test_a_tensor_without_gradients_in_the_stretch_too_is_left_out_again(name):
 FIRST = WARMUP + EVERY
 CUTS = pytest.mark.parametrize(
     "cut", [FIRST, FIRST + 1, FIRST + 5, FIRST + STRETCH, FIRST + STRETCH + 2],
-    ids=["before the thaw", "after its first step", "in the stretch", "before the freeze", "after it"],
+    ids=["before the stretch", "after its first step", "in the stretch", "before the freeze", "after it"],
 )  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def test_no_group_can_be_added_after_a_rewarm_up(name):
 
 
 @pytest.mark.parametrize("name", ["onebit-adam"])
-def test_a_collective_that_fails_in_the_thaw_leaves_an_optimizer_that_refuses_to_go_on(name):
+def test_a_collective_that_fails_in_a_re_warm_up_leaves_an_optimizer_that_refuses_to_go_on(name):
     texts: list[str] = []
 
     def each(rank, transport):

@@ -1,4 +1,4 @@
-"""bfloat16 parameters with stochastic rounding: unbiased, equal on all ranks, twins and kernels alike."""
+"""bfloat16 parameters with stochastic rounding: unbiased, equal on all ranks, alike in every backend."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def arguments(
 
 
 def moved(op: str, *how: object, **layout: object) -> list[Tensor]:
-    """The parameters after the op, as the twin rounds them."""
+    """The parameters after the op, as eager rounds them."""
     given = arguments(op, *how, **layout)
     with using("plain"):
         getattr(triton_kernels, op)(*given)
@@ -77,7 +77,7 @@ def drawn(step: int, start: int, numel: int) -> Tensor:
     return random_bits(torch.tensor(step), tile(start, numel), 128).view(-1)
 
 
-# ---------------------------------------------------------------- kernels and twins
+# ---------------------------------------------------------------- kernels and eager
 
 
 @pytest.mark.long(but=1)
@@ -85,7 +85,7 @@ def drawn(step: int, start: int, numel: int) -> Tensor:
 @pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
 @EACH_OP
-def test_a_kernel_rounds_as_its_twin(op, sizes, dtypes):
+def test_a_kernel_rounds_as_eager(op, sizes, dtypes):
     for step, block, skip in (
         (0, 128, 0),
         (12_345, 1024, 0),
@@ -99,7 +99,7 @@ def test_a_kernel_rounds_as_its_twin(op, sizes, dtypes):
 @pytest.mark.long(but=1)
 @pytest.mark.kernels
 @EACH_OP
-def test_a_kernel_rounds_as_its_twin_what_no_mask_keeps_still(op):
+def test_a_kernel_rounds_as_eager_what_no_mask_keeps_still(op):
     sizes = (300, 0, 5, 1100, 129)
     assert_equal_backends(op, lambda: arguments(op, 3, sizes, SEVERAL, **MASKED))
     before = [x.bfloat16() for x in Problem(sizes, 2, 128).params]
@@ -194,7 +194,7 @@ def with_special(op: str, step: int) -> tuple:
 
 @pytest.mark.kernels
 @EACH_OP
-def test_a_kernel_rounds_nan_infinity_and_the_largest_as_its_twin(op):
+def test_a_kernel_rounds_nan_infinity_and_the_largest_as_eager(op):
     assert_equal_backends(op, lambda: with_special(op, 4))
 
 

@@ -23,7 +23,7 @@ from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
 SOME_DTYPES = (torch.float32, torch.bfloat16)
 WORLD_SIZES = (1, 2, 3)
 
-# ---------------------------------------------------------------- kernels equal their twins
+# ---------------------------------------------------------------- kernels equal eager
 
 
 def make(sizes: tuple[int, ...], world_size: int = 2, dtype: torch.dtype = torch.float32, **options: object) -> Problem:
@@ -39,7 +39,7 @@ def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
-def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
+def test_momentum_compress_equals_eager(sizes, world_size, dtype):
     for options in ({"special": True, "masks": masks(sizes)}, {})[: 1 if max(sizes) > 10_000 else 2]:
 
         def arguments(options=options) -> tuple:
@@ -50,7 +50,7 @@ def test_momentum_compress_equals_its_twin(sizes, world_size, dtype):
 
 
 @pytest.mark.kernels
-def test_compressing_nothing_but_zeros_equals_its_twin():
+def test_compressing_nothing_but_zeros_equals_eager():
     def arguments() -> tuple:
         p = make(SIZES[-1])
         for x in (p.compensated, p.exp_avg_bits, *p.grads):
@@ -69,7 +69,7 @@ def test_compressing_nothing_but_zeros_equals_its_twin():
 @pytest.mark.kernels
 @pytest.mark.parametrize("norm", SCALE_NORMS)
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_finish_equals_its_twin(scope, norm):
+def test_finish_equals_eager(scope, norm):
     def arguments() -> tuple:
         p = make(SIZES[-1], 3)
         ops.momentum_compress(*p.momentum_arguments())
@@ -83,7 +83,7 @@ def test_finish_equals_its_twin(scope, norm):
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
-def test_server_reduce_equals_its_twin(sizes, world_size, skip):
+def test_server_reduce_equals_eager(sizes, world_size, skip):
     def arguments() -> tuple:
         return make(sizes, world_size, masks=masks(sizes)).server_arguments("layer", world_size - 1, skip)
 
@@ -94,7 +94,7 @@ def test_server_reduce_equals_its_twin(sizes, world_size, skip):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @EACH_SIZE
-def test_apply_momentum_equals_its_twin(sizes, dtype):
+def test_apply_momentum_equals_eager(sizes, dtype):
     for preconditioned in (False, True):
 
         def arguments(preconditioned=preconditioned) -> tuple:
@@ -108,7 +108,7 @@ def test_apply_momentum_equals_its_twin(sizes, dtype):
 @pytest.mark.kernels
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @EACH_SIZE
-def test_lamb_ratio_equals_its_twin(sizes, world_size):
+def test_lamb_ratio_equals_eager(sizes, world_size):
     for i, way in enumerate(RATIO_WAYS):
         if i % (5 if max(sizes) > 10_000 else 3) != world_size - 1:
             continue  # the interpreter is slow: each way at one world size
@@ -226,7 +226,7 @@ def test_training_through_the_kernels_gives_identical_parameters(name, options):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @ADAM_AND_LAMB
-def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_their_twins(name):
+def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_eager(name):
     runs = [trained(2, name, backend, {"ternary": True}) for backend in ("plain", "triton")]
     assert runs[0][0]["prints"] == runs[0][1]["prints"] == runs[1][0]["prints"] == runs[1][1]["prints"]
     assert len(set(runs[0][0]["prints"])) == 13  # one step was skipped

@@ -1,4 +1,4 @@
-"""0/1 Adam's kernels and distributed Lion's: every backend equals the plain-torch twin bit for bit."""
+"""0/1 Adam's kernels and distributed Lion's: every backend equals eager torch bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_local_step_equals_its_twin(sizes, world_size, dtype):
+def test_local_step_equals_eager(sizes, world_size, dtype):
     for way, inside, special in itertools.product(WAYS, (False, True), (False, True)):
 
         def make(way=way, inside=inside, special=special):
@@ -77,7 +77,7 @@ def test_no_momentum_is_added_that_would_leave_the_buffer_not_finite_and_that_is
 
 
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
-def test_rebuild_momentum_equals_its_twin(sizes, world_size):
+def test_rebuild_momentum_equals_eager(sizes, world_size):
     for precondition, inside in itertools.product((False, True), (False, True)):
 
         def make(precondition=precondition, inside=inside):
@@ -90,7 +90,7 @@ def test_rebuild_momentum_equals_its_twin(sizes, world_size):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lion_compress_equals_its_twin(sizes, world_size, dtype):
+def test_lion_compress_equals_eager(sizes, world_size, dtype):
     for hold, special in itertools.product((0, 1), (False, True)):
 
         def make(hold=hold, special=special):
@@ -153,7 +153,7 @@ def test_what_is_zero_has_the_same_sign_on_every_backend():
     assert_equal_backends("local_update", lambda: local_arguments(zeros()))
 
 
-def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_their_twins():
+def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_eager():
     def some() -> Problem:
         p = problem((1024, 300, 130, 256), 2, 128)
         for line in (p.params, p.grads):
@@ -170,7 +170,7 @@ def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_their_twins():
 
 
 @pytest.mark.full
-def test_several_tiles_equal_the_twins():
+def test_several_tiles_equal_eager():
     def some() -> Problem:
         return problem((70_000, 40, 30_000), 1, special=True, masks={2: torch.arange(30_000) % 7 > 0})
 
@@ -187,7 +187,7 @@ layouts = st.tuples(
 
 @settings(max_examples=15)
 @given(layouts, st.sampled_from(WAYS), st.booleans(), st.integers(0, 1), st.randoms(use_true_random=False))
-def test_any_layout_and_mask_equals_the_twins(layout, way, inside, hold, random):
+def test_any_layout_and_mask_equals_eager(layout, way, inside, hold, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < random.random() for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]

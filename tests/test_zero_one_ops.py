@@ -1,4 +1,4 @@
-"""0/1 Adam's ops and distributed Lion's: their twins against float64 NumPy, and what their formulas promise."""
+"""0/1 Adam's ops and distributed Lion's: eager against float64 NumPy, and what their formulas promise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXP_AVG, BUFFER = 4, 8  # places among the arguments of local_step
 
 
 @pytest.fixture(autouse=True)
-def _twins() -> Iterator[None]:
+def _eager() -> Iterator[None]:
     with using("plain"):
         yield
 

@@ -1,7 +1,7 @@
 """``pytest benchmarks/micro``: each op from 10^4 to 10^9 elements against its peers.
 
-Peers of a group: the Triton kernel, its plain-torch twin (eager, and under torch.compile), and a
-device copy of as many bytes as the kernel is audited to move. On a CPU the twins alone, up to 10^6
+Peers of a group: the Triton kernel, eager torch (as it is, and under torch.compile), and a
+device copy of as many bytes as the kernel is audited to move. On a CPU eager torch alone, up to 10^6
 elements. A round is one call and, on CUDA, a synchronisation; ``extra_info`` holds the device's own
 time, by events.
 """
@@ -25,9 +25,9 @@ from fusedonebit.triton_kernels.op import OPS
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 NUMEL = [10**n for n in range(4, 10 if CUDA else 7)]
-PEERS = [*(["triton"] if CUDA else []), "twin, eager", "twin, compiled", "copy"]
+PEERS = [*(["triton"] if CUDA else []), "eager", "eager, compiled", "copy"]
 AUDITED = json.loads((Path(__file__).parents[1] / "limits.json").read_text())["sm_90"]
-WORKING_SET = {"triton": 40, "twin, eager": 60, "twin, compiled": 140, "copy": 40}  # bytes per element, generous
+WORKING_SET = {"triton": 40, "eager": 60, "eager, compiled": 140, "copy": 40}  # bytes per element, generous
 ONE_TILE = 1 << 40
 CASES = [*CALLS, *(f"{op}, preconditioned" for op in PRECONDITIONED)]
 
@@ -54,7 +54,7 @@ def synchronised(call: Call) -> Call:
 
 
 def compiled(op: str, arguments: tuple) -> Call:
-    """The twin under torch.compile; skips where no compiler can make it."""
+    """Eager under torch.compile; skips where no compiler can make it."""
     torch.compiler.reset()
     call = partial(torch.compile(OPS[op].eager), *arguments)
     try:
@@ -80,10 +80,10 @@ def test_op(benchmark, monkeypatch, case: str, numel: int, peer: str):
         sizes = (2 * numel if op == "server_reduce" else numel,)
         world_size = 2 if op in OF_TWO_WORKERS else 1
         call = Workload(sizes, DEVICE, world_size, preconditioned=bool(preconditioned)).call(op)
-    if peer == "twin, compiled":
+    if peer == "eager, compiled":
         monkeypatch.setitem(cpu_tiles.TILE_NUMEL, DEVICE.type, ONE_TILE)
     with using("triton" if peer == "triton" else "plain"):
-        if peer == "twin, compiled":
+        if peer == "eager, compiled":
             call = compiled(op, call.args)
         timing = time_by_turns({peer: call}, DEVICE, rounds=10, warmup=2)[peer]
         benchmark.extra_info |= {"device_ms": timing.median, "GB_per_s": moved / timing.median / 1e6}

@@ -1,7 +1,7 @@
 """A layout of more than 2^31 elements: indices and offsets must not wrap.
 
 One tensor alone is longer than 2^31, a second lies behind it. Samples at the start, across 2^31 and
-at the far end are compared with the twins, run on slices.
+at the far end are compared with eager torch, run on slices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each Triton kernel on CUDA tensors against its plain-torch twin on the same tensors.
+"""Each Triton kernel on CUDA tensors against eager torch on the same tensors.
 
 Everything must be equal in every bit, with one exception. Additions, products, quotients and roots
 are rounded correctly on both sides (``div.rn``, ``sqrt.rn``, no contraction, no flushing of
@@ -62,7 +62,7 @@ def check(device: torch.device, small_only: bool) -> Callable[[str, tuple[int, .
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_momentum_compress_equals_its_twin(check, sizes, world_size, dtype):
+def test_momentum_compress_equals_eager(check, sizes, world_size, dtype):
     block = 1024 if world_size < 3 else 128
     for special in (False, True):
         check("momentum_compress", sizes, problem(sizes, world_size, block, dtype, special).momentum_arguments)
@@ -70,13 +70,13 @@ def test_momentum_compress_equals_its_twin(check, sizes, world_size, dtype):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_preconditioned_momentum_compress_equals_its_twin(check, sizes, inside):
+def test_preconditioned_momentum_compress_equals_eager(check, sizes, inside):
     p = problem(sizes, 2, 128, special=True)
     p.exp_avg_sq[::7] = 1e-42  # denormal
     check("momentum_compress", sizes, lambda: p.momentum_arguments(p.exp_avg_sq, inside))
 
 
-def test_mixed_empty_and_unaligned_gradients_equal_their_twin(device):
+def test_mixed_empty_and_unaligned_gradients_equal_eager(device):
     def make() -> tuple:
         p = problem((2048, 700, 300, 256), 2, 128)
         arguments = [to(device, a) for a in p.momentum_arguments()]
@@ -93,7 +93,7 @@ def test_mixed_empty_and_unaligned_gradients_equal_their_twin(device):
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", [SMALL[-1], *LARGE])
-def test_finish_equals_its_twin(check, sizes, world_size, scope, norm):
+def test_finish_equals_eager(check, sizes, world_size, scope, norm):
     for special in (False, True):
         p = problem(sizes, world_size, 128, special=special)
         with using("plain"):
@@ -104,7 +104,7 @@ def test_finish_equals_its_twin(check, sizes, world_size, scope, norm):
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_server_reduce_equals_its_twin(check, sizes, world_size, skip):
+def test_server_reduce_equals_eager(check, sizes, world_size, skip):
     p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0})
     check("server_reduce", sizes, lambda: p.server_arguments("layer", world_size - 1, skip))
 
@@ -112,7 +112,7 @@ def test_server_reduce_equals_its_twin(check, sizes, world_size, skip):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_apply_momentum_equals_its_twin(check, sizes, world_size, dtype):
+def test_apply_momentum_equals_eager(check, sizes, world_size, dtype):
     p = problem(sizes, world_size, 128, dtype)
     p.exp_avg_sq[::7] = 1e-42
     for inside in (False, True):
@@ -124,7 +124,7 @@ def test_apply_momentum_equals_its_twin(check, sizes, world_size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_ternary_kernels_equal_their_twins(check, sizes, world_size, dtype):
+def test_ternary_kernels_equal_eager(check, sizes, world_size, dtype):
     for special in (False, True):
         masks = {0: torch.arange(sizes[0]) % 3 > 0} if special else None
         p = problem(sizes, world_size, 128, dtype, special, masks=masks, ternary=True)
@@ -139,7 +139,7 @@ def test_ternary_kernels_equal_their_twins(check, sizes, world_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_adam_update_equals_its_twin(check, sizes, dtype):
+def test_adam_update_equals_eager(check, sizes, dtype):
     for skip in (0, 1):
         for sums in (False, True):
             arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
@@ -150,7 +150,7 @@ def test_adam_update_equals_its_twin(check, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_lamb_update_and_move_equal_their_twins(check, sizes, dtype):
+def test_lamb_update_and_move_equal_eager(check, sizes, dtype):
     for inside, skip, sums in ((False, 0, True), (True, 0, False), (True, 1, True)):
         p = problem(sizes, 2, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
         p.exp_avg_sq[::7] = 1e-42
@@ -162,7 +162,7 @@ def test_lamb_update_and_move_equal_their_twins(check, sizes, dtype):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_stochastic_rounding_equals_that_of_the_twins(check, sizes, mixed):
+def test_stochastic_rounding_equals_that_of_eager(check, sizes, mixed):
     step = torch.tensor(12_345)
     p = problem(sizes, 2, 128, torch.bfloat16, masks={0: torch.arange(sizes[0]) % 3 > 0})
     p.exp_avg_sq.mul_(p.live_mask)
@@ -177,7 +177,7 @@ def test_stochastic_rounding_equals_that_of_the_twins(check, sizes, mixed):
 @pytest.mark.parametrize("deepspeed", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", [*SIZES, (0, 3), (3, 0)])
-def test_lamb_coefficient_equals_its_twin(device, sizes, world_size, deepspeed):
+def test_lamb_coefficient_equals_eager(device, sizes, world_size, deepspeed):
     for zero in (False, True):
         for skip in (0, 1):
             arguments = problem(sizes, world_size, 128).lamb_coefficient_arguments(deepspeed, skip)
@@ -189,7 +189,7 @@ def test_lamb_coefficient_equals_its_twin(device, sizes, world_size, deepspeed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_lamb_ratio_equals_its_twin(check, sizes, world_size, dtype):
+def test_lamb_ratio_equals_eager(check, sizes, world_size, dtype):
     for started, inside, preconditioned, deepspeed, blend, skip in RATIO_WAYS:
         p = problem(sizes, world_size, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if blend else None)
         p.exp_avg_sq[::7] = 1e-42
@@ -202,7 +202,7 @@ def test_lamb_ratio_equals_its_twin(check, sizes, world_size, dtype):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", [*SIZES, (0, 3), (3, 0)])
-def test_lamb_rescale_equals_its_twin(device, sizes, world_size):
+def test_lamb_rescale_equals_eager(device, sizes, world_size):
     for deepspeed, blend, skip in (
         (False, False, 0),
         (True, True, 0),
@@ -220,7 +220,7 @@ def test_lamb_rescale_equals_its_twin(device, sizes, world_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_local_update_equals_its_twin(check, sizes, world_size, dtype):
+def test_local_update_equals_eager(check, sizes, world_size, dtype):
     for kind in ("plain", "sgd", "adam"):
         for moves, limit in zip((False, True, False), LIMITS, strict=True):
             masks = {0: torch.arange(sizes[0]) % 3 > 0} if moves else None
@@ -231,7 +231,7 @@ def test_local_update_equals_its_twin(check, sizes, world_size, dtype):
 
 @pytest.mark.parametrize("threshold", [*map(threshold_of, range(2, 10)), 1, (1 << 32) - 1])
 @pytest.mark.parametrize("chunk", [128, 16_512, 5_000_064])
-def test_merge_signs_equals_its_twin(device, small_only, chunk, threshold):
+def test_merge_signs_equals_eager(device, small_only, chunk, threshold):
     if small_only and chunk > 100_000:
         pytest.skip("dry run: too large for the interpreter")
     for rows in (1, 3):
@@ -241,7 +241,7 @@ def test_merge_signs_equals_its_twin(device, small_only, chunk, threshold):
 
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 8])
 @pytest.mark.parametrize("sizes", [(1,), (100_000,), (5_000_000,)])
-def test_owners_kernels_equal_their_twins(device, small_only, sizes, world_size):
+def test_owners_kernels_equal_eager(device, small_only, sizes, world_size):
     if small_only and sizes != (1,):
         pytest.skip("dry run: too large for the interpreter")
     layout = FlatLayout(sizes, world_size, 128)
@@ -252,7 +252,7 @@ def test_owners_kernels_equal_their_twins(device, small_only, sizes, world_size)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_add_values_equals_its_twin(check, sizes, dtype):
+def test_add_values_equals_eager(check, sizes, dtype):
     for replaces, skip in ((False, 0), (True, 0), (False, 1)):
         p = problem(sizes, 2, 128, dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if replaces else None)
         check("add_values", sizes, lambda p=p, r=replaces, s=skip: add_arguments(p, r, s))
@@ -261,7 +261,7 @@ def test_add_values_equals_its_twin(check, sizes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_local_step_equals_its_twin(check, sizes, way, dtype):
+def test_local_step_equals_eager(check, sizes, way, dtype):
     for hold, inside in ((0, False), (0, True), (1, False)):
         p = problem(sizes, 2, 128, dtype, special=True, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
         p.exp_avg_sq[::7] = 1e-42  # denormal
@@ -271,7 +271,7 @@ def test_local_step_equals_its_twin(check, sizes, way, dtype):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_rebuild_momentum_equals_its_twin(check, sizes, world_size):
+def test_rebuild_momentum_equals_eager(check, sizes, world_size):
     for precondition, inside in ((False, False), (True, False), (True, True)):
         p = problem(sizes, world_size, 128, masks={0: torch.arange(sizes[0]) % 3 > 0} if inside else None)
         p.exp_avg_sq[::7] = 1e-42
@@ -281,7 +281,7 @@ def test_rebuild_momentum_equals_its_twin(check, sizes, world_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_lion_compress_equals_its_twin(check, sizes, world_size, dtype):
+def test_lion_compress_equals_eager(check, sizes, world_size, dtype):
     for special, hold in ((False, 0), (True, 0), (True, 1)):
         masks = {0: torch.arange(sizes[0]) % 3 > 0} if special else None
         p = problem(sizes, world_size, 128, dtype, special, masks=masks)
@@ -290,7 +290,7 @@ def test_lion_compress_equals_its_twin(check, sizes, world_size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_flatten_equals_its_twin(check, sizes, dtype):
+def test_flatten_equals_eager(check, sizes, dtype):
     for special in (False, True):
         p = problem(sizes, 3, 128, dtype, special)
         out = torch.zeros(p.layout.numel + TAIL)
@@ -301,7 +301,7 @@ def test_flatten_equals_its_twin(check, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [8, 1016, 1024, 1032, 100_000, 5_000_008])
-def test_pack_and_unpack_equal_their_twins(device, small_only, n, dtype):
+def test_pack_and_unpack_equal_eager(device, small_only, n, dtype):
     if small_only and n > 100_000:
         pytest.skip("dry run: too large for the interpreter")
     x = torch.randn(n).to(dtype)

@@ -1,4 +1,4 @@
-"""Marsit on a GPU: rounds through the kernels against the twins, ranks that stay equal, without waits."""
+"""Marsit on a GPU: rounds through the kernels against eager, ranks that stay equal, without waits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rounds(Run):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_four_ranks_stay_equal_and_kernels_equal_twins(device, shapes, kind, dtype):  # noqa: F811
+def test_four_ranks_stay_equal_and_kernels_equal_eager(device, shapes, kind, dtype):  # noqa: F811
     def each(rank: int, transport: Transport) -> tuple[list[Tensor], dict]:
         run = Rounds(device, shapes, rank, transport, dtype, **KINDS[kind])
         return run.steps(0, 18, nan_at=7 if rank == 3 else None), run.optimizer.stats()

@@ -1,4 +1,4 @@
-"""Whole steps of the optimizers on a GPU: against the twins, over several ranks, over NCCL, without waits."""
+"""Whole steps of the optimizers on a GPU: against eager, over several ranks, over NCCL, without waits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
 @every_kind
-def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes, small_only, kind, scope, dtype):
+def test_30_steps_through_the_kernels_equal_30_through_eager(device, shapes, small_only, kind, scope, dtype):
     if small_only and kind != "adam" and scope != "block":
         pytest.skip("dry run: one scope is enough")
     results = []
@@ -101,7 +101,7 @@ def test_30_steps_through_the_kernels_equal_30_through_the_twins(device, shapes,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_30_steps_of_lamb_through_the_kernels_equal_30_through_the_twins(device, shapes, dtype):
+def test_30_steps_of_lamb_through_the_kernels_equal_30_through_eager(device, shapes, dtype):
     results, layers = [], []
     for backend in ("plain", "triton"):
         with using(backend):
@@ -135,7 +135,7 @@ def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(devi
 
 @pytest.mark.cuda_only
 @every_kind
-def test_simulated_ranks_through_the_kernels_equal_those_through_the_twins(device, shapes, kind):
+def test_simulated_ranks_through_the_kernels_equal_those_through_eager(device, shapes, kind):
     def each(rank: int, transport: Transport) -> list[Tensor]:
         return Run(device, shapes, rank, transport, scale_scope="layer", **KINDS[kind]).steps(0, 25)
 
