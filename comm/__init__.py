@@ -8,8 +8,6 @@ by its own name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
@@ -22,15 +20,6 @@ from .shards import ShardGroup
 from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
-
-if TYPE_CHECKING:  # mypy says where one of them falls short
-    _REDUCERS: list[type[Reducer]] = [MarsitAllReduce, HierarchicalRounds]
-    _FEEDBACK: list[type[FeedbackReducer]] = [
-        CompressedAllReduce,
-        BucketedAllReduce,
-        HierarchicalAllReduce,
-        SignVote,
-    ]
 
 __all__ = [
     "BucketedAllReduce",

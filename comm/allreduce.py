@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import (
-    LARGEST_GRADIENT,
     SCALE_NORMS,
     Coef,
     FlatLayout,
@@ -29,19 +28,18 @@ from ..triton_kernels import (
     live_table,
     momentum_compress,
     server_reduce,
-    unpack,
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .error_feedback import ErrorFeedback
-from .message import Flag, Messages, Word, agreed_flags, describe_mismatch, digest
+from .message import Flag, Messages, Word, agreed_flags, digest
 from .partition import Part
-from .reducer import Compress, Told
+from .reducer import Compress, FeedbackReducer, Told
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 
 
-class CompressedAllReduce:
+class CompressedAllReduce(FeedbackReducer):
     """Averages flat tensors over all ranks at one bit per element (or two), carrying the errors along.
 
     Stand-alone use, on any tensors that keep their sizes from call to call::
@@ -78,9 +76,6 @@ class CompressedAllReduce:
         flags, absent: See ``Reducer``.
     """
 
-    error: Exception | None = None
-    largest_gradient = LARGEST_GRADIENT
-
     def __init__(
         self,
         layout: FlatLayout,
@@ -113,6 +108,7 @@ class CompressedAllReduce:
         self.block_tensor = block_table(layout, device)
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
+        self.worker_residual = compensated
         served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary)
         self.server = ErrorFeedback(served, slot[self._own], norm, ternary)
@@ -124,7 +120,6 @@ class CompressedAllReduce:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self.hold = self._no_flags = torch.zeros_like(self.flags)
         self.arrived_words = self.gathered.words.clone()
-        self.absent: Tensor | None = None
         self._missing: tuple[int, ...] = ()
         self._kept: list[Kept] = []
         self.set_live(live_table(layout).to(device) if live is None else live)
@@ -132,7 +127,6 @@ class CompressedAllReduce:
         self.synchronisations = torch.zeros((), dtype=torch.int64, device=device)
 
     def set_live(self, live: LiveTable) -> None:
-        """See ``FeedbackReducer``."""
         self.live = live
         self.worker.set_live(live)
         self.server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
@@ -186,7 +180,6 @@ class CompressedAllReduce:
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``."""
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
         before = None if told.hold is None else [scale.clone() for scale in self._scales()]
@@ -209,7 +202,7 @@ class CompressedAllReduce:
             for scale, old in zip(self._scales(), before, strict=True):
                 scale.copy_(torch.where(self.hold == 0, scale, old))
         self.hold = self._no_flags
-        self.shards.skip_together(self, told)
+        self._skip_with_shards(told)
 
     def _keep(self, missing: tuple[int, ...]) -> None:
         """Take note of what a step is about to change of tensors of which this rank has no gradient."""
@@ -231,11 +224,7 @@ class CompressedAllReduce:
             Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.partials]),
         ]
 
-    def begin(self) -> None:
-        """See ``FeedbackReducer``: all is here."""
-
     def restore(self, absent: Tensor) -> None:
-        """See ``Reducer``."""
         for kept in self._kept:
             kept.restore(absent)
         self._kept = []
@@ -296,18 +285,12 @@ class CompressedAllReduce:
             scale *= kept
 
     def refuse(self, flags: Tensor) -> None:
-        """See ``Reducer``: servers, which already have all messages, keep the average as residual."""
         kept = ((self.flags != 0) | (flags == 0)).float()
         self.flags = self.flags | flags
         for scale in (self.scale, self.server.scale):
             scale *= kept
 
     def take_residuals(self, out: Tensor) -> None:
-        """See ``FeedbackReducer``; by one all-reduce.
-
-        Raises:
-            CollectiveError: as ``synchronise`` does.
-        """
         self.settle()
         torch.mul(self.worker.compensated, 1.0 / self.transport.world_size, out=out)
         rank, chunk = self.transport.rank, self.layout.chunk_numel
@@ -316,74 +299,17 @@ class CompressedAllReduce:
         for side in (self.worker, self.server):
             side.forget()
 
-    def residual_ratio(self) -> float:
-        """See ``FeedbackReducer``."""
-        errors = self.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
-        result = (self.scale.double().square() * self.live.numel).sum().sqrt()
-        ratio = errors.square().mean().sqrt() / result if result > 0 else result  # a skipped step has no result
-        return float(ratio)
-
-    def squares_by_block(self) -> Tensor:
-        """See ``FeedbackReducer``; reads no element."""
-        result = self.scale.double().square() * self.live.numel
-        return torch.stack([self.worker.error_squares(), result])
+    def squares_of_result(self) -> Tensor:
+        """Return the square of the result's norm by block: float64 [B]; reads no element."""
+        return self.scale.double().square() * self.live.numel
 
     @property
-    def bits(self) -> Tensor:
-        """See ``Reducer``."""
-        return self.gathered.bits
-
-    @property
-    def worker_residual(self) -> Tensor:
-        """See ``FeedbackReducer``: float32 [P]."""
-        return self.worker.compensated
+    def parts(self) -> tuple[CompressedAllReduce]:
+        return (self,)
 
     @property
     def server_residual(self) -> Tensor:
-        """See ``FeedbackReducer``: float32 [P / W]."""
         return self.server.compensated
-
-    @property
-    def digests(self) -> list[int]:
-        """See ``FeedbackReducer``."""
-        return [int(self.served.words[0, Word.DIGEST])]
-
-    def resume(self, digests: Sequence[int]) -> None:
-        """See ``FeedbackReducer``."""
-        self.served.words[:, Word.DIGEST] = digests[0]
-
-    def serve_again(self) -> None:
-        """See ``FeedbackReducer``."""
-        self.served.bits.copy_(self.gathered.bits[self.transport.rank :][:1])
-
-    @property
-    def wire_bytes(self) -> int:
-        """See ``Reducer``."""
-        sums = (self.worker.partials, self.server.partials)
-        scratch = (self.to_servers.buffer, self.served.buffer, *sums)
-        return sum(tensor.nbytes for tensor in scratch)
-
-    def state(self) -> list[Tensor]:
-        """See ``Reducer``."""
-        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
-        return [*held, *self.live, self.gathered.buffer, *self.worker.state(), *self.server.state()]
-
-    def norms(self) -> tuple[float, float, float]:
-        """See ``FeedbackReducer``."""
-        return *self.worker.norms(), self.server.norms()[1]
-
-    def settle(self) -> None:
-        """See ``Reducer``: ``compensated`` then holds e, and its scales are 0."""
-        self.worker.settle()
-        self.server.settle()
-
-    def result(self) -> Tensor:
-        """See ``Reducer``."""
-        return result_of(self.bits, self.scale, self.live)
-
-    def describe(self) -> str:
-        """See ``Reducer``."""
-        return describe_mismatch(self.arrived_words, self.shards.otherwise)
 
     def plain_coefficients(self) -> Tensor:
         """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""
@@ -393,15 +319,6 @@ class CompressedAllReduce:
         coef[:, Coef.GRAD_LIMIT] = torch.inf  # tensors of any kind
         coef[:, Coef.UNIT] = 1.0
         return coef
-
-
-def result_of(bits: Tensor, scale: Tensor, live: LiveTable) -> Tensor:
-    """Return the values that bits and scales stand for: float32 [P], zero where nothing is live."""
-    values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(scale), -1) * scale[:, None]
-    if bits.dim() == 3:
-        values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
-    alive = unpack(live.bits[live.row.long()]).view_as(values) > 0
-    return torch.where(alive, values, 0.0).view(-1)
 
 
 def check_world_size(layout: FlatLayout, transport: Transport) -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, ScaleScope, block_table, live_table
-from .allreduce import CompressedAllReduce, result_of
-from .message import CHECKED, Messages, describe_mismatch
+from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, block_table, live_table
+from .allreduce import CompressedAllReduce
+from .message import Messages
 from .partition import Part
-from .reducer import Compress, Told
+from .reducer import Compress, FeedbackReducer, Told
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 
 
-class PartedAllReduce:
+class PartedAllReduce(FeedbackReducer):
     """Skeleton of a ``FeedbackReducer`` in parts.
 
     Args:
@@ -42,9 +42,6 @@ class PartedAllReduce:
 
     shares_messages = True
     """Whether the messages of a part that is here are rows of ``gathered``."""
-
-    error: Exception | None = None
-    largest_gradient = LARGEST_GRADIENT
 
     def __init__(
         self,
@@ -69,11 +66,10 @@ class PartedAllReduce:
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self.block_tensor = block_table(layout, device)
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.server_residual = torch.zeros(len(here), layout.chunk_numel, device=device)
-        self._compensated = compensated
+        self._served = torch.zeros(len(here), layout.chunk_numel, device=device)
+        self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
-        self.absent: Tensor | None = None
-        self.parts = [
+        self._parts = [
             CompressedAllReduce(
                 part.layout,
                 transport,
@@ -89,101 +85,32 @@ class PartedAllReduce:
                 scale=self.scale[part.blocks],
                 served=served,
             )
-            for part, served in zip(here, self.server_residual, strict=True)
+            for part, served in zip(here, self._served, strict=True)
         ]
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
-        """See ``FeedbackReducer``."""
         self.live = live
         for each in self.parts:
             each.set_live(each.part.live(live))
 
-    def begin(self) -> None:
-        """See ``FeedbackReducer``: all parts are here."""
-
     def refuse(self, flags: Tensor) -> None:
-        """See ``Reducer``: all parts are skipped, or none."""
         for part in self.parts:
             part.refuse(flags)
         self.scale *= ((self.flags != 0) | (flags == 0)).float()
         self.flags = self.flags | flags
 
     def restore(self, absent: Tensor) -> None:
-        """See ``Reducer``."""
         for part in self.parts:
             part.restore(absent)
 
-    def settle(self) -> None:
-        """See ``Reducer``."""
-        for part in self.parts:
-            part.settle()
-
-    def result(self) -> Tensor:
-        """See ``Reducer``."""
-        return result_of(self.bits, self.scale, self.live)
+    @property
+    def parts(self) -> list[CompressedAllReduce]:
+        return self._parts
 
     @property
-    def bits(self) -> Tensor:
-        """See ``Reducer``."""
-        return self.gathered.bits
-
-    @property
-    def worker_residual(self) -> Tensor:
-        """See ``FeedbackReducer``."""
-        return self._compensated
-
-    def norms(self) -> tuple[float, float, float]:
-        """See ``FeedbackReducer``."""
-        squares = [[norm**2 for norm in part.norms()] for part in self.parts]
-        compensated, worker, server = (sum(column) ** 0.5 for column in zip(*squares, strict=True))
-        return compensated, worker, server
-
-    def residual_ratio(self) -> float:
-        """See ``FeedbackReducer``: the mean over the parts that are here."""
-        return sum(part.residual_ratio() for part in self.parts) / len(self.parts)
-
-    def squares_by_block(self) -> Tensor:
-        """See ``FeedbackReducer``."""
-        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        for each in self.parts:
-            squares[:, each.part.blocks] = each.squares_by_block()
-        return squares
-
-    def describe(self) -> str:
-        """See ``Reducer``."""
-        return describe_mismatch(self.arrived_words, self.shards.otherwise)
-
-    @property
-    def arrived_words(self) -> Tensor:
-        """Return the headers of the part in which ranks differ; reads from the device."""
-        words = [part.arrived_words for part in self.parts]
-        return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
-
-    @property
-    def digests(self) -> list[int]:
-        """See ``FeedbackReducer``: of each part."""
-        return [digest for part in self.parts for digest in part.digests]
-
-    def resume(self, digests: Sequence[int]) -> None:
-        """See ``FeedbackReducer``."""
-        for i, part in enumerate(self.parts):
-            part.resume(digests[i : i + 1])
-
-    def serve_again(self) -> None:
-        """See ``FeedbackReducer``."""
-        for part in self.parts:
-            part.serve_again()
-
-    @property
-    def wire_bytes(self) -> int:
-        """See ``Reducer``."""
-        return sum(part.wire_bytes for part in self.parts)
-
-    def state(self) -> list[Tensor]:
-        """See ``Reducer``."""
-        held = [v for v in vars(self).values() if isinstance(v, Tensor)]
-        return [*held, *self.live, self.gathered.buffer, *(t for part in self.parts for t in part.state())]
+    def server_residual(self) -> Tensor:
+        return self._served
 
 
 class BucketedAllReduce(PartedAllReduce):
@@ -212,7 +139,7 @@ class BucketedAllReduce(PartedAllReduce):
         part.synchronise(compress, told._replace(missing=[i for i in told.missing if part.layout.sizes[i]]))
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``: the buckets that have not been started, the last first; all are skipped, or none."""
+        """Average the buckets that have not been started, the last first; all are skipped, or none."""
         for bucket in reversed(range(self.count)):
             if bucket not in self.under_way:
                 self.start(bucket, compress, told)
@@ -225,7 +152,7 @@ class BucketedAllReduce(PartedAllReduce):
         self.flags = flags
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
-        self.shards.skip_together(self, told)
+        self._skip_with_shards(told)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""
@@ -236,11 +163,9 @@ class BucketedAllReduce(PartedAllReduce):
             )
 
     def settle(self) -> None:
-        """See ``Reducer`` and ``check_idle``."""
         self.check_idle()
         super().settle()
 
     def take_residuals(self, out: Tensor) -> None:
-        """See ``FeedbackReducer``; one all-reduce for each bucket."""
         for each in self.parts:
             each.take_residuals(out[each.part.elements])

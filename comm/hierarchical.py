@@ -19,11 +19,10 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable
 from .absent import Kept, absence, told_by_all
-from .allreduce import result_of
 from .buckets import PartedAllReduce
 from .message import CHECKED, OUT_OF_STEP, Flag, Messages, Word, union
 from .partition import NodePart
-from .reducer import Compress, Told
+from .reducer import Compress, Reducer, Told
 from .rounds import RoundAllReduce
 from .transport import Transport
 
@@ -61,9 +60,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.between, self.inside = between, inside
         self._part = NodePart(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
+        self._compensated = self.worker_residual
+        self.worker_residual = self._compensated[self._part.elements]  # the node's
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``."""
         self._keep(told)
         part, before = self.parts[0], self.scale.clone()
         part.served.words[:, Word.TAG] = told.tag  # ranks of a node meet nowhere else
@@ -88,7 +88,6 @@ class HierarchicalAllReduce(PartedAllReduce):
             self._kept = Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])
 
     def restore(self, absent: Tensor) -> None:
-        """See ``Reducer``."""
         super().restore(absent)
         if self._kept is not None:
             self._kept.restore(absent)
@@ -100,10 +99,9 @@ class HierarchicalAllReduce(PartedAllReduce):
         # By number: a list of them would be uploaded as an index in every step, and waited for.
         return torch.stack([words[..., word] for word in _ALIKE], -1).transpose(0, 1).reshape(-1, len(_ALIKE))
 
-    @property
-    def arrived_words(self) -> Tensor:
+    def _disputed(self) -> Tensor:
         """Return the headers of this rank's part if they differ, by node, else of all ranks; reads from the device."""
-        words = super().arrived_words
+        words = super()._disputed()
         if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
             return words
         told = words[:1].repeat(self.layout.world_size, 1)
@@ -112,35 +110,22 @@ class HierarchicalAllReduce(PartedAllReduce):
         return told
 
     def begin(self) -> None:
-        """See ``FeedbackReducer``."""
         self._compensated[: self._part.elements.start].zero_()
         self._compensated[self._part.elements.stop :].zero_()
 
-    @property
-    def worker_residual(self) -> Tensor:
-        """See ``FeedbackReducer``: the node's, float32 [P / ranks of a node]."""
-        return self._compensated[self._part.elements]
-
     def serve_again(self) -> None:
-        """See ``FeedbackReducer``; the bits of all parts were loaded."""
         part, chunks = self.parts[0], self.between.world_size
         first = self.inside.rank * chunks
         part.gathered.bits.copy_(self.gathered.bits[first : first + chunks])
         part.serve_again()
 
     def take_residuals(self, out: Tensor) -> None:
-        """See ``FeedbackReducer``; by one all-reduce between nodes, and one all-gather inside."""
         own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
 
-    @property
-    def wire_bytes(self) -> int:
-        """See ``Reducer``."""
-        return super().wire_bytes + self._part.wire_bytes
 
-
-class HierarchicalRounds:
+class HierarchicalRounds(Reducer):
     """A ``RoundAllReduce`` whose workers are nodes; has what an optimizer needs of one, under the same names.
 
     Args:
@@ -160,7 +145,6 @@ class HierarchicalRounds:
         compensated: float32 [P]; zero where other ranks have it.
     """
 
-    error: Exception | None = None
     largest_gradient = ANY
 
     def __init__(
@@ -177,10 +161,8 @@ class HierarchicalRounds:
         self.values: Tensor | None = None
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._told = torch.zeros(inside.world_size, 3, dtype=torch.int32, device=device)
-        self.absent: Tensor | None = None
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``; all of a node's ranks average their gradients when the first is compressed."""
         here = self.here
         here.synchronise(compress, told)
         self._part.forget()
@@ -208,25 +190,27 @@ class HierarchicalRounds:
             raise AttributeError(name)
         return getattr(self.here, name)
 
+    def restore(self, absent: Tensor) -> None:
+        self.here.restore(absent)
+
+    def settle(self) -> None:
+        self.here.settle()
+
     @property
     def bits(self) -> Tensor:
-        """See ``Reducer``."""
         return self.messages.bits
 
     def refuse(self, flags: Tensor) -> None:
-        """See ``Reducer``."""
         self.here.refuse(flags)
         self.flags = self.flags | flags
         self.scale = self.scale * (self.flags == 0)
 
     def result(self) -> Tensor:
-        """See ``Reducer``."""
         if self.values is not None:
             return self.values * (self.flags == 0)
-        return result_of(self.bits, self.scale, self.live)
+        return super().result()
 
     def describe(self) -> str:
-        """See ``Reducer``."""
         step, tag = (self._told[:, :-1] != self._told[:1, :-1]).any(0).tolist()
         if step or tag:
             steps = f"number of steps ({OUT_OF_STEP})"
@@ -235,9 +219,7 @@ class HierarchicalRounds:
 
     @property
     def wire_bytes(self) -> int:
-        """See ``Reducer``."""
         return self.here.wire_bytes + self._part.wire_bytes
 
     def state(self) -> list[Tensor]:
-        """See ``Reducer``."""
         return [self.compensated, self.scale, self.messages.buffer, *self.here.state()]

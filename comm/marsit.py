@@ -80,13 +80,11 @@ class MarsitAllReduce(RoundAllReduce):
         return self.full_precision_every > 0 and self.counted >= self._full_at
 
     def take_back(self, full_precision: bool) -> None:
-        """See ``RoundAllReduce``: one of full precision is made up for."""
         super().take_back(full_precision)
         if full_precision:
             self._full_at = min(self._full_at, self.counted)
 
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
-        """See ``RoundAllReduce``."""
         super().resume(rounds, digest, pending, counted)
         every = max(1, self.full_precision_every)
         self._full_at = -(-self.counted // every) * every
@@ -185,7 +183,6 @@ class MarsitAllReduce(RoundAllReduce):
 
     @property
     def wire_bytes(self) -> int:
-        """See ``Reducer``."""
         return self._arrived.buffer.nbytes + self._picked.buffer.nbytes + self._owners.nbytes
 
 

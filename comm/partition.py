@@ -25,7 +25,10 @@ class Part:
         elements: Where it lies on the line.
         blocks: Which blocks it has.
         chunks: Which chunks.
+        wire_bytes: Bytes of what only serves within a step.
     """
+
+    wire_bytes = 0
 
     def __init__(self, line: FlatLayout, index: int = 0, count: int = 1) -> None:
         self.line, self.whole = line, count == 1
@@ -74,6 +77,7 @@ class NodePart(Part):
         self._sent = torch.zeros(line.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
         self._arrived = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self._means: list[Tensor] | None = None
+        self.wire_bytes = self._flat.nbytes + self._sent.nbytes + self._arrived.nbytes
 
     def gradients(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what of each tensor's mean over the node lies here; of one step, until ``forget``."""
@@ -95,8 +99,3 @@ class NodePart(Part):
     def forget(self) -> None:
         """Let the next gradients be averaged anew."""
         self._means = None
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of what only serves within a step."""
-        return self._flat.nbytes + self._sent.nbytes + self._arrived.nbytes

@@ -12,12 +12,19 @@ A step is skipped on all ranks where ``flags`` is not 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable
+from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
+from .message import CHECKED, Messages, Word, describe_mismatch
+from .shards import ShardGroup
+
+if TYPE_CHECKING:
+    from .allreduce import CompressedAllReduce
 
 Compress = Callable[..., None]
 """Writes this rank's bits into the messages of its first argument, the reducer of a part of the line.
@@ -54,22 +61,22 @@ class Reducer(Protocol):
     """Averages, or votes on, what all ranks have compressed."""
 
     layout: FlatLayout
+    live: LiveTable
+    """Which elements count."""
+    scale: Tensor
+    """The result's magnitude: float32 [B]."""
     flags: Tensor
     """int32 [1], the last step's ``Flag`` bits, equal on all ranks; it was skipped where any is set."""
-    absent: Tensor | None
+    absent: Tensor | None = None
     """Of which tensors no rank had a gradient, bool [tensors]; None where this rank had all: then there are none."""
-    error: Exception | None
+    error: Exception | None = None
     """What this rank has found wrong while gradients were on their way; every rank has skipped the step for it."""
-    largest_gradient: float
+    largest_gradient: float = LARGEST_GRADIENT
     """What an element of this rank's gradients may be at most, unscaled, before it counts as infinite."""
 
     @property
     def bits(self) -> Tensor:
         """The result's signs: uint8 [chunks, bytes], or [chunks, 2, bytes] where ternary."""
-
-    @property
-    def scale(self) -> Tensor:
-        """The result's magnitude: float32 [B]."""
 
     @property
     def wire_bytes(self) -> int:
@@ -100,62 +107,144 @@ class Reducer(Protocol):
     def settle(self) -> None:
         """Form deferred residuals in place. Changes no later step; only checkpoints and people who look need it."""
 
-    def result(self) -> Tensor:
-        """Return the last result, float32 [P], by flat index, zero where nothing is live; allocates."""
-
     def describe(self) -> str:
         """Name what ranks differ in after a step with ``Flag.MISMATCH``; waits for the device."""
 
     def state(self) -> list[Tensor]:
         """Return all that the next step needs, tables included."""
 
+    def result(self) -> Tensor:
+        """Return the last result, float32 [P], by flat index, zero where nothing is live; allocates."""
+        bits, live = self.bits, self.live
+        values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(self.scale), -1) * self.scale[:, None]
+        if bits.dim() == 3:
+            values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
+        alive = unpack(live.bits[live.row.long()]).view_as(values) > 0
+        return torch.where(alive, values, 0.0).view(-1)
 
-class FeedbackReducer(Reducer, Protocol):
-    """One whose servers compress as well, and carry their errors along: what the freeze and checkpoints need."""
 
+class FeedbackReducer(Reducer):
+    """One whose servers compress as well, and carry their errors along: what the freeze and checkpoints need.
+
+    Attributes:
+        gathered: Messages whose bits are the result's signs.
+        block_tensor: int32 [B], each block's tensor.
+        shards: The ranks that hold other shards of the same tensors.
+        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
+    """
+
+    gathered: Messages
     block_tensor: Tensor
-    """int32 [B], each block's tensor."""
+    shards: ShardGroup
+    worker_residual: Tensor
 
     @property
-    def worker_residual(self) -> Tensor:
-        """This rank's c, after ``settle`` its residual e, of what is here: float32."""
+    def parts(self) -> Sequence[CompressedAllReduce]:
+        """What averages each part of the line that is here."""
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> Tensor:
+        return self.gathered.bits
 
     @property
     def server_residual(self) -> Tensor:
         """That of the chunks which it serves: float32."""
+        raise NotImplementedError
 
     @property
     def digests(self) -> list[int]:
-        """What the next messages tell of the last; waits for the device."""
+        """What the next messages tell of the last, by part; waits for the device."""
+        return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
 
     def set_live(self, live: LiveTable) -> None:
         """Say which elements count. No other may be non-zero in ``worker_residual``."""
+        raise NotImplementedError
+
+    def take_residuals(self, out: Tensor) -> None:
+        """Take all residuals out, by an all-reduce of each part; they are zero then.
+
+        Args:
+            out: float32 [P], written: the mean of the workers' residuals plus the servers', by flat
+                index, equal on all ranks.
+
+        Raises:
+            CollectiveError: as ``synchronise`` does.
+        """
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
+        for part, digest in zip(self.parts, digests, strict=False):
+            part.served.words[:, Word.DIGEST] = digest
 
     def serve_again(self) -> None:
-        """Put the loaded result into this rank's message, from which a step that is held back gathers it."""
+        """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""
+        for part in self.parts:
+            part.served.bits.copy_(part.gathered.bits[part.transport.rank :][:1])
 
-    def take_residuals(self, out: Tensor) -> None:
-        """Take all residuals out; they are zero then.
-
-        Args:
-            out: float32 [P], written: the mean of the workers' residuals plus the servers', by flat
-                index, equal on all ranks.
-        """
+    def settle(self) -> None:
+        for part in self.parts:
+            part.worker.settle()
+            part.server.settle()
 
     def norms(self) -> tuple[float, float, float]:
         """Return |c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
+        norms = [(*part.worker.norms(), part.server.norms()[1]) for part in self.parts]
+        compensated, worker, server = (math.hypot(*column) for column in zip(*norms, strict=True))
+        return compensated, worker, server
 
     def residual_ratio(self) -> float:
         """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
 
-        Equal on all ranks, for no extra collective; waits for the device.
+        The mean over the parts that are here. Equal on all ranks, for no extra collective; waits for the device.
         """
+        ratios = []
+        for part in self.parts:
+            errors = part.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+            result = part.squares_of_result().sum().sqrt()
+            # A skipped step has no result.
+            ratios.append(float(errors.square().mean().sqrt() / result if result > 0 else result))
+        return sum(ratios) / len(ratios)
 
     def squares_by_block(self) -> Tensor:
         """Return |e|^2 of this rank's residual and of the result: float64 [2, B], 0 where a part is not here."""
+        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
+        for part in self.parts:
+            squares[0, part.part.blocks] = part.worker.error_squares()
+            squares[1, part.part.blocks] = part.squares_of_result()
+        return squares
+
+    def _skip_with_shards(self, told: Told) -> None:
+        """Skip the step just made where any shard skips it; leave out what all leave out."""
+        if self.shards.count > 1:
+            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
+            flags, absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
+            self.absent = absent
+            self.refuse(flags)
+
+    def describe(self) -> str:
+        elsewhere = "ranks with another shard differ, or " if self.shards.count > 1 else ""
+        return describe_mismatch(self._disputed(), elsewhere + "a message arrived damaged")
+
+    def _disputed(self) -> Tensor:
+        """Return the headers of the part in which ranks differ; reads from the device."""
+        words = [part.arrived_words for part in self.parts]
+        return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
+
+    @property
+    def wire_bytes(self) -> int:
+        nbytes = 0
+        for part in self.parts:
+            scratch = (part.to_servers.buffer, part.served.buffer, part.worker.partials, part.server.partials)
+            nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
+        return nbytes
+
+    def state(self) -> list[Tensor]:
+        held = [self, *self.parts, *(side for part in self.parts for side in (part.worker, part.server))]
+        scratch = {id(side.partials) for part in self.parts for side in (part.worker, part.server)}
+        tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
+        return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import (
-    LARGEST_GRADIENT,
     Coef,
     FlatLayout,
     LiveTable,
@@ -26,17 +25,17 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .allreduce import check_world_size, result_of
+from .allreduce import check_world_size
 from .message import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 from .partition import Part
-from .reducer import Compress, Told
+from .reducer import Compress, Reducer, Told
 from .transport import CollectiveError, LocalTransport, Transport
 
 Prepare = Callable[[slice], None]
 """Adds this worker's update to ``compensated`` and writes its signs, for some chunks."""
 
 
-class RoundAllReduce:
+class RoundAllReduce(Reducer):
     """Skeleton of a ``Reducer``: a subclass makes ``flags`` and either ``messages`` or ``values`` in ``_round``.
 
     Args:
@@ -58,9 +57,6 @@ class RoundAllReduce:
         rounds: How many there were, t of the next.
         counted: Those of them that were not skipped, as far as somebody has told.
     """
-
-    error: Exception | None = None
-    largest_gradient = LARGEST_GRADIENT
 
     def __init__(
         self,
@@ -93,7 +89,6 @@ class RoundAllReduce:
         self.counted = 0
         self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
-        self.absent: Tensor | None = None
         self._told: Tensor | None = None
         self._has_told = False
         self._kept: Kept | None = None
@@ -208,7 +203,6 @@ class RoundAllReduce:
             self._scale_before, self._limit_before = self.scale, self._limit
 
     def restore(self, absent: Tensor) -> None:
-        """See ``Reducer``."""
         if self._kept is None:
             return
         self._kept.restore(absent)
@@ -218,12 +212,6 @@ class RoundAllReduce:
         self._kept = None
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``: one round. Afterwards the global update is ``values``, or ``scale`` times the signs.
-
-        Args:
-            compress: Called with this object and each range of chunks once, maybe while others' bits are on their way.
-            told: ``goes`` must be given.
-        """
         assert told.goes is not None
         step, words = told.goes[self.part.blocks], self.messages.words
         self._keep(told.missing, told.changed)
@@ -272,7 +260,6 @@ class RoundAllReduce:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """See ``Reducer``."""
         if self.arrived_words is not None:
             return describe_mismatch(self.arrived_words)
         return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
@@ -314,7 +301,6 @@ class RoundAllReduce:
         self.arrived_words = arrived
 
     def refuse(self, flags: Tensor) -> None:
-        """See ``Reducer``: each worker keeps what it has, as if the round had been skipped at once."""
         kept = (self.flags != 0) | (flags == 0)
         self.flags = self.flags | flags
         self.scale = self.scale * kept
@@ -326,7 +312,6 @@ class RoundAllReduce:
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        """See ``Reducer``."""
         kept = self.compensated.view(self.layout.n_blocks, -1)
         kept.sub_(self.signs().mul_(self.scale[:, None]))
         kept.clamp_(-self._limit[:, None], self._limit[:, None])
@@ -335,7 +320,6 @@ class RoundAllReduce:
 
     @property
     def bits(self) -> Tensor:
-        """See ``Reducer``: uint8 [M, P / 8M]."""
         return self.messages.bits
 
     def signs(self) -> Tensor:
@@ -346,16 +330,13 @@ class RoundAllReduce:
         return unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
 
     def result(self) -> Tensor:
-        """See ``Reducer``."""
         if self.values is not None:
             return self.values * (self.flags == 0)
-        return result_of(self.bits, self.scale, self.live)
+        return super().result()
 
     @property
     def wire_bytes(self) -> int:
-        """See ``Reducer``."""
         return 0
 
     def state(self) -> list[Tensor]:
-        """See ``Reducer``."""
         return [self.compensated, self.scale, self._limit, self.messages.buffer, self.block_tensor, *self.live]

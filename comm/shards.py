@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .agreement import Fact, agree
 from .message import Flag, union
-from .reducer import Reducer, Told
 from .transport import LocalTransport, Transport
 
 
@@ -65,19 +64,6 @@ class ShardGroup:
         rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
         differ = (rows[:, 1] != rows[0, 1]).any().int() * int(Flag.MISMATCH)
         return union(rows[:, 0]) | differ, None if absent is None else rows[:, 2:].bool().all(0)
-
-    def skip_together(self, reducer: Reducer, told: Told) -> None:
-        """Skip the step that ``reducer`` has just made where any shard skips it; leave out what all leave out."""
-        if self.count > 1:
-            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
-            flags, reducer.absent = self.unite(reducer.flags, tag, reducer.absent, len(reducer.layout.sizes))
-            reducer.refuse(flags)
-
-    @property
-    def otherwise(self) -> str:
-        """What to say of a mismatch where all of this shard's headers agree."""
-        elsewhere = "ranks with another shard differ, or " if self.count > 1 else ""
-        return elsewhere + "a message arrived damaged"
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """Agree as ``agreement.agree`` does, between the shards."""

@@ -51,6 +51,6 @@ class SignVote(CompressedAllReduce):
 
     @property
     def server_residual(self) -> Tensor:
-        """See ``FeedbackReducer``; of a majority zeros, made for who asks."""
+        """Return, of a majority, zeros, made for who asks."""
         kept = self.server.compensated
         return kept if self.aggregation == "mean" else kept.new_zeros(self.layout.chunk_numel)
