@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import Traffic
-from fusedonebit.comm.transport import Done
+from fusedonebit.comm.transport import Waiting
 
 
 class Loopback:
@@ -43,11 +43,11 @@ class Loopback:
     def broadcast(self, tensor: Tensor) -> None:
         """See ``Transport``."""
 
-    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Done:
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Waiting:
         """See ``Transport``."""
         received.copy_(sent)
         self.traffic.add(sent.nbytes)
-        return Done()
+        return Waiting()
 
     def __repr__(self) -> str:
         return f"loopback (rank 0 of {self.world_size})"

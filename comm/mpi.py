@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .transport import Pending, Traffic, failure
+from .transport import CountingTransport, Pending
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +40,7 @@ TYPES = {
 """What MPI can add."""
 
 
-class MPITransport:
+class MPITransport(CountingTransport):
     """The ``Transport`` of one MPI process. Every process of ``comm`` must construct it, at the same time.
 
     Errors of MPI become ``CollectiveError``. MPI knows no time limits, though: where a rank hangs, the others wait.
@@ -64,11 +64,12 @@ class MPITransport:
     def __init__(self, comm: MPI.Intracomm | None = None, *, cuda_aware: bool | None = None) -> None:
         self.mpi = load_mpi()
         parent = _checked(self.mpi, comm)
-        self.rank, self.world_size = parent.Get_rank(), parent.Get_size()
-        self.traffic = Traffic()
+        super().__init__(parent.Get_rank(), parent.Get_size())
+        self.errors = self.mpi.Exception
         # The first line of MPICH's text reads "MPICH Version:      4.0.2".
         first = self.mpi.Get_library_version().splitlines()[0].split(",")[0]
-        self.library = " ".join(first.replace("Version:", "").split()).rstrip("\0")
+        self._version = " ".join(first.replace("Version:", "").split()).rstrip("\0")
+        self.library = f"MPI, {self._version}"
         with self.naming("duplicating the communicator"):
             self.comm = parent.Dup()
             self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)  # which mpi4py turns into exceptions
@@ -78,56 +79,50 @@ class MPITransport:
         if self.world_size > 1:
             _end_the_job_on_errors()
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        self._check("all_to_all", received, sent)
-        self._check_rows("all_to_all", received, sent, self.world_size)
-        with self.naming("all_to_all"), self.on_host(sent) as source, self.on_host(received, "w") as target:
-            for kind, count in self._pieces_of_rows(sent):
-                self.comm.Alltoall([_memory(self.mpi, source), count, kind], [_memory(self.mpi, target), count, kind])
-        self.traffic.add(sent.nbytes - sent[0].nbytes)
+    def _move(self, collective: str, *tensors: Tensor) -> None:
+        self._check(collective, *tensors)
+        received, sent = tensors[0], tensors[-1]
+        if collective == "all_to_all":
+            self._move_rows(collective, self.comm.Alltoall, received, sent, self.world_size)
+        elif collective == "all_gather":
+            self._move_rows(collective, self.comm.Allgather, received, sent, 1)
+        elif collective == "broadcast":
+            for piece in self._pieces(received):
+                with self.on_host(piece, "w" if self.rank else "r") as host:
+                    self.comm.Bcast([_memory(self.mpi, host), self.mpi.BYTE], root=0)
+        else:
+            self._add_up(received)
 
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        self._check("all_gather", gathered, sent)
-        self._check_rows("all_gather", gathered, sent, 1)
-        with self.naming("all_gather"), self.on_host(sent) as source, self.on_host(gathered, "w") as target:
-            own, all_ranks = _memory(self.mpi, source), _memory(self.mpi, target)
-            for kind, count in self._pieces_of_rows(gathered):
-                self.comm.Allgather([own, count, kind], [all_ranks, count, kind])
-        self.traffic.add(sent.nbytes * (self.world_size - 1))
+    def _move_rows(self, what: str, call: Callable[..., None], received: Tensor, sent: Tensor, rows: int) -> None:
+        alike = received.dtype == sent.dtype and received.shape[1:] == sent.shape[1:]
+        if not alike or sent.shape[:1] != (rows,) or received.shape[:1] != (self.world_size,):
+            raise ValueError(
+                f"{what} of {self.world_size} ranks must be given a row for each, got {sent.dtype} {tuple(sent.shape)} "
+                f"to send and {received.dtype} {tuple(received.shape)} to receive"
+            )
+        with self.on_host(sent) as source, self.on_host(received, "w") as target:
+            own, theirs = _memory(self.mpi, source), _memory(self.mpi, target)
+            for kind, count in self._pieces_of_rows(received):
+                call([own, count, kind], [theirs, count, kind])
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
-        self._check("all_reduce", tensor)
+    def _add_up(self, tensor: Tensor) -> None:
         if tensor.dtype not in TYPES:
             names = ", ".join(str(dtype) for dtype in TYPES)
             raise TypeError(f"all_reduce must be given what MPI can add, {names}; got {tensor.dtype}")
         kind = getattr(self.mpi, TYPES[tensor.dtype])
         for piece in self._pieces(tensor):
-            with self.naming("all_reduce"), self.on_host(piece, "rw") as host:
+            with self.on_host(piece, "rw") as host:
                 self.comm.Allreduce(self.mpi.IN_PLACE, [_memory(self.mpi, host), kind])
-        self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``; by an all-reduce of a copy, in float32."""
+        """See ``Transport``; by an all-reduce of a copy, in float32, and counted so."""
         self._check("reduce_scatter", received, sent)
         total = sent.clone() if sent.dtype in TYPES else sent.float()
         self.all_reduce(total)
         received.copy_(total.view(self.world_size, -1)[self.rank].view_as(received))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        self._check("broadcast", tensor)
-        for piece in self._pieces(tensor):
-            with self.naming("broadcast"), self.on_host(piece, "w" if self.rank else "r") as host:
-                self.comm.Bcast([_memory(self.mpi, host), self.mpi.BYTE], root=0)
-        self.traffic.add(tensor.nbytes if self.rank == 0 else 0)
-
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """See ``Transport``; point to point."""
-        self._check("exchange", received)
-        self._check("exchange", sent)
+        self._check("exchange", received, sent)
         with self.naming("exchange"):
             pending = _Exchange(self, received, source, sent, destination)
         self.under_way.add(pending)
@@ -136,7 +131,7 @@ class MPITransport:
 
     def __repr__(self) -> str:
         cuda = "CUDA-aware" if self.cuda_aware else "CUDA staged"
-        return f"MPI by {self.library}, {cuda} (rank {self.rank} of {self.world_size})"
+        return f"MPI by {self._version}, {cuda} (rank {self.rank} of {self.world_size})"
 
     # ---------------------------------------------------------------- what MPI is given
 
@@ -194,22 +189,6 @@ class MPITransport:
                     f"{tensor.stride()}; use tensor.contiguous()"
                 )
 
-    def _check_rows(self, what: str, received: Tensor, sent: Tensor, rows: int) -> None:
-        alike = received.dtype == sent.dtype and received.shape[1:] == sent.shape[1:]
-        if not alike or sent.shape[:1] != (rows,) or received.shape[:1] != (self.world_size,):
-            raise ValueError(
-                f"{what} of {self.world_size} ranks must be given a row for each, got {sent.dtype} {tuple(sent.shape)} "
-                f"to send and {received.dtype} {tuple(received.shape)} to receive"
-            )
-
-    @contextmanager
-    def naming(self, collective: str) -> Iterator[None]:
-        """Turn MPI's errors in here into ``CollectiveError``, which names the collective."""
-        try:
-            yield
-        except self.mpi.Exception as error:
-            raise failure(collective, self.rank, self.world_size, f"MPI, {self.library}", error) from error
-
 
 class _Exchange:
     """An exchange of an ``MPITransport``; tensors stay alive until MPI has done with them."""
@@ -225,7 +204,6 @@ class _Exchange:
             self._finish = stack.pop_all()
 
     def wait(self) -> None:
-        """See ``Pending``."""
         transport = self._transport
         mpi = transport.mpi
         with transport.naming("exchange"):
@@ -238,7 +216,7 @@ class _Exchange:
         arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
         if arrived != self._expected:
             error = ValueError(f"{arrived} bytes arrived where {self._expected} were expected")
-            raise failure("exchange", transport.rank, transport.world_size, f"MPI, {transport.library}", error)
+            raise transport.failed("exchange", error)
         self._finish.close()
         transport.under_way.discard(self)
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from .transport import CollectiveError, Pending, Traffic
+from .transport import CollectiveError, CountingTransport, Pending, Waiting
 
 T = TypeVar("T")
 
@@ -81,14 +82,14 @@ class SimulatedGroup:
         self._turn.acquire()
 
 
-class SimulatedTransport:
+class SimulatedTransport(CountingTransport):
     """The ``Transport`` of one ``rank`` of a ``SimulatedGroup``, ``group``; counts bytes as ``TorchTransport`` does."""
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
-        self.group, self.rank, self.world_size = group, rank, group.world_size
-        self.traffic, self._others = Traffic(), group.world_size - 1
+        super().__init__(rank, group.world_size)
+        self.group = group
 
-    def offered(self, what: str, sent: Tensor, nbytes: int, alike: bool = True) -> list[Tensor]:
+    def _offered(self, what: str, sent: Tensor, alike: bool = True) -> list[Tensor]:
         """Return what all ranks send, once all have come; they may overwrite it after the next meeting."""
         if not self.group.offers:
             raise RuntimeError("simulated ranks can only meet inside SimulatedGroup.run(function)")
@@ -98,58 +99,33 @@ class SimulatedTransport:
         if len(kinds) > 1:
             called = ", ".join(f"{name} of {t.dtype} {tuple(t.shape)}" for name, t in self.group.offers)
             raise CollectiveError(f"ranks called different collectives: {called}")
-        self.traffic.add(nbytes)
         return [tensor for _, tensor in self.group.offers]
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        for row, theirs in zip(received, self.offered("all_to_all", sent, sent.nbytes - sent[0].nbytes), strict=True):
-            row.copy_(theirs[self.rank])
-        self.group.meet("all_to_all")
-
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        for row, theirs in zip(gathered, self.offered("all_gather", sent, self._others * sent.nbytes), strict=True):
-            row.copy_(theirs[0])
-        self.group.meet("all_gather")
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``; adds in rank order."""
-        nbytes = 2 * tensor.nbytes * self._others // self.world_size
-        first, *others = self.offered("all_reduce", tensor, nbytes)
-        total = sum(others, first.clone())
-        self.group.meet("all_reduce")
-        tensor.copy_(total)
-
-    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``; adds in rank order."""
-        n = received.numel()
-        first, *others = self.offered("reduce_scatter", sent, sent.nbytes - received.nbytes)
-        own = slice(self.rank * n, (self.rank + 1) * n)
-        received.copy_(sum((other[own] for other in others), first[own].clone()))
-        self.group.meet("reduce_scatter")
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        tensor.copy_(self.offered("broadcast", tensor, 0 if self.rank else tensor.nbytes)[0])
-        self.group.meet("broadcast")
+    def _call(self, collective: str, nbytes: int, *tensors: Tensor) -> None:
+        received, sent = tensors[0], tensors[-1]
+        theirs = self._offered(collective, sent)
+        self.traffic.add(nbytes)
+        if collective == "all_to_all":
+            result = torch.stack([rows[self.rank] for rows in theirs])
+        elif collective == "all_gather":
+            result = torch.cat(theirs)
+        elif collective == "broadcast":
+            result = theirs[0].clone()
+        else:  # sums, in rank order
+            own = slice(self.rank * received.numel(), (self.rank + 1) * received.numel())
+            first, *others = [each[own] for each in theirs] if collective == "reduce_scatter" else theirs
+            result = sum(others, first.clone())
+        self.group.meet(collective)
+        received.copy_(result)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """See ``Transport``; ranks meet when they wait."""
-        return _Exchange(self, received, source, sent)
+        def wait() -> None:  # ranks meet when they wait
+            theirs = self._offered("exchange", sent, alike=False)
+            self.traffic.add(sent.nbytes)
+            received.copy_(theirs[source])
+            self.group.meet("exchange")
+
+        return Waiting(wait)
 
     def __repr__(self) -> str:
         return f"simulated (rank {self.rank} of {self.world_size})"
-
-
-class _Exchange:
-    """What a simulated rank has sent and is about to receive."""
-
-    def __init__(self, transport: SimulatedTransport, received: Tensor, source: int, sent: Tensor) -> None:
-        self._transport, self._received, self._source, self._sent = transport, received, source, sent
-
-    def wait(self) -> None:
-        """See ``Pending``."""
-        theirs = self._transport.offered("exchange", self._sent, self._sent.nbytes, alike=False)
-        self._received.copy_(theirs[self._source])
-        self._transport.group.meet("exchange")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,26 +25,14 @@ class CollectiveError(RuntimeError):
     """A collective failed: a rank died, hung, or called something else."""
 
 
-def failure(
-    collective: str, rank: int, world_size: int, library: str, error: Exception, diagnosis: str = ""
-) -> CollectiveError:
-    """Return what a transport raises where its library says ``error``; ``diagnosis`` says what other ranks do."""
-    return CollectiveError(
-        f"{collective} of rank {rank} of {world_size} failed ({library}): {error}\n"
-        f"{diagnosis + chr(10) if diagnosis else ''}"
-        "Another rank has died, hangs, or does not call step() as often as this one. "
-        "Restart all ranks from the last checkpoint."
-    )
-
-
+@dataclass
 class Traffic:
     """Collectives called and bytes sent to other ranks, in all and since ``start_step``."""
 
-    def __init__(self) -> None:
-        self.bytes_total = 0
-        self.bytes_step = 0
-        self.collectives_total = 0
-        self.collectives_step = 0
+    bytes_total: int = 0
+    bytes_step: int = 0
+    collectives_total: int = 0
+    collectives_step: int = 0
 
     def start_step(self) -> None:
         """Sets the counts per step to zero."""
@@ -94,50 +83,94 @@ class Transport(Protocol):
         """
 
 
-class Done:
-    """What need not be waited for."""
+class Waiting:
+    """A ``Pending`` that is a function."""
 
-    def wait(self) -> None:
-        """Returns."""
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self.wait = wait
 
 
-class LocalTransport:
-    """World size 1: nothing travels, nothing is counted."""
+class CountingTransport(Transport):
+    """Skeleton of a ``Transport``: a subclass moves in ``_move``; what that moves is counted as a ring sends it."""
 
-    rank = 0
-    world_size = 1
+    library: str
+    """What errors name."""
+    errors: type[Exception] = RuntimeError
+    """Those of the library that become ``CollectiveError``."""
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.traffic = rank, world_size, Traffic()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Copies."""
-        received.copy_(sent)
+        self._call("all_to_all", sent.nbytes - sent[0].nbytes, received, sent)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """Copies."""
-        gathered.copy_(sent)
+        self._call("all_gather", sent.nbytes * (self.world_size - 1), gathered, sent)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Does nothing."""
+        self._call("all_reduce", 2 * tensor.nbytes * (self.world_size - 1) // self.world_size, tensor)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """Copies."""
-        received.copy_(sent)
+        self._call("reduce_scatter", sent.nbytes - received.nbytes, received, sent)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Does nothing."""
+        self._call("broadcast", tensor.nbytes if self.rank == 0 else 0, tensor)
+
+    def _call(self, collective: str, nbytes: int, *tensors: Tensor) -> None:
+        with self.naming(collective):
+            self._move(collective, *tensors)
+        self.traffic.add(nbytes)
+
+    def _move(self, collective: str, *tensors: Tensor) -> None:
+        """Carry out a collective: on the tensor to receive and the one to send, or on the one that is both."""
+        raise NotImplementedError
+
+    @contextmanager
+    def naming(self, collective: str, number: int | None = None) -> Iterator[None]:
+        """Turn errors in here into ``CollectiveError``, which names the collective and who is missing.
+
+        ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
+        """
+        try:
+            yield
+        except self.errors as error:
+            traceback.clear_frames(error.__traceback__)  # which hold aliases of tensors
+            raise self.failed(collective, error, number) from error
+
+    def failed(self, collective: str, error: Exception, number: int | None = None) -> CollectiveError:
+        """Return what to raise where the library says ``error``; ``number`` as for ``naming``."""
+        diagnosis = self._diagnose(collective, number or self.traffic.collectives_total + 1)
+        return CollectiveError(
+            f"{collective} of rank {self.rank} of {self.world_size} failed ({self.library}): {error}\n"
+            f"{diagnosis + chr(10) if diagnosis else ''}"
+            "Another rank has died, hangs, or does not call step() as often as this one. "
+            "Restart all ranks from the last checkpoint."
+        )
+
+    def _diagnose(self, collective: str, number: int) -> str:
+        """Say what the other ranks do; "" where nobody knows."""
+        return ""
+
+
+class LocalTransport(CountingTransport):
+    """World size 1: nothing travels, nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def _call(self, collective: str, nbytes: int, *tensors: Tensor) -> None:
+        if len(tensors) == 2:
+            tensors[0].copy_(tensors[1])
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """Copies."""
         received.copy_(sent)
-        return Done()
+        return Waiting()
 
     def __repr__(self) -> str:
         return "local (world size 1)"
 
 
-class TorchTransport:
+class TorchTransport(CountingTransport):
     """Any ``torch.distributed`` group: NCCL for CUDA tensors, gloo for CPU ones.
 
     Args:
@@ -152,12 +185,10 @@ class TorchTransport:
         world = group if group is not None else dist.group.WORLD
         assert world is not None  # make_transport has seen that torch.distributed is initialised
         self.group = world
-        self.rank = dist.get_rank(self.group)
+        super().__init__(dist.get_rank(world), dist.get_world_size(world))
         if self.rank < 0:
             raise ValueError("process_group must contain this process")
-        self.world_size = dist.get_world_size(self.group)
-        self.traffic = Traffic()
-        self.backend = _backend_for(self.group, device)
+        self.library = _backend_for(self.group, device)
         self.device = device
         self._witness = Witness(self.group, self.rank, self.world_size)
 
@@ -166,39 +197,17 @@ class TorchTransport:
         ranks = dist.get_process_group_ranks(self.group)
         options = getattr(self.group._get_backend(self.device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        group = dist.new_group(ranks, timeout=timeout, backend=self.backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=timeout, backend=self.library, use_local_synchronization=True)
         other = TorchTransport(group, self.device)
         other.traffic = self.traffic
         return other
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        self._call("all_to_all", dist.all_to_all_single, sent.nbytes - sent[0].nbytes, received, sent)
-
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
-        self._call("all_gather", _all_gather, sent.nbytes * (self.world_size - 1), gathered, sent)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``; bytes are counted as a ring sends them, 2 (W-1)/W of the tensor."""
-        nbytes = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-        self._call("all_reduce", dist.all_reduce, nbytes, tensor)
-
-    def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``; bytes are counted as a ring sends them, (W-1)/W of ``sent``."""
-        self._call("reduce_scatter", dist.reduce_scatter_tensor, sent.nbytes - received.nbytes, received, sent)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        self._call("broadcast", dist.broadcast, tensor.nbytes if self.rank == 0 else 0, tensor, group_src=0)
-
-    def _call(self, name: str, collective: Callable[..., Any], nbytes: int, *tensors: Tensor, **more: Any) -> None:
-        with self.naming(name):
-            collective(*map(in_flight, tensors), group=self.group, **more)
-        self.traffic.add(nbytes)
+    def _move(self, collective: str, *tensors: Tensor) -> None:
+        function = getattr(dist, _FUNCTIONS.get(collective, collective))
+        more = {"group_src": 0} if collective == "broadcast" else {}
+        function(*map(in_flight, tensors), group=self.group, **more)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """See ``Transport``; point to point."""
         with self.naming("exchange"):
             works = dist.batch_isend_irecv(
                 [
@@ -207,44 +216,20 @@ class TorchTransport:
                 ]
             )
         self.traffic.add(sent.nbytes)
-        return _Works(self, works, self.traffic.collectives_total)
+        number = self.traffic.collectives_total
 
-    def watched(self, call: str) -> AbstractContextManager[None]:
-        """Turns the ``RuntimeError`` of other collectives between these ranks into a ``CollectiveError``.
+        def wait() -> None:
+            with self.naming("exchange", number):
+                for work in works:
+                    work.wait()
 
-        Args:
-            call: What makes them, for the message.
-        """
-        return self.naming(call)
+        return Waiting(wait)
 
-    @contextmanager
-    def naming(self, collective: str, number: int | None = None) -> Iterator[None]:
-        """Turn errors in here into ``CollectiveError``, which names the collective and who is missing.
-
-        ``number``: which of this rank's collectives it is; None: the one that is not counted yet.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            traceback.clear_frames(error.__traceback__)  # which hold aliases of tensors
-            diagnosis = self._witness.report(collective, number or self.traffic.collectives_total + 1)
-            raise failure(collective, self.rank, self.world_size, self.backend, error, diagnosis) from error
+    def _diagnose(self, collective: str, number: int) -> str:
+        return self._witness.report(collective, number)
 
     def __repr__(self) -> str:
-        return f"torch.distributed {self.backend} (rank {self.rank} of {self.world_size})"
-
-
-class _Works:
-    """An exchange of a ``TorchTransport``."""
-
-    def __init__(self, transport: TorchTransport, works: list[dist.Work], number: int) -> None:
-        self._transport, self._works, self._number = transport, works, number
-
-    def wait(self) -> None:
-        """See ``Pending``."""
-        with self._transport.naming("exchange", self._number):
-            for work in self._works:
-                work.wait()
+        return f"torch.distributed {self.library} (rank {self.rank} of {self.world_size})"
 
 
 def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.device) -> Transport:
@@ -262,18 +247,15 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
     """
     if isinstance(group, Transport):
         return group
-    if hasattr(group, "all_gather") and not isinstance(group, dist.ProcessGroup):  # meant as one
-        named = [n for n in vars(Transport) if not n.startswith("_")] + ["rank", "world_size", "traffic"]
-        missing = ", ".join(name for name in dict.fromkeys(named) if not hasattr(group, name))
-        raise TypeError(
-            f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}, which lacks "
-            f"{missing}; see fusedonebit.comm.Transport"
-        )
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and group is outside:
         raise ValueError("process_group must contain this process")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         hint = "; pass its get_group()" if hasattr(group, "get_group") else ""
+        if hasattr(group, "all_gather"):  # meant as a transport
+            named = [n for n in vars(Transport) if not n.startswith("_")] + ["rank", "world_size", "traffic"]
+            missing = ", ".join(name for name in dict.fromkeys(named) if not hasattr(group, name))
+            hint = f", which lacks {missing}; see fusedonebit.comm.Transport"
         raise TypeError(
             f"process_group must be a torch.distributed group or a Transport, got {type(group).__name__}{hint}"
         )
@@ -296,8 +278,13 @@ def _check_alone() -> None:
         )
 
 
-# torch 2.13 deprecates all_gather_into_tensor for all_gather_single, which older versions lack.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_FUNCTIONS = {
+    "all_to_all": "all_to_all_single",
+    # torch 2.13 deprecates the other, and older versions lack it.
+    "all_gather": "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
+"""How ``torch.distributed`` calls what has another name there."""
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -314,7 +314,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
 def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turns what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
     transport = optimizer.transport if optimizer.shards.count == 1 else TorchTransport(None, optimizer.device)
-    watched = transport.watched(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
+    watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
         with watched:
             yield
