@@ -11,9 +11,10 @@ from __future__ import annotations
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .buckets import BucketedAllReduce
-from .hierarchical import HierarchicalAllReduce, HierarchicalRounds
+from .hierarchical import HierarchicalAllReduce
 from .marsit import MarsitAllReduce
 from .message import Flag, Messages, Word, describe_mismatch
+from .partition import NodePart, Part
 from .reducer import FeedbackReducer, Reducer, Told
 from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
@@ -29,10 +30,11 @@ __all__ = [
     "FeedbackReducer",
     "Flag",
     "HierarchicalAllReduce",
-    "HierarchicalRounds",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",
+    "NodePart",
+    "Part",
     "Reducer",
     "ShardGroup",
     "SignVote",

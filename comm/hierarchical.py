@@ -5,31 +5,25 @@
     inside a node   3. all-gather of the parts' messages: bits and scales, not floats
 
 Between nodes each rank sends a share of what it would without levels, as many as a node has ranks; the
-algorithm is that of one worker per node, with scales of its own for each part. Rounds go the same way: each rank
-keeps moments and compensation of its part alone, and in step 3 signs are gathered, or a round's floats.
+algorithm is that of one worker per node, with scales of its own for each part. Rounds (``RoundAllReduce``, on a
+``NodePart``) go the same way: each rank keeps moments and compensation of its part alone, and in step 3 signs are
+gathered, or floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable
+from ..triton_kernels import FlatLayout
 from .absent import Kept, absence, told_by_all
 from .buckets import PartedAllReduce
-from .message import CHECKED, OUT_OF_STEP, Flag, Messages, Word, union
+from .message import CHECKED, Flag, Word, union
 from .partition import NodePart
-from .reducer import Compress, Reducer, Told
-from .rounds import RoundAllReduce
+from .reducer import Compress, Told
 from .transport import Transport
-
-ANY = torch.finfo(torch.float32).max
-"""What drops out are not elements of a rank's gradients, but those of a node's means."""
-
-Make = Callable[[FlatLayout, Transport, LiveTable], RoundAllReduce]
 
 _ALIKE = (Word.STEP, Word.TAG)
 
@@ -46,7 +40,7 @@ class HierarchicalAllReduce(PartedAllReduce):
     """
 
     shares_messages = False  # what one rank of a node sends the others is not to lie where they put it
-    largest_gradient = ANY
+    largest_gradient = NodePart.largest_gradient
 
     def __init__(
         self,
@@ -123,103 +117,3 @@ class HierarchicalAllReduce(PartedAllReduce):
         own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
-
-
-class HierarchicalRounds(Reducer):
-    """A ``RoundAllReduce`` whose workers are nodes; has what an optimizer needs of one, under the same names.
-
-    Args:
-        layout: The whole line; its ``world_size`` is that of both transports, multiplied.
-        between: The ranks of all nodes that have the same place in theirs.
-        inside: The ranks of this node.
-        make: Makes the ``RoundAllReduce`` of a part of the line, over a transport.
-        live: Which elements count.
-        dtype: In which gradients travel inside: float32 or bfloat16.
-
-    Attributes:
-        here: That of the part which is here.
-        messages: Those of all parts; after a 1-bit round their bits are the signs of the global update.
-        scale: As of ``RoundAllReduce``, for all parts; so are the next two.
-        values: The global update where it is no signs.
-        flags: Of the last round.
-        compensated: float32 [P]; zero where other ranks have it.
-    """
-
-    largest_gradient = ANY
-
-    def __init__(
-        self, layout: FlatLayout, between: Transport, inside: Transport, make: Make, live: LiveTable, dtype: torch.dtype
-    ) -> None:
-        self.layout, self.inside, self.live = layout, inside, live
-        device = live.row.device
-        self._part = NodePart(layout, inside, dtype, device)
-        self.here = make(self._part.layout, between, self._part.live(live))
-        self.compensated = torch.zeros(layout.numel, device=device)
-        self.here.part, self.here.compensated = self._part, self.compensated[self._part.elements]
-        self.messages = Messages(layout.world_size, 0, layout, device)
-        self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.values: Tensor | None = None
-        self.flags = torch.zeros(1, dtype=torch.int32, device=device)
-        self._told = torch.zeros(inside.world_size, 3, dtype=torch.int32, device=device)
-
-    def synchronise(self, compress: Compress, told: Told) -> None:
-        here = self.here
-        here.synchronise(compress, told)
-        self._part.forget()
-        # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
-        head = here.messages.head[0]
-        own = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], here.flags, head[len(Word) :]])
-        rows = own.new_empty(self.inside.world_size, len(own))
-        self.inside.all_gather(rows, own[None])
-        self._told = rows[:, :3]
-        differ = (rows[:, :2] != own[:2]).any()
-        self.flags = union(rows[:, 2]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
-        absent = rows[:, 3:].contiguous().view(torch.uint8)
-        self.absent = told_by_all(absent, len(self.layout.sizes), self.flags) if told.missing else None
-        here.refuse(self.flags)
-        assert told.goes is not None
-        self.scale = told.goes * (self.flags == 0)
-        self.values = None if here.values is None else torch.empty_like(self.compensated)
-        sent = here.messages.buffer if here.values is None else here.values
-        gathered = self.messages.buffer if self.values is None else self.values
-        self.inside.all_gather(gathered.view(self.inside.world_size, -1), sent.view(1, -1))
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up in the part what is its alone: counts, ``restore``, ``settle`` and the like."""
-        if name == "here":  # before it was made
-            raise AttributeError(name)
-        return getattr(self.here, name)
-
-    def restore(self, absent: Tensor) -> None:
-        self.here.restore(absent)
-
-    def settle(self) -> None:
-        self.here.settle()
-
-    @property
-    def bits(self) -> Tensor:
-        return self.messages.bits
-
-    def refuse(self, flags: Tensor) -> None:
-        self.here.refuse(flags)
-        self.flags = self.flags | flags
-        self.scale = self.scale * (self.flags == 0)
-
-    def result(self) -> Tensor:
-        if self.values is not None:
-            return self.values * (self.flags == 0)
-        return super().result()
-
-    def describe(self) -> str:
-        step, tag = (self._told[:, :-1] != self._told[:1, :-1]).any(0).tolist()
-        if step or tag:
-            steps = f"number of steps ({OUT_OF_STEP})"
-            return f"{steps if step else 'hyper-parameters'} on ranks of one node"
-        return f"on some node: {self.here.describe()}"
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.here.wire_bytes + self._part.wire_bytes
-
-    def state(self) -> list[Tensor]:
-        return [self.compensated, self.scale, self.messages.buffer, *self.here.state()]

@@ -45,7 +45,7 @@ class MarsitAllReduce(RoundAllReduce):
         full_precision_every: K: the rounds 0, K, 2K ..., not counting those that were skipped, average in float32
             and leave no compensation; 0: never (K infinite).
         seed: Of the random bits; equal on all ranks.
-        where: ``device``, ``live`` and ``compensation_limit``, as for ``RoundAllReduce``, whose attributes it has.
+        where: What else ``RoundAllReduce`` takes, whose attributes it has.
     """
 
     def __init__(
@@ -171,19 +171,19 @@ class MarsitAllReduce(RoundAllReduce):
         """Algorithm 1, line 11; the headers go first."""
         prepare(self.everything)
         self._agree(hold)
-        self.compensated.mul_(1.0 / self.layout.world_size)  # before the sum: it can't overflow then
-        self.transport.all_reduce(self.compensated)
-        self.values = self.compensated
+        self._own.mul_(1.0 / self.layout.world_size)  # before the sum: it can't overflow then
+        self.transport.all_reduce(self._own)
+        self.values = self._own
 
     def forget(self) -> None:
         """Drop the compensation after a round of full precision whose update was taken (line 12)."""
         if self.full_precision:
             # Skipped, it keeps the mean of all, so that nothing is lost.
-            self.compensated.masked_fill_(self.flags == 0, 0.0)
+            self._own.masked_fill_(self.flags == 0, 0.0)
 
     @property
     def wire_bytes(self) -> int:
-        return self._arrived.buffer.nbytes + self._picked.buffer.nbytes + self._owners.nbytes
+        return super().wire_bytes + self._arrived.buffer.nbytes + self._picked.buffer.nbytes + self._owners.nbytes
 
 
 def check_topology(topology: str, rows: int | None, world_size: int, full_precision_every: int, seed: int) -> None:

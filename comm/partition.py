@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..triton_kernels import TAIL, FlatLayout, LiveTable, flatten
+from ..triton_kernels import LARGEST_GRADIENT, TAIL, FlatLayout, LiveTable, flatten
 from ..triton_kernels.tables import tables_of
-from .transport import Transport
+from .transport import LocalTransport, Transport
 
 
 class Part:
@@ -19,19 +19,24 @@ class Part:
         line: The layout of the whole line, with as many chunks as all parts have.
         index: Which range.
         count: Of how many.
+        inside: See below; None: this rank alone.
 
     Attributes:
         layout: Of the part alone.
         elements: Where it lies on the line.
         blocks: Which blocks it has.
         chunks: Which chunks.
+        inside: The ranks of a node, each of which has a part; without nodes this rank alone.
+        largest_gradient: See ``Reducer``.
         wire_bytes: Bytes of what only serves within a step.
     """
 
+    largest_gradient = LARGEST_GRADIENT
     wire_bytes = 0
 
-    def __init__(self, line: FlatLayout, index: int = 0, count: int = 1) -> None:
+    def __init__(self, line: FlatLayout, index: int = 0, count: int = 1, inside: Transport | None = None) -> None:
         self.line, self.whole = line, count == 1
+        self.inside: Transport = LocalTransport() if inside is None else inside
         self.layout = line if count == 1 else line.part(index, count)
         self.elements, self.blocks, self.chunks = (
             slice(index * n // count, (index + 1) * n // count) for n in (line.numel, line.n_blocks, line.world_size)
@@ -54,6 +59,9 @@ class Part:
         """Return what is compressed here of the gradients."""
         return self.pieces(tensors)
 
+    def forget(self) -> None:
+        """Let the next gradients be averaged anew."""
+
     def live(self, live: LiveTable) -> LiveTable:
         """Return which elements of the part count, of those of the line."""
         return LiveTable(live.bits, live.row[self.blocks], live.numel[self.blocks])
@@ -69,9 +77,10 @@ class NodePart(Part):
         device: Where they lie.
     """
 
+    largest_gradient = torch.finfo(torch.float32).max  # what drops out are elements of means, which may be larger
+
     def __init__(self, line: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(line, inside.rank, inside.world_size)
-        self._inside = inside
+        super().__init__(line, inside.rank, inside.world_size, inside)
         self._launch_tables = tables_of(line, device)  # kept, because launches share what somebody keeps
         self._flat = torch.zeros(line.numel + TAIL, device=device)
         self._sent = torch.zeros(line.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
@@ -91,11 +100,10 @@ class NodePart(Part):
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         line, sent = self.line, self._flat[: self.line.numel]
-        flatten(tensors, line.sizes, line.block_size, 1.0 / self._inside.world_size, None, self._flat)
+        flatten(tensors, line.sizes, line.block_size, 1.0 / self.inside.world_size, None, self._flat)
         if self._sent.numel():
             sent = self._sent.copy_(sent)
-        self._inside.reduce_scatter(self._arrived, sent)
+        self.inside.reduce_scatter(self._arrived, sent)
 
     def forget(self) -> None:
-        """Let the next gradients be averaged anew."""
         self._means = None

@@ -26,7 +26,17 @@ from ..triton_kernels import (
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size
-from .message import Flag, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
+from .message import (
+    OUT_OF_STEP,
+    Flag,
+    Messages,
+    Word,
+    agreed_flags,
+    checksum_of,
+    describe_mismatch,
+    describe_note,
+    union,
+)
 from .partition import Part
 from .reducer import Compress, Reducer, Told
 from .transport import CollectiveError, LocalTransport, Transport
@@ -42,18 +52,19 @@ class RoundAllReduce(Reducer):
         layout: The flat index space; its ``world_size`` is the transport's.
         transport: How messages travel; None for world size 1.
         device: Where everything lies.
-        live: Which elements count; None: all but padding.
+        live: Which elements of the whole line count; None: all but padding.
         compensation_limit: Largest compensation of a coordinate after a 1-bit round, in steps (eta_s); None:
             the paper's, without limit.
+        part: Which part of a longer line ``layout`` is; None: all of it. Where ranks of a node have one each they
+            gather the results of all: the messages, or the floats.
 
     Attributes:
-        compensated: float32 [P], the vector v of this worker: what it has kept, and its update.
+        compensated: float32 [P], the vector v of this worker: what it has kept, and its update; 0 where others have it.
         messages: M messages; their bits are this worker's signs, after a 1-bit round those of the global update.
-        scale: float32 [B]: how far a 1-bit round went; 0 if it was skipped, or made ``values``.
+        gathered: The messages of all parts.
+        scale: float32 [B]: how far the last round went; 0 if it was skipped.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
-        flags, absent: See ``Reducer``.
-        part: Which part of a longer line ``layout`` is: all of it, unless somebody says otherwise.
         rounds: How many there were, t of the next.
         counted: Those of them that were not skipped, as far as somebody has told.
     """
@@ -66,22 +77,28 @@ class RoundAllReduce(Reducer):
         device: torch.device | str = "cpu",
         live: LiveTable | None = None,
         compensation_limit: float | None = None,
+        part: Part | None = None,
     ) -> None:
-        self.layout, self.part = layout, Part(layout)
+        self.layout, self.part = layout, part or Part(layout)
+        line, self.largest_gradient = self.part.line, self.part.largest_gradient
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)
         self.device = torch.device(device)
         self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
-        self.live = live_table(layout).to(self.device) if live is None else live
+        self.live = live_table(line).to(self.device) if live is None else live
+        self._live = self.part.live(self.live)
         self.block_tensor = block_table(layout, self.device)
-        self.compensated = torch.zeros(layout.numel, device=self.device)
-        self.scale = torch.zeros(layout.n_blocks, device=self.device)
+        self.compensated = torch.zeros(line.numel, device=self.device)
+        self._own = self.compensated[self.part.elements]
+        self.scale = torch.zeros(line.n_blocks, device=self.device)
+        self._taken = self.scale[self.part.blocks]  # of what is compensated, until it has been formed
         if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
         self.compensation_limit = compensation_limit
-        self._unlimited = torch.full_like(self.scale, torch.inf)
+        self._unlimited = torch.full_like(self._taken, torch.inf)
         self._limit = self._unlimited
         self.messages = Messages(layout.world_size, 0, layout, self.device)
+        self.gathered = self.messages if self.part.whole else Messages(line.world_size, 0, line, self.device)
         self.values: Tensor | None = None
         self.full_precision = False
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -90,6 +107,7 @@ class RoundAllReduce(Reducer):
         self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
         self._told: Tensor | None = None
+        self._told_inside: Tensor | None = None
         self._has_told = False
         self._kept: Kept | None = None
 
@@ -174,14 +192,14 @@ class RoundAllReduce(Reducer):
             chunks.stop,
             None if exp_avg is None else exp_avg[here],
             None if exp_avg_sq is None else exp_avg_sq[here],
-            self.compensated,
-            self.scale,
+            self._own,
+            self._taken,
             self._limit,
             self.messages.bits,
             coef,
             self.block_tensor,
-            self.live.bits,
-            self.live.row,
+            self._live.bits,
+            self._live.row,
             factor,
             hold,
             decays,
@@ -198,16 +216,16 @@ class RoundAllReduce(Reducer):
             self.messages.absent.zero_()
         self._has_told, self._kept = bool(missing), None
         if tables is not None:
-            lines = [self.compensated, *(line[self.part.elements] for line in changed)]
+            lines = [self._own, *(line[self.part.elements] for line in changed)]
             self._kept = Kept(tables.rows, self.block_tensor, lines, bits=[self.messages.bits])
-            self._scale_before, self._limit_before = self.scale, self._limit
+            self._taken_before, self._limit_before = self._taken, self._limit
 
     def restore(self, absent: Tensor) -> None:
         if self._kept is None:
             return
         self._kept.restore(absent)
         blocks = absent[self.block_tensor]
-        self.scale = torch.where(blocks, self._scale_before, self.scale)
+        self._taken = torch.where(blocks, self._taken_before, self._taken)
         self._limit = torch.where(blocks, self._limit_before, self._limit)
         self._kept = None
 
@@ -230,8 +248,12 @@ class RoundAllReduce(Reducer):
             self.absent = told_by_all(absent, len(self.layout.sizes), self.flags)
             self.messages.absent.copy_(packed(self.absent))
         words[:, Word.FLAGS] = 0
-        self._take(step)
         self._digest = checksum_of(self.messages.payload if self.values is None else self.values)
+        self.part.forget()
+        if self.part.inside.world_size > 1:
+            self._gather_inside(bool(told.missing))
+        self.scale = told.goes * (self.flags == 0)
+        self._take(step)
         self.rounds += 1
         self.counted += 1
 
@@ -245,7 +267,7 @@ class RoundAllReduce(Reducer):
             self.formed()
             return
         # Skipped: s := 0 turns all of v into what is kept.
-        self.scale = step * (self.flags == 0)
+        self._taken = self.scale[self.part.blocks]
         if self.compensation_limit is not None:
             # A learning rate of 0 moves nothing, and takes nothing away.
             goes = (self.flags == 0) & (step > 0)
@@ -253,13 +275,41 @@ class RoundAllReduce(Reducer):
 
     def formed(self) -> None:
         """Note that the compensation of the last round has been formed."""
-        self.scale, self._limit = torch.zeros_like(self.scale), self._unlimited
+        self._taken, self._limit = torch.zeros_like(self._taken), self._unlimited
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         """Make the global update; sets ``flags``, with ``hold``, on all ranks alike."""
         raise NotImplementedError
 
+    def _gather_inside(self, some_missing: bool) -> None:
+        """Gather what the parts of a node's other ranks have left."""
+        inside = self.part.inside
+        # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
+        head = self.messages.head[0]
+        own = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], self.flags, head[len(Word) :]])
+        rows = own.new_empty(inside.world_size, len(own))
+        inside.all_gather(rows, own[None])
+        self._told_inside = rows[:, :2]
+        differ = (rows[:, :2] != own[:2]).any()
+        self.flags = union(rows[:, 2]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+        absent = rows[:, 3:].contiguous().view(torch.uint8)
+        self.absent = told_by_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
+        sent, gathered = self.messages.buffer, self.gathered.buffer
+        if self.values is not None:
+            sent, gathered = self.values, torch.empty_like(self.compensated)
+            self.values = gathered
+        inside.all_gather(gathered.view(inside.world_size, -1), sent.view(1, -1))
+
     def describe(self) -> str:
+        if self._told_inside is None:
+            return self._describe()
+        step, tag = (self._told_inside != self._told_inside[:1]).any(0).tolist()
+        if step or tag:
+            steps = f"number of steps ({OUT_OF_STEP})"
+            return f"{steps if step else 'hyper-parameters'} on ranks of one node"
+        return f"on some node: {self._describe()}"
+
+    def _describe(self) -> str:
         if self.arrived_words is not None:
             return describe_mismatch(self.arrived_words)
         return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
@@ -303,7 +353,7 @@ class RoundAllReduce(Reducer):
     def refuse(self, flags: Tensor) -> None:
         kept = (self.flags != 0) | (flags == 0)
         self.flags = self.flags | flags
-        self.scale = self.scale * kept
+        self.scale, self._taken = self.scale * kept, self._taken * kept
         self._limit = torch.where(kept, self._limit, self._unlimited)
 
     def forget(self) -> None:
@@ -312,22 +362,19 @@ class RoundAllReduce(Reducer):
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        kept = self.compensated.view(self.layout.n_blocks, -1)
-        kept.sub_(self.signs().mul_(self.scale[:, None]))
+        kept = self._own.view(self.layout.n_blocks, -1)
+        signs = unpack(self.messages.bits.contiguous()).view_as(kept)
+        kept.sub_(signs.mul_(self._taken[:, None]))
         kept.clamp_(-self._limit[:, None], self._limit[:, None])
-        self.compensated.mul_(self._counts())
+        self._own.mul_(self._counts())
         self.formed()
 
     @property
     def bits(self) -> Tensor:
-        return self.messages.bits
-
-    def signs(self) -> Tensor:
-        """Return the signs of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
-        return unpack(self.messages.bits.contiguous()).view(self.layout.n_blocks, -1)
+        return self.gathered.bits
 
     def _counts(self) -> Tensor:
-        return unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
+        return unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
 
     def result(self) -> Tensor:
         if self.values is not None:
@@ -336,7 +383,8 @@ class RoundAllReduce(Reducer):
 
     @property
     def wire_bytes(self) -> int:
-        return 0
+        return self.part.wire_bytes
 
     def state(self) -> list[Tensor]:
-        return [self.compensated, self.scale, self._limit, self.messages.buffer, self.block_tensor, *self.live]
+        messages = self.messages.buffer, self.gathered.buffer
+        return [self.compensated, self._taken, self._limit, *messages, self.block_tensor, *self.live]

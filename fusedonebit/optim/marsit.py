@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import MarsitAllReduce, Topology, Transport
+from ..comm import MarsitAllReduce, Part, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.ring_topology import TOPOLOGIES
 from ..core.options import check_choice, check_count
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Wire, names_of
-from ..triton_kernels import FlatLayout, LiveTable
 from .rounds import RoundOptimizer, RoundOptions
 
 if TYPE_CHECKING:
@@ -103,13 +102,14 @@ class MarsitOptimizer(RoundOptimizer):
         options, world_size = self.options, self.transport.world_size
         check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
-    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> MarsitAllReduce:
+    def _make_reduce(self, transport: Transport, part: Part) -> MarsitAllReduce:
         options = self.options
         return MarsitAllReduce(
-            layout,
+            part.layout,
             transport,
             device=self.device,
-            live=live,
+            live=self.live,
+            part=part,
             topology=options.topology,
             rows=options.rows,
             full_precision_every=options.full_precision_every,

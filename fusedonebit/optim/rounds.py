@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import Flag, HierarchicalRounds, LocalTransport, Transport
+from ..comm import Flag, LocalTransport, NodePart, Part, Transport
 from ..comm.rounds import RoundAllReduce
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields, list_of
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import TAIL, Coef, FlatLayout, LiveTable, add_values, apply_momentum, block_table, flatten
+from ..triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum, block_table, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +123,14 @@ class RoundOptimizer(DistributedOptimizer):
         super()._make_buffers()
         anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
         self._anchor = torch.zeros(anchored, device=self.device)
-        self.reducer: RoundAllReduce | HierarchicalRounds
-        if self.levels is None:
-            self.reducer = self._make_reduce(self.layout, self.transport, self.live)
-        else:
+        between, part = self.transport, Part(self.layout)
+        if self.levels is not None:
             between, inside = self.levels
-            kind, dtype = self._make_reduce, self.options.hierarchy_dtype
-            self.reducer = HierarchicalRounds(self.layout, between, inside, kind, self.live, dtype)
+            part = NodePart(self.layout, inside, self.options.hierarchy_dtype, self.device)
+        self.reducer = self._make_reduce(between, part)
 
-    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
-        """What makes one global update of all workers' updates."""
+    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+        """What makes one global update of all workers' updates of a part of the line."""
         raise NotImplementedError
 
     def check_levels(self) -> None:
@@ -256,7 +254,7 @@ class RoundOptimizer(DistributedOptimizer):
 
     def _add(
         self,
-        part: RoundAllReduce | HierarchicalRounds,
+        part: RoundAllReduce,
         grads: Sequence[Tensor],
         coef: Tensor,
         chunks: slice,

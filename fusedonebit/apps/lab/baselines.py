@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import MarsitAllReduce, Topology, Transport
+from ...comm import MarsitAllReduce, Part, Topology, Transport
 from ...comm.ring_topology import torus_rows
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
 from ...optim.rounds import RoundOptimizer, RoundOptions
-from ...triton_kernels import FlatLayout, LiveTable
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 
 if TYPE_CHECKING:
@@ -66,13 +65,13 @@ class _Baseline(RoundOptimizer):
         if self.options.topology == "torus":
             torus_rows(self.transport.world_size, None)
 
-    def _make_reduce(self, layout: FlatLayout, transport: Transport, live: LiveTable) -> RoundAllReduce:
+    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
-        where: dict[str, Any] = {"device": self.device, "live": live}
+        where: dict[str, Any] = {"device": self.device, "live": self.live, "part": part}
         if kind is None:
-            return MarsitAllReduce(layout, transport, full_precision_every=1, **where)
+            return MarsitAllReduce(part.layout, transport, full_precision_every=1, **where)
         wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
-        return kind(layout, transport, **wire, seed=options.seed, **where)
+        return kind(part.layout, transport, **wire, seed=options.seed, **where)
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]
