@@ -18,17 +18,16 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.futures import Future
 
 from ..errors import CheckpointError
-
-T = TypeVar("T")
 
 _SEAL = re.compile(rb"\nfusedonebit crc32 ([0-9a-f]{8})\n")
 _SEAL_BYTES = len("\nfusedonebit crc32 01234567\n")
@@ -46,66 +45,52 @@ _HARMLESS = {
 }
 
 
-class CheckedWriter(torch_dcp.StorageWriter):
-    """Writes through torch's writer for ``checkpoint_id``, and then reads back what was written to sum it up."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn an error into one that can travel to the other ranks: not every exception can."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+class CheckedWriter(torch_dcp.FileSystemWriter):
+    """Torch's writer, which then reads back what it has written to sum it up."""
 
     def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
-        self._inner: torch_dcp.FileSystemWriter = _of_kind("Writer", checkpoint_id)
+        super().__init__(checkpoint_id)
+        _reach(self, checkpoint_id)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See ``StorageWriter``."""
-        self._inner.reset(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See ``StorageWriter``."""
-        self._inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
-
+    @_told()
     def prepare_local_plan(self, plan: Any) -> Any:
         """See ``StorageWriter``."""
-        return _told(lambda: self._inner.prepare_local_plan(plan))
+        return super().prepare_local_plan(plan)
 
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """See ``StorageWriter``."""
-        return self._inner.prepare_global_plan(plans)
-
+    @_told()
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
         """See ``StorageWriter``."""
-        return _told(lambda: self._write(plan, planner))
-
-    def _write(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        written = self._inner.write_data(plan, planner)
+        written = super().write_data(plan, planner)
         written.wait()
         entries = [result.storage_data for result in written.value()]
-        for entry, crc32 in zip(entries, _sums(self._inner, entries), strict=True):
+        for entry, crc32 in zip(entries, _sums(self, entries), strict=True):
             entry.crc32 = crc32
         return written
 
+    @_told()
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """See ``StorageWriter``."""
-        files = self._inner.fs
-        self._inner.fs = _Sealing(files)  # type: ignore[assignment]  # it is one in all but its class
+        files = self.fs
+        self.fs = _Sealing(files)  # type: ignore[assignment]  # it is one in all but its class
         try:
-            _told(lambda: self._inner.finish(metadata, results))
+            super().finish(metadata, results)
         finally:
-            self._inner.fs = files
-
-    def storage_meta(self) -> Any:
-        """See ``StorageWriter``."""
-        return self._inner.storage_meta()
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where it writes."""
-        return self._inner.checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See ``StorageWriter``."""
-        return torch_dcp.FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+            self.fs = files
 
 
-class CheckedReader(torch_dcp.StorageReader):
-    """Reads through torch's reader for ``checkpoint_id``, each chunk only after its checksum was found right.
+class CheckedReader(torch_dcp.FileSystemReader):
+    """Torch's reader, which reads each chunk only after its checksum was found right.
 
     Args:
         checkpoint_id: The folder.
@@ -113,36 +98,36 @@ class CheckedReader(torch_dcp.StorageReader):
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
-        self._inner: torch_dcp.FileSystemReader = _of_kind("Reader", checkpoint_id)
+        super().__init__(checkpoint_id)
+        _reach(self, checkpoint_id)
         self._weights_only = weights_only
         self._read: tuple[metadata.Metadata, int] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See ``StorageReader``."""
-        self._inner.reset(checkpoint_id)
+        super().reset(checkpoint_id)
         self._read = None
 
-    def read_metadata(self) -> metadata.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
-        if self._read is None:
-            self._read = _told(self._load_metadata)
-        return self._read[0]
+        return self._metadata()[0]
 
     @property
     def metadata_crc32(self) -> int:
         """Of the bytes of ``.metadata``."""
-        self.read_metadata()
-        assert self._read is not None
-        return self._read[1]
+        return self._metadata()[1]
 
-    def _load_metadata(self) -> tuple[metadata.Metadata, int]:
-        path = self._inner.fs.concat_path(self._inner.path, ".metadata")
-        if not self._inner.fs.exists(path):
+    @_told()
+    def _metadata(self) -> tuple[metadata.Metadata, int]:
+        if self._read is not None:
+            return self._read
+        path = self.fs.concat_path(self.path, ".metadata")
+        if not self.fs.exists(path):
             raise CheckpointError(
-                f"{self._inner.path} must be the folder of a complete checkpoint, but it has no .metadata, which is "
+                f"{self.path} must be the folder of a complete checkpoint, but it has no .metadata, which is "
                 "written last"
             )
-        with self._inner.fs.create_stream(path, "rb") as file:
+        with self.fs.create_stream(path, "rb") as file:
             data = file.read()
         body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
         if seal is not None and int(seal[1], 16) != zlib.crc32(body):
@@ -153,49 +138,23 @@ class CheckedReader(torch_dcp.StorageReader):
         read = (_Unpickler if self._weights_only else pickle.Unpickler)(stream).load()
         if seal is None and stream.read():
             raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
-        if getattr(read, "storage_meta", None) is None:
-            read.storage_meta = metadata.StorageMeta()
-        read.storage_meta.load_id = self._inner.load_id
-        return read, zlib.crc32(data)
+        self._read = read, zlib.crc32(data)
+        return self._read
 
-    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See ``StorageReader``."""
-        self._inner.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """See ``StorageReader``."""
-        return self._inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """See ``StorageReader``."""
-        return self._inner.prepare_global_plan(plans)
-
+    @_told()
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
         """See ``StorageReader``."""
-        return _told(lambda: self._read_checked(plan, planner))
-
-    def _read_checked(self, plan: Any, planner: Any) -> Future[None]:
         wanted = {item.storage_index: None for item in plan.items}  # each once, in order
-        entries = {index: self._inner.storage_data[index] for index in wanted}
+        entries = {index: self.storage_data[index] for index in wanted}
         known = {index: entry for index, entry in entries.items() if hasattr(entry, "crc32")}
-        for (index, entry), crc32 in zip(known.items(), _sums(self._inner, known.values()), strict=True):
+        for (index, entry), crc32 in zip(known.items(), _sums(self, known.values()), strict=True):
             if crc32 != entry.crc32:
                 where = "" if not index.offset else f", the piece at {tuple(index.offset)},"
                 raise CheckpointError(
                     f"{index.fqn}{where} in {entry.relative_path} is damaged: its checksum is {crc32:08x}, that of "
                     f"what was saved {entry.crc32:08x}; load another checkpoint"
                 )
-        return self._inner.read_data(plan, planner)
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where it reads."""
-        return self._inner.checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See ``StorageReader``."""
-        return torch_dcp.FileSystemReader.validate_checkpoint_id(checkpoint_id)
+        return super().read_data(plan, planner)
 
 
 class PlainValues(torch_dcp.DefaultLoadPlanner):
@@ -265,20 +224,10 @@ def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
     return sums
 
 
-def _of_kind(kind: str, checkpoint_id: str | os.PathLike[str]) -> Any:
-    """Torch's writer or reader for a path, or for a URL."""
-    if "://" not in str(checkpoint_id):
-        return getattr(filesystem, f"FileSystem{kind}")(checkpoint_id)
-    from torch.distributed.checkpoint import _fsspec_filesystem
+def _reach(storage: Any, checkpoint_id: str | os.PathLike[str]) -> None:
+    """Make torch's writer or reader of a path one of a URL, where that is given."""
+    if "://" in str(checkpoint_id):
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
-    return getattr(_fsspec_filesystem, f"Fsspec{kind}")(checkpoint_id)
-
-
-def _told(call: Callable[[], T]) -> T:
-    """What ``call`` returns; its error as one that can travel to the other ranks: not every exception can."""
-    try:
-        return call()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        storage.fs = FileSystem()
+        storage.path = storage.fs.init_path(checkpoint_id)
