@@ -23,12 +23,53 @@ from .state.loading import take_state
 from .state.saving import has_lines, header_of, save
 
 
-def content_of(optimizer: Keeper) -> dict[str, Any]:
-    """All that ``rebuild`` needs.
+def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:
+    """Return a copy over the same ranks, whose traffic is counted apart.
 
-    Raises:
-        TypeError: if parameters are sharded.
+    Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
     """
+    copied = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = copied
+    transport, levels = _shared(optimizer.transport), optimizer.levels
+    if levels is not None:
+        levels = _shared(levels[0]), _shared(levels[1])
+    _rebuild(copied, copy.deepcopy(_content(optimizer), memo), transport, levels)
+    return copied
+
+
+def pickled(optimizer: Keeper) -> dict[str, Any]:
+    """Return what a pickle has of an optimizer; TypeError if its ranks can't be made again."""
+    content, transport = _content(optimizer), optimizer.transport
+    here = isinstance(transport, LocalTransport)
+    group = getattr(transport, "group", None)
+    if not here and (optimizer.levels is not None or group is None or group is not dist.group.WORLD):
+        what = "in a hierarchy of groups" if optimizer.levels is not None else f"over {transport!r}"
+        raise TypeError(
+            f"an optimizer {what} can't be pickled: of process groups only the default one, "
+            "torch.distributed.group.WORLD, can be made again; pickle its state_dict(), and load that into a new "
+            "optimizer"
+        )
+    content["apart"] = here and not _alone()  # while the process had other ranks beside it
+    content["rank"], content["world_size"] = transport.rank, transport.world_size
+    # Of a view pickle writes all the memory that it is a view of.
+    content["saved"] = _each_tensor(content["saved"], torch.clone)
+    return content
+
+
+def unpickle(optimizer: Keeper, content: dict[str, Any]) -> None:
+    """Make a new optimizer what ``pickled`` has told; ValueError, on this rank alone, if the ranks are others."""
+    transport = LocalTransport() if content["apart"] else make_transport(None, first_device(content["param_groups"]))
+    if (transport.rank, transport.world_size) != (content["rank"], content["world_size"]):
+        raise ValueError(
+            f"the optimizer was pickled on rank {content['rank']} of {content['world_size']}, but this is rank "
+            f"{transport.rank} of {transport.world_size}: unpickle it on as many ranks, after "
+            "init_process_group(), or construct a new optimizer and load a checkpoint"
+        )
+    _rebuild(optimizer, content, transport, None)
+
+
+def _content(optimizer: Keeper) -> dict[str, Any]:
+    """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
     if optimizer.shards.count > 1:
         raise TypeError(
             f"{type(optimizer).__name__} of sharded parameters can't be pickled or deep-copied: save it with "
@@ -39,18 +80,15 @@ def content_of(optimizer: Keeper) -> dict[str, Any]:
         "param_groups": optimizer.param_groups,
         "hyper_parameters": optimizer.hyper_parameters,
         "options": optimizer.options,
-        "masks": list(optimizer.masks.items()),
-        "ranks": Ranks(optimizer.transport, optimizer.levels),
-        "saved": Saved(save(optimizer)),
+        "masks": optimizer.masks,
+        "saved": _each_tensor(save(optimizer), local),
     }
 
 
-def rebuild(optimizer: Keeper, content: dict[str, Any]) -> None:
-    """Makes a new optimizer what another one was; what is wrong is raised on this rank alone.
-
-    Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
-    """
-    groups, ranks = content["param_groups"], content["ranks"]
+def _rebuild(
+    optimizer: Keeper, content: dict[str, Any], transport: Transport, levels: tuple[Transport, Transport] | None
+) -> None:
+    groups, saved = content["param_groups"], content["saved"]
     torch.optim.Optimizer.__setstate__(
         optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)}
     )
@@ -58,28 +96,13 @@ def rebuild(optimizer: Keeper, content: dict[str, Any]) -> None:
     optimizer.options, optimizer.hyper_parameters = content["options"], content["hyper_parameters"]
     optimizer.parameters = ParameterList(groups, optimizer.options.master_weights)
     optimizer.device = first_device(groups)
-    optimizer.masks = dict(content["masks"])
-    optimizer.transport, optimizer.levels = ranks.transports(optimizer.device)
+    optimizer.masks = content["masks"]
+    optimizer.transport, optimizer.levels = transport, levels
     optimizer.shards = ShardGroup()
-    optimizer.inside = optimizer.shards.transport if optimizer.levels is None else optimizer.levels[1]
-    saved = content["saved"].state_dict
+    optimizer.inside = optimizer.shards.transport if levels is None else levels[1]
     header = header_of(saved) or {}
     optimizer.set_up(header["block_size"] if has_lines(header) else None)
     take_state(optimizer, saved)
-
-
-class Saved:
-    """A checkpoint that is part of a copy, with this rank's rows alone: others name a process group."""
-
-    def __init__(self, state_dict: dict[str, Any]) -> None:
-        self.state_dict = _each_tensor(state_dict, local)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Of a view pickle writes all the memory that it is a view of.
-        return Saved, (_each_tensor(self.state_dict, torch.clone),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Saved:
-        return Saved(copy.deepcopy(self.state_dict, memo))
 
 
 def _each_tensor(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -91,66 +114,8 @@ def _each_tensor(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> d
     return {**saved, "state": {key: changed(entry) for key, entry in saved["state"].items()}}
 
 
-class Ranks:
-    """Over which ranks an optimizer works, to go into a copy.
-
-    Args:
-        transport: Between all of them.
-        levels: Between nodes and inside one, where there is a hierarchy.
-    """
-
-    def __init__(self, transport: Transport, levels: tuple[Transport, Transport] | None) -> None:
-        self._transport, self._levels = transport, levels
-
-    def transports(self, device: torch.device) -> tuple[Transport, tuple[Transport, Transport] | None]:
-        """What was given, or the same made again from the default group."""
-        return self._transport, self._levels
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        levels = self._levels
-        return Ranks(_shared(self._transport), None if levels is None else (_shared(levels[0]), _shared(levels[1])))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        transport = self._transport
-        if isinstance(transport, LocalTransport):
-            return Again, (0, 1, not _alone())
-        group = getattr(transport, "group", None)
-        if self._levels is not None or group is None or group is not dist.group.WORLD:
-            what = "in a hierarchy of groups" if self._levels is not None else f"over {transport!r}"
-            raise TypeError(
-                f"an optimizer {what} can't be pickled: of process groups only the default one, "
-                "torch.distributed.group.WORLD, can be made again; pickle its state_dict(), and load that into a new "
-                "optimizer"
-            )
-        return Again, (transport.rank, transport.world_size, False)
-
-
-class Again:
-    """The ranks of a pickled optimizer: those of the default group.
-
-    Args:
-        rank: Of the one that was pickled.
-        world_size: How many there were.
-        apart: Whether it was alone while the process had others beside it.
-    """
-
-    def __init__(self, rank: int, world_size: int, apart: bool) -> None:
-        self.rank, self.world_size, self.apart = rank, world_size, apart
-
-    def transports(self, device: torch.device) -> tuple[Transport, None]:
-        """That group's transport; ValueError if it is another one."""
-        transport = LocalTransport() if self.apart else make_transport(None, device)
-        if (transport.rank, transport.world_size) != (self.rank, self.world_size):
-            raise ValueError(
-                f"the optimizer was pickled on rank {self.rank} of {self.world_size}, but this is rank "
-                f"{transport.rank} of {transport.world_size}: unpickle it on as many ranks, after "
-                "init_process_group(), or construct a new optimizer and load a checkpoint"
-            )
-        return transport, None
-
-
 def _alone() -> bool:
-    """Whether an optimizer that is given no process group works alone here."""
+    """Return whether an optimizer that is given no process group works alone here."""
     try:
         return make_transport(None, torch.device("cpu")).world_size == 1
     except (RuntimeError, ValueError):
@@ -158,7 +123,7 @@ def _alone() -> bool:
 
 
 def _shared(transport: Transport) -> Transport:
-    """The same ranks, counted apart."""
+    """Return the same ranks, counted apart."""
     shared = copy.copy(transport)
     shared.traffic = Traffic()
     return shared

@@ -485,10 +485,13 @@ class DistributedOptimizer(Keeper):
         return f"{what}. On rank {self.transport.rank}, in its step {self.step_count.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return copies.content_of(self)
+        return copies.pickled(self)
 
     def __setstate__(self, content: dict[str, Any]) -> None:
-        copies.rebuild(self, content)
+        copies.unpickle(self, content)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
+        return copies.deep_copy(self, memo)
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
