@@ -18,9 +18,10 @@ from torch import Tensor
 from ..comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
 from .params import ParameterList, first_device
 from .sharding import local
+from .state.header import has_lines
 from .state.keeper import Keeper
 from .state.loading import take_state
-from .state.saving import has_lines, header_of, save
+from .state.saving import header_of, save
 
 
 def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:

@@ -117,17 +117,26 @@ LINES: Fields = {
 """What the checkpoint of a compressed stage has."""
 
 
-def check(keeper: Keeper, header: Mapping[str, Any], own: bool) -> None:
+def has_lines(header: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint is of a compressed stage; before it said so, that was "compression"."""
+    return bool(header.get("lines", header.get("phase") == "compression"))
+
+
+def is_own(keeper: Keeper, header: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer of the same class has written it, on ranks that it tells of."""
+    return header.get("algorithm") == type(keeper).__name__ and "world_size" in header
+
+
+def check(keeper: Keeper, header: Mapping[str, Any]) -> None:
     """Raise ValueError for the first thing that a header can't say.
 
     Args:
         keeper: The optimizer that is to go on from it.
         header: Of any optimizer of this package.
-        own: Whether this optimizer's class has written it, so that all must be there that it reads.
     """
     fields = {**BASE, **keeper.header_fields}
-    must = ["phase", "updates", "skipped"]
-    if own and (header.get("lines", header.get("phase") == "compression") or not any(keeper.phases.values())):
+    must, own = ["phase", "updates", "skipped"], is_own(keeper, header)  # then all must be there that it reads
+    if own and (has_lines(header) or not any(keeper.phases.values())):
         must += [key for key, field in keeper.header_fields.items() if field.required]
     for key in must:
         if key not in header:

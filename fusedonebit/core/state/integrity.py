@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..sharding import is_dtensor, local
-from . import reshard
+from . import entries
 from .keeper import Keeper
 
 CHECKSUMS, BETWEEN = "checksums", "between"
@@ -160,9 +160,8 @@ def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Ten
     """What the header's checksum is of; None if that is not here."""
     rows, shards = keeper.rows, keeper.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
-    spec = next((spec for spec in keeper.kept if spec.name == key), None)
-    own = spec.of_rank if spec is not None else key == reshard.RANK or (key == "master" and keeper.masters_of_rank)
-    if own:
+    spec = entries.declared(keeper).get(key)
+    if spec is not None and spec.of_rank:
         return rows.own(value) if mine else None
     whole = header["shards"] == shards == 1
     if not mine and not whole:

@@ -15,10 +15,11 @@ from ...triton_kernels import unpack
 from ..consensus import failure
 from ..options import LAMB_KEYS, numbers
 from ..sharding import local
+from . import entries, hooks, integrity
 from . import header as header_rules
-from . import hooks, integrity, reshard
+from .header import has_lines, is_own
 from .keeper import Keeper
-from .saving import FORMAT, KEY, State, by_parameter, has_lines, header_of, is_own, masks, numerics, own_names, shapes
+from .saving import FORMAT, KEY, State, by_parameter, header_of, masks, numerics
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -71,7 +72,7 @@ def check_header(keeper: Keeper, header: State) -> None:
     """Raise ValueError if this optimizer can't go on from a checkpoint with this header."""
     if header.get("format", FORMAT) != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
-    header_rules.check(keeper, header, is_own(keeper, header))
+    header_rules.check(keeper, header)
     keeper.check_plain_state(header)
     if not has_lines(header):
         return
@@ -162,45 +163,15 @@ def _check(keeper: Keeper, header: State | None, states: Sequence[State], verifi
             "momentum and its variance, what was masked begins with none"
         )
     trained = header["trained"] if is_own(keeper, header) and "trained" in header else ()
-    for i, state in enumerate(states):
-        # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
-        if state or compressed or keeper.parameters.index_of[i] in trained:
-            _check_shapes(keeper, i, state, states, header)
-    if compressed:
-        reshard.check(keeper, states[0], header)
+    # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
+    places = zip(states, keeper.parameters.index_of, strict=True)
+    required = {i for i, (state, index) in enumerate(places) if state or compressed or index in trained}
+    entries.check(keeper, states, header, required)
     ours = integrity.of_names(states, header["names"])
     if not verified:
         integrity.verify(keeper, ours, header)
     integrity.check_values(keeper, ours, header)
     return header
-
-
-def _check_shapes(keeper: Keeper, i: int, state: State, states: Sequence[State], header: State) -> None:
-    own = own_names(keeper) if is_own(keeper, header) else set()
-    for key, expected in shapes(keeper, i, has_lines(header)).items():
-        if key not in state and _may_lack(keeper, key, header):
-            continue
-        value = state[key]
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{key} in the checkpoint must be a tensor, got {type(value).__name__}")
-        shape = tuple(local(value).shape)[2 * (key in own) :]
-        if shape != expected:
-            raise ValueError(
-                f"checkpoint of another model: {key} of {keeper.parameters.names[i]} must have shape {expected}, got "
-                f"{shape}"
-            )
-        if key in own:
-            keeper.rows.check(value, states[0]["rank"], header["world_size"])
-
-
-def _may_lack(keeper: Keeper, key: str, header: State) -> bool:
-    """Return whether a checkpoint may be without an entry: AdamW's has nothing of LAMB's per tensor, or of rounds."""
-    if key == "master":
-        return True
-    spec = next(spec for spec in keeper.kept if spec.name == key)
-    if is_own(keeper, header):
-        return not spec.is_in(header)
-    return spec.optional or (spec.per == "tensor" and not has_lines(header))
 
 
 def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
@@ -248,8 +219,8 @@ def _moment(header: State) -> list[Fact]:
 
 
 def _facts(keeper: Keeper, states: Sequence[State], header: State) -> list[Fact]:
-    own = own_names(keeper) if is_own(keeper, header) else set()
-    facts, own = _moment(header), own | reshard.own_names(keeper)
+    facts, specs = _moment(header), entries.declared(keeper)
+    own = {name for name, spec in specs.items() if entries.has_row_of_each(keeper, spec, header)}
     for state, name in zip(states, keeper.parameters.names, strict=True):
         for key, value in state.items():
             if isinstance(value, Tensor) and key in header["names"] and key not in own:
@@ -291,20 +262,9 @@ def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: 
     keeper.transport.traffic.bytes_total = header.get("bytes_total", 0)
     keeper.resume(header)
     compressed = has_lines(header)
-    specs = [spec for spec in keeper.specs(compressed) if spec.by_parameter]
-    for i, state in enumerate(states):
-        if i in keeper.parameters.masters:
-            keeper.parameters.load_master(i, _taken(keeper, "master", state, header))
-        for spec in specs:
-            if (part := _taken(keeper, spec.name, state, header)) is None:
-                continue
-            if spec.per == "tensor":
-                spec.tensor(keeper)[..., i] = part.to(keeper.device)
-            else:
-                keeper.parameters.shaped(spec.tensor(keeper), i, keeper.layout.offset(i)).copy_(part)
-    if compressed:
-        reshard.fill(keeper, states[0], header)
-    elif "masks" in header and _masked_otherwise(keeper, header):
+    for spec, i in entries.of(keeper, compressed):
+        entries.take(keeper, spec, i, states[i], header)
+    if not compressed and "masks" in header and _masked_otherwise(keeper, header):
         _forget_masked(keeper)
     keeper.resumed(header)
     keeper.publish_state()
@@ -321,14 +281,3 @@ def _forget_masked(keeper: Keeper) -> None:
     for spec in keeper.specs(False):
         if spec.per == "element" and not spec.holds_parameters:
             spec.tensor(keeper).masked_fill_(~live, 0.0)
-
-
-def _taken(keeper: Keeper, name: str, state: State, header: State) -> Tensor | None:
-    """Return what this rank takes of an entry of a parameter's state; None if there is none."""
-    if name not in state:
-        return None
-    if name not in own_names(keeper) or not is_own(keeper, header):
-        return local(state[name])
-    if header["world_size"] == keeper.rows.shape[0]:
-        return keeper.rows.own(state[name])
-    return keeper.rows.mean(state[name], header["world_size"])

@@ -41,7 +41,8 @@ import torch
 
 from ...comm import checksum
 from ..options import stated
-from . import hooks, integrity, reshard
+from . import entries, hooks, integrity
+from .header import has_lines
 from .integrity import read_header
 from .keeper import Keeper
 
@@ -59,25 +60,18 @@ def save(keeper: Keeper) -> dict[str, Any]:
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
     own = [states[index] for index in keeper.parameters.index_of]
-    others = _names(own) - keeper.published
     header = _header(keeper)
-    specs = [spec for spec in keeper.specs() if spec.is_in(header)]
-    for i, state in enumerate(own):
-        for name in keeper.published - {"step", "master"}:
-            del state[name]
+    for state in own:
+        for name in keeper.published - {"step"}:
+            state.pop(name, None)
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
-        for spec in specs:
-            if spec.per == "tensor":
-                state[spec.name] = spec.tensor(keeper)[..., i].clone()
-            elif spec.per == "element":
-                part = keeper.parameters.shaped(spec.tensor(keeper), i, keeper.layout.offset(i))
-                state[spec.name] = keeper.parameters.published(part, i)
-        for name in own_names(keeper) & state.keys():
-            state[name] = keeper.rows.of_each(state[name])
-    if own:
-        own[0].update(reshard.rows(keeper))
-    header["names"] = sorted(_names(own) - others)
+    names = {"step"} if own else set()
+    for spec, i in entries.of(keeper, keeper.compressed):
+        if spec.is_in(header):
+            own[i][spec.name] = entries.saved(keeper, spec, i)
+            names.add(spec.name)
+    header["names"] = sorted(names)
     packed["state"] = states
     _seal(keeper, packed, header, own)
     return packed
@@ -122,60 +116,18 @@ def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if text is None else read_header(text)
 
 
-def has_lines(header: State) -> bool:
-    """Return whether a checkpoint is of a compressed stage; before it said so, that was "compression"."""
-    return bool(header.get("lines", header["phase"] == "compression"))
-
-
-def is_own(keeper: Keeper, header: State) -> bool:
-    """Return whether an optimizer of the same class has written it, on ranks that it tells of."""
-    return header.get("algorithm") == type(keeper).__name__ and "world_size" in header
-
-
-def own_names(keeper: Keeper) -> set[str]:
-    """Return what each rank has of its own of each parameter."""
-    names = {spec.name for spec in keeper.kept if spec.of_rank and spec.by_parameter}
-    return names | ({"master"} if keeper.masters_of_rank else set())
-
-
 def by_parameter(keeper: Keeper, state_dict: Mapping[str, Any]) -> list[State]:
     """Return the state of each trainable parameter, which its group names by number, or by name."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     return [state_dict["state"].get(names[index], {}) for index in keeper.parameters.index_of]
 
 
-def shapes(keeper: Keeper, i: int, compressed: bool) -> dict[str, tuple[int, ...]]:
-    """Return what a checkpoint has with parameter ``i`` here, besides ``step`` and what lies along the index space."""
-    found: dict[str, tuple[int, ...]] = {}
-    for spec in keeper.specs(compressed):
-        if spec.per == "element":
-            found[spec.name] = tuple(keeper.parameters.params[i].shape)
-        elif spec.per == "tensor":
-            found[spec.name] = tuple(spec.tensor(keeper).shape[:-1])
-    if i in keeper.parameters.masters:
-        found["master"] = tuple(keeper.parameters.params[i].shape)
-    return found
-
-
 def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
     packed = hooks.packed(keeper)
-    compressed = header is not None and has_lines(header)
-    rows, own = keeper.rows, own_names(keeper)
-    replicas = rows.shape[0] if header is None else header["world_size"]
-    states: dict[int, dict[str, Any]] = {}
-    for i, index in enumerate(keeper.parameters.index_of):
-        states[index] = state = {"step": torch.zeros((), dtype=torch.float64)}
-        for name, shape in shapes(keeper, i, compressed).items():
-            part = torch.zeros(shape, device=keeper.device)
-            if name in own:
-                state[name] = rows.spread(replicas, part)
-            else:
-                state[name] = (
-                    keeper.parameters.published(part, i) if shape == tuple(keeper.parameters.params[i].shape) else part
-                )
-    if states:
-        states[keeper.parameters.index_of[0]] |= reshard.room(keeper, header, compressed)
+    states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in keeper.parameters.index_of}
+    for spec, i in entries.of(keeper, header is not None and has_lines(header)):
+        states[keeper.parameters.index_of[i]][spec.name] = entries.room(keeper, spec, i, header)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
     return packed
@@ -191,10 +143,6 @@ def masks(keeper: Keeper) -> dict[str, int]:
     given, owners = keeper.masks, enumerate(keeper.parameters.owners)
     whole = keeper.shards.count == 1
     return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
-
-
-def _names(states: Sequence[State]) -> set[str]:
-    return {name for state in states for name in state}
 
 
 def _header(keeper: Keeper) -> dict[str, Any]:

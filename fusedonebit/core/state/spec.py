@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...triton_kernels import FlatLayout
 
-Per = Literal["element", "tensor", "bit", "block", "part", "chunk"]
+Per = Literal["element", "tensor", "bit", "block", "part", "chunk", "rank"]
 """What a state has an entry for.
 
 By parameter: "element", of the parameter's shape; "tensor", a column of a table [..., tensors]. Along the flat index
 space of P elements (``FlatLayout``): "bit", uint8 [P / 8]; "block", float32 [P / block_size]; "part", float32, the
-elements that this rank compresses; "chunk", float32, those that it serves.
+elements that this rank compresses; "chunk", float32, those that it serves. Neither: "rank", int64 [1].
 """
 
 
@@ -68,7 +68,7 @@ class StateSpec:
     @property
     def dtype(self) -> torch.dtype:
         """Of what is saved."""
-        return torch.uint8 if self.per == "bit" else torch.float32
+        return {"bit": torch.uint8, "rank": torch.int64}.get(self.per, torch.float32)
 
     def applies(self, owner: object, compressed: bool) -> bool:
         """Whether ``owner`` keeps it in this stage."""
