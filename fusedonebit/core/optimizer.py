@@ -7,9 +7,9 @@ averages them, ``onebit.OneBitOptimizer`` adds the stage in which bits travel in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,13 @@ from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, agree_on_scaling
-from .settings import NUMERICS, WIRE, Options
+from .settings import NUMERICS, WIRE, Options, Params, Ranks
 from .sharding import group_of
 from .state import hooks, loading, saving
 from .state.keeper import Keeper
 from .state.rank_local import Rows
 from .step_count import StepCount, as_word
 from .telemetry import capturing, upload
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -64,10 +61,10 @@ class DistributedOptimizer(Keeper):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         defaults: dict[str, Any],
         *,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         **settings: Any,
     ) -> None:
         # Of a group; torch adds others to its own table.

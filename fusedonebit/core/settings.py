@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm import Transport
 from ..triton_kernels import BLOCK_SIZES, SCALE_NORMS, ScaleScope
 from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+"""Parameters, groups of them, or named ones, as ``torch.optim.Optimizer`` takes them."""
+
+Ranks = dist.ProcessGroup | Transport | DeviceMesh | None
+"""What says which ranks an optimizer talks to; see ``OneBitAdam``."""
 
 ScaleNorm = Literal["l1", "l2", "contractive"]
 Guard = Literal["rewarm", "warn", "off"]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Told, Transport
+from ..comm import Told
 from ..comm.reducer import Compress
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Wire
-from ..integrations.deepspeed import onebit_adam_arguments
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
+from ..integrations.deepspeed import FromDeepSpeed, onebit_adam_arguments
 from ..triton_kernels import apply_momentum
 from .averaging import AdamUpdate
 from .two_stage import OneBitOptimizer
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-class OneBitAdam(AdamUpdate, OneBitOptimizer):
+class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
     r"""Adam whose communication shrinks to one bit per parameter once its variance is stable.
 
     Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32. After
@@ -64,9 +59,11 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         optimizer.step()
     """
 
+    deepspeed_arguments = staticmethod(onebit_adam_arguments)
+
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -74,41 +71,14 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         *,
         freeze_step: int | Literal["auto"] | Freeze = "auto",
         max_grad_norm: float | None = None,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
-        settings: dict[str, Any] = {"freeze_step": freeze_step, "max_grad_norm": max_grad_norm}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
-
-    @classmethod
-    def from_deepspeed(
-        cls,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        config: Mapping[str, Any],
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
-        **options: Any,
-    ) -> OneBitAdam:
-        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
-
-        Those are: l2 scales, no bias correction, coordinates with v == 0 left as they are, and
-        F - 1 uncompressed updates for ``freeze_step`` F: DeepSpeed's first ``step()`` only sets up
-        its buffers and drops the gradient, but is counted. Ours drops none.
-
-        Args:
-            params: As for the constructor; per-group settings override the config's.
-            config: The optimizer block, ``{"type": "OneBitAdam", "params": {...}}``, or its params.
-            process_group: As for the constructor.
-            options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
-                and ``faults`` say.
-
-        Raises:
-            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
-        """
-        return cls(params, **onebit_adam_arguments(config, **options), process_group=process_group)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
 
     def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).

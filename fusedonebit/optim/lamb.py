@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Transport
 from ..core.options import check_lamb_group
-from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Wire
+from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import AveragingOptimizer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +133,12 @@ class Lamb(LambUpdate):
     call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on all ranks.
 
     Args:
-        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
-            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize,
-            c_min, c_max, beta3. (1, 1) as c_min and c_max makes a group Adam's: no adaptation (with
-            ``OneBitLamb`` also beta3 = 0 and (1, 1) as r_min and r_max).
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Decay of the momentum and of the variance.
-        eps: Added to the root of the variance.
+        params, lr, betas, eps, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups may also set c_min,
+            c_max and beta3.
         weight_decay: Part of u, so of its norm.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exactly, by the norm of the averaged gradient.
         layerwise: Defaults of c_min, c_max and beta3; of the coefficients' moving average, which beta3 is of, only
             ``OneBitLamb`` makes use, if it continues from this optimizer's checkpoint.
-        process_group: Ranks to average over: a process group, a ``DeviceMesh`` of one dimension, that of the replicas
-            (parameters may then be sharded by ``fully_shard`` over another, docs/beyond-one-node.md), or a
-            ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``. None: the default group, or
-            only this process.
-        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -170,7 +155,7 @@ class Lamb(LambUpdate):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -178,12 +163,11 @@ class Lamb(LambUpdate):
         *,
         max_grad_norm: float | None = None,
         layerwise: Layerwise = LAYERWISE,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
-        settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "layerwise": layerwise}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        super().__init__(params, defaults, **shared, layerwise=layerwise, max_grad_norm=max_grad_norm)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Flag, SignVote, Transport
+from ..comm import Flag, SignVote
 from ..comm.sign_vote import Aggregation
 from ..core.optimizer import DistributedOptimizer
 from ..core.options import check_choice
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Wire
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..core.state.header import LINES
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, apply_momentum, lion_compress
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +49,13 @@ class OneBitLion(DistributedOptimizer):
     parameters are bit-identical on all ranks. Each rank saves and loads its own checkpoint.
 
     Args:
-        params: Parameters or groups of them; float32, bfloat16 or float16; equal on all ranks. Groups may set lr,
-            betas, weight_decay, maximize.
+        params, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups have no eps.
         lr: How far each coordinate goes; a third to a tenth of AdamW's.
         betas: Weight of the momentum in the update, and its decay.
         weight_decay: Decoupled, as in AdamW; three to ten times AdamW's, as lr is smaller.
         aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
             the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
-        process_group: Ranks to vote with; as for ``OneBitAdam``.
-        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -80,22 +73,21 @@ class OneBitLion(DistributedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         aggregation: Aggregation = "majority",
         max_grad_norm: float | None = None,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults}
-        settings: dict[str, Any] = {"aggregation": aggregation, "max_grad_norm": max_grad_norm}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        super().__init__(params, defaults, **shared, aggregation=aggregation, max_grad_norm=max_grad_norm)
 
     def build(self) -> None:
         super().build()

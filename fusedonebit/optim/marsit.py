@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import MarsitAllReduce, Part, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.ring_topology import TOPOLOGIES
 from ..core.options import check_choice, check_count
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Wire, names_of
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
 from .rounds import RoundOptimizer, RoundOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +140,8 @@ class MarsitSGD(MarsitOptimizer):
     gradient go forth and back by eta_s, unless a ``mask`` keeps them still.
 
     Args:
-        params: Parameters or groups of them, as for ``torch.optim.SGD``; float32, bfloat16 or float16;
-            equal on all ranks. Groups may set lr, momentum, weight_decay, global_ratio, maximize.
+        params, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups may set lr, momentum, weight_decay,
+            global_ratio, maximize.
         lr: eta_l, the local stepsize; a number or a tensor of one element.
         momentum: mu. 0 needs no buffer.
         weight_decay: lambda, added to the gradient as in ``torch.optim.SGD``.
@@ -156,8 +151,6 @@ class MarsitSGD(MarsitOptimizer):
         rounds: How often they agree in full precision, how far a coordinate goes, local steps ...; see ``Rounds``.
         max_grad_norm: Clip gradients to this global norm; None: don't. With one local step one factor for all
             ranks, from the mean of their norms; in steps between rounds each worker by its own.
-        process_group: Ranks to agree with; as for ``OneBitAdam``.
-        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -171,7 +164,7 @@ class MarsitSGD(MarsitOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-2,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -179,15 +172,14 @@ class MarsitSGD(MarsitOptimizer):
         topology: Topology = "ring",
         rounds: Rounds = ROUNDS,
         max_grad_norm: float | None = None,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "rounds": rounds}
-        settings: dict[str, Any] = {"topology": topology, "max_grad_norm": max_grad_norm}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
 
 
 class MarsitAdam(MarsitOptimizer):
@@ -197,12 +189,9 @@ class MarsitAdam(MarsitOptimizer):
     :math:`\eta_l (\hat m / (\sqrt{\hat v} + \epsilon) + \lambda x)` (Marsit's run on IMDb).
 
     Args:
-        params: As for ``MarsitSGD``; groups may set lr, betas, eps, weight_decay, global_ratio, maximize.
-        lr: eta_l.
-        betas: Decay of the momentum and of the variance.
-        eps: Added to the root of the variance; > 0.
-        weight_decay: Decoupled, as in AdamW.
-        topology, rounds, max_grad_norm, process_group, numerics, wire, faults: As for ``MarsitSGD``.
+        params, topology, rounds, max_grad_norm, process_group, numerics, wire, faults: As for ``MarsitSGD``.
+        lr, betas, eps, weight_decay: As for ``OneBitAdam``, but eps > 0; groups may set them, global_ratio and
+            maximize.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -212,7 +201,7 @@ class MarsitAdam(MarsitOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -221,12 +210,11 @@ class MarsitAdam(MarsitOptimizer):
         topology: Topology = "ring",
         rounds: Rounds = ROUNDS,
         max_grad_norm: float | None = None,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "rounds": rounds}
-        settings: dict[str, Any] = {"topology": topology, "max_grad_norm": max_grad_norm}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)

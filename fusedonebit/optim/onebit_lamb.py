@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Told, Transport
+from ..comm import Told
 from ..comm.absent import Kept, absence
 from ..comm.reducer import Compress
 from ..core.options import LAMB_KEYS
@@ -26,19 +25,18 @@ from ..core.settings import (
     Numerics,
     OneBitOptions,
     Options,
+    Params,
+    Ranks,
     Wire,
     names_of,
 )
 from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..integrations.deepspeed import onebit_lamb_arguments
+from ..integrations.deepspeed import FromDeepSpeed, onebit_lamb_arguments
 from ..triton_kernels import Coef, Layer, apply_momentum, lamb_ratio, lamb_rescale, live_variance
 from .lamb import LambUpdate
 from .two_stage import OneBitOptimizer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 QUIET = 0.03
 """A layer's root mean square of m over that of its gradients, below which it is quiet. Noise has 0.23 (beta1 = 0.9)."""
@@ -84,7 +82,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 _ADAPTIVE: dict[str, Any] = {"given": True, "stage": "compressed", "when": "_adaptive"}
 
 
-class OneBitLamb(LambUpdate, OneBitOptimizer):
+class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     r"""LAMB whose communication shrinks to one bit per parameter once its variance is frozen.
 
     Warm-up: ``Lamb``, which also keeps a moving average :math:`c_{avg}` of each layer's coefficient.
@@ -102,25 +100,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
     two collectives a step, whatever the number of tensors.
 
     Args:
-        params: Parameters or groups of them, as for ``torch.optim.AdamW``; float32, bfloat16 or
-            float16; equal on all ranks. Groups may set lr, betas, eps, weight_decay, maximize, c_min,
-            c_max, beta3, r_min, r_max, r_threshold.
-        lr: Learning rate, a number or a tensor of one element.
-        betas: Decay of the momentum and of the variance.
-        eps: Added to the root of the variance.
+        params, lr, betas, eps, freeze_step, max_grad_norm, process_group, numerics, wire, faults: As for
+            ``OneBitAdam``; groups may also set c_min, c_max, beta3, r_min, r_max, r_threshold.
         weight_decay: Part of u, in the compression stage too.
-        freeze_step: Number of uncompressed updates; ``"auto"``: until v is stable, 10/(1 - beta2) updates at most; or a
-            ``Freeze``, which also takes the variance of an earlier run.
-        max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
-            stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
-            which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
         layerwise: Defaults of c_min, c_max, beta3, r_min, r_max and r_threshold, and what becomes of the coefficients
             after the freeze; see ``Layerwise``.
-        process_group: Ranks to average over: a process group, a ``DeviceMesh`` of one dimension, that of the replicas
-            (parameters may then be sharded by ``fully_shard`` over another, docs/beyond-one-node.md), or a
-            ``fusedonebit.comm.Transport``, such as ``SimulatedGroup(4).transport(rank)``. None: the default group, or
-            only this process.
-        numerics, wire, faults: See ``Numerics``, ``Wire`` and ``Faults``.
 
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
@@ -139,10 +123,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         Coef.R_MAX: "r_max",
         Coef.R_THRESHOLD: "r_threshold",
     }
+    deepspeed_arguments = staticmethod(onebit_lamb_arguments)
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -151,41 +136,15 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         freeze_step: int | Literal["auto"] | Freeze = "auto",
         max_grad_norm: float | None = None,
         layerwise: Layerwise = LAYERWISE,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
         wire: Wire = WIRE,
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        objects: dict[str, Any] = {"numerics": numerics, "wire": wire, "faults": faults, "layerwise": layerwise}
-        settings: dict[str, Any] = {"freeze_step": freeze_step, "max_grad_norm": max_grad_norm}
-        super().__init__(params, defaults, process_group=process_group, **objects, **settings)
-
-    @classmethod
-    def from_deepspeed(
-        cls,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        config: Mapping[str, Any],
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
-        **options: Any,
-    ) -> OneBitLamb:
-        """Makes the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
-
-        Those are: ``integrations.deepspeed.DeepSpeedLayerwise``, l2 scales, no bias correction, coordinates with v == 0
-        left as they are, and F - 1 uncompressed updates for ``freeze_step`` F: DeepSpeed's first
-        ``step()`` only sets up its buffers and drops the gradient, but is counted. Ours drops none.
-
-        Args:
-            params: As for the constructor; per-group settings override the config's.
-            config: The optimizer block, ``{"type": "OneBitLamb", "params": {...}}``, or its params.
-            process_group: As for the constructor.
-            options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
-                and ``faults`` say.
-
-        Raises:
-            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
-        """
-        return cls(params, **onebit_lamb_arguments(config, **options), process_group=process_group)
+        shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        shared |= {"layerwise": layerwise, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, **shared, freeze_step=freeze_step)
 
     def build(self) -> None:
         super().build()
