@@ -8,7 +8,6 @@ import torch
 from reference_ops import Problem
 from torch import Tensor
 
-from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import using
 from fusedonebit.triton_kernels.native import KERNELS, library
 from fusedonebit.triton_kernels.op import launches
@@ -64,12 +63,12 @@ def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: fl
     plain = make()
     before = launches.total()
     with using("plain"):
-        getattr(triton_kernels, name)(*plain)
+        getattr(torch.ops.fusedonebit, name)(*plain)
     assert launches.total() == before
     for backend in compared(tensors(plain)):
         arguments, before = make(), launches.total()
         with using(backend):
-            getattr(triton_kernels, name)(*arguments)
+            getattr(torch.ops.fusedonebit, name)(*arguments)
         assert launches.total() == before + (backend == "triton" or name in KERNELS)
         for expected, found in zip(tensors(plain), tensors(arguments), strict=True):
             if expected.dtype is torch.float64:

@@ -10,14 +10,15 @@ from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
 from .flat import TAIL, flatten, gradient_squares, pack, unpack
 from .freeze import exponents, freeze, live_variance, square_sums, thaw, update_sums
+from .jit import rule
 from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
-from .lion import lion_compress
 from .live import LiveTable, live_table
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .reduce import server_reduce
 from .update import adam_update, add_values, apply_momentum
+from .vote import lion_compress, vote_op
 from .zero_one import local_step, rebuild_momentum
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "pick_owned",
     "place_owned",
     "rebuild_momentum",
+    "rule",
     "server_reduce",
     "settle",
     "square_sums",
@@ -65,4 +67,5 @@ __all__ = [
     "unpack",
     "update_sums",
     "using",
+    "vote_op",
 ]

@@ -61,19 +61,27 @@ tl: Any = _Torch()
 class Deferred:
     """A function for Triton, compiled when ``triton`` is first asked for; ``eager`` is what calls from Python run."""
 
-    def __init__(self, function: Callable[..., Any], eager: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.function, self.eager, self._options = function, eager, options
+    def __init__(
+        self, function: Callable[..., Any], eager: Callable[..., Any], options: dict[str, Any], **rules: Deferred
+    ) -> None:
+        self.function, self.eager, self._options, self._rules = function, eager, options, rules
         self._compiled: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Computes on torch tensors."""
         return self.eager(*arguments)
 
+    def bind(self, **rules: Deferred) -> Deferred:
+        """The same function with other rules where it calls these names of its module."""
+        return Deferred(self.function, self.eager, self._options, **rules)
+
     @property
     def triton(self) -> Any:
         """The ``triton.jit`` function."""
         names = _namespace(self.function.__globals__)
         if self._compiled is None:
+            if self._rules:
+                names = names | {name: rule.triton for name, rule in self._rules.items()}
             import triton
 
             code, name = self.function.__code__, self.function.__name__
@@ -99,7 +107,11 @@ def jit(*, eager: Callable[..., Any] = _on_gpu_only, **options: Any) -> Callable
 
 
 def rule(function: Callable[..., Any]) -> Any:
-    """Makes a formula: kernels call it, Python calls it with tensors, and C is printed from it."""
+    """Makes of ``function`` a formula: kernels call it, Python calls it with tensors, and C is printed from it.
+
+    It is elementwise, and made of its arguments, float literals, operators, ``if`` on constants of the kernel, ``tl``
+    (where, abs, sqrt_rn, div_rn), ``of(k, COLUMN)`` and other rules.
+    """
     return Deferred(function, function, {})
 
 
@@ -112,7 +124,7 @@ def _namespace(module: dict[str, Any]) -> dict[str, Any]:
     if name not in _namespaces:
         import triton.language
 
-        _namespaces[name] = names = dict(module)
+        _namespaces[name] = names = {"tl": triton.language, **module}  # the interpreter wants it, used or not
         for key, value in module.items():
             if value is tl:
                 names[key] = triton.language

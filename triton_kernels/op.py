@@ -17,6 +17,8 @@ To add an op, write in one file:
    kernel, printed from this declaration (``native.generate``), behind the range of programs;
 5. its name in ``__init__``, and its constants in ``benchmarks/audit_cases``.
 
+An op in which workers vote needs a rule alone: ``vote.vote_op``.
+
 The decorated function becomes the op ``torch.ops.fusedonebit.<name>``, which ``torch.compile`` sees as opaque and
 mutating what the declaration says. It is registered through ``torch.library.Library``: the decorator ``custom_op``
 imports Dynamo at its first call (over a second) and costs four times as much at every later one.
@@ -261,7 +263,7 @@ _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 
 
 def op(
-    kernel: Deferred | None = None, *, writes: Sequence[str], derive: Derived | None = None
+    kernel: Deferred | None = None, *, writes: Sequence[str], derive: Derived | None = None, in_c: str = ""
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Declares an op by its eager function; see the module's docstring.
 
@@ -269,6 +271,7 @@ def op(
         kernel: In Triton; None for what runs once, or when somebody asks.
         writes: The arguments that it changes.
         derive: Arguments of the kernel of this op alone: their types in Triton's notation, and how they are computed.
+        in_c: Its C file where that is printed (``native.generate``); else it may be in one of ``native``'s.
     """
 
     def declare(eager: Callable[P, None]) -> Callable[P, None]:
@@ -278,7 +281,7 @@ def op(
         for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
             _LIBRARY.impl(declared.name, declared.implementation(key.lower()), key)
         torch.library.register_fake(f"fusedonebit::{declared.name}", _fake, lib=_LIBRARY)
-        native.declare(declared.name, declared.parameters)
+        native.declare(declared.name, declared.parameters, in_c)
         overload = getattr(torch.ops.fusedonebit, declared.name).default
 
         @wraps(eager)

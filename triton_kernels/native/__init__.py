@@ -31,15 +31,20 @@ compiler = build.compiler
 _LEAST_PROGRAMS = 64
 """Programs that a thread must have to be worth waking: 65,536 elements, as in torch's own operations."""
 _DEFINITION = re.compile(r"^KERNEL\((\w+)\)", re.MULTILINE)
-KERNELS = frozenset(name for source in SOURCES for name in _DEFINITION.findall((build.HERE / source).read_text()))
+KERNELS = {name for source in SOURCES for name in _DEFINITION.findall((build.HERE / source).read_text())}
 """Ops with a kernel in C."""
 _parameters: dict[str, Sequence[Parameter]] = {}
+_printed: dict[str, str] = {}
 
 
-def declare(name: str, parameters: Sequence[Parameter]) -> None:
-    """Tells what an op's kernel takes."""
+def declare(name: str, parameters: Sequence[Parameter], printed: str = "") -> None:
+    """Tells what an op's kernel takes, and its C file where it is ``printed``; the next call builds with it."""
+    if printed:
+        KERNELS.add(name)
+        _printed[f"{name}.c"] = printed
     if name in KERNELS:
         _parameters[name] = parameters
+        _library.cache_clear()
 
 
 def library() -> Mapping[str, Kernel] | None:
@@ -56,7 +61,7 @@ def reason() -> str:
 
 def shared_library() -> Path:
     """Where the C kernels are, built if need be; raises as ``build.shared_library``."""
-    return build.shared_library(list(_parameters), header(_parameters))
+    return build.shared_library(list(_parameters), {"generated.h": header(_parameters), **_printed})
 
 
 @cache

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ FLAGS = (
         "-fno-trapping-math",
     ),  # bits equal those of eager torch
 )
-SOURCES = ("compress.c", "update.c", "marsit.c", "lion.c")
+SOURCES = ("compress.c", "update.c", "marsit.c")
 HERE = Path(__file__).parent
 
 ANSWER_SECONDS, BUILD_SECONDS, LOCK_SECONDS = 20.0, 120.0, 120.0
@@ -65,8 +65,8 @@ def compiler() -> str:
     return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
-def shared_library(names: Sequence[str], header: str) -> Path:
-    """The shared library with these functions, from the cache or newly built; sources include ``header``.
+def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> Path:
+    """The shared library with these functions, from the cache or newly built of sources and ``printed`` files.
 
     Its file's name ends with its own hash, so that nobody ever loads half of one, or a damaged one.
 
@@ -76,24 +76,26 @@ def shared_library(names: Sequence[str], header: str) -> Path:
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
         raise UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     command = _command()
-    name = f"kernels-{_fingerprint(command, header)}"
+    name = f"kernels-{_fingerprint(command, printed)}"
     folders, refused = _folders()
     for folder in folders:
         if kept := _kept(folder, name):
             return kept
         try:
             with _locked(folder / "lock"):
-                return _kept(folder, name) or _build(folder, name, command, names, header)
+                return _kept(folder, name) or _build(folder, name, command, names, printed)
         except OSError as error:
             refused.append(f"{folder} ({error.strerror or error})")
     raise UnavailableError(f"no folder can keep them: {', '.join(refused)}")
 
 
-def _build(folder: Path, name: str, command: Sequence[str], names: Sequence[str], header: str) -> Path:
+def _build(folder: Path, name: str, command: Sequence[str], names: Sequence[str], printed: Mapping[str, str]) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "kernels.so"
-        (Path(scratch) / "generated.h").write_text(header)
-        _compile([*command, "-I", scratch], made)
+        for file, text in printed.items():
+            (Path(scratch) / file).write_text(text)
+        sources = [*map(HERE.joinpath, SOURCES), *Path(scratch).glob("*.c")]
+        _compile([*command, "-I", scratch, "-I", str(HERE)], sources, made)
         _try(made, names)
         return made.replace(folder / f"{name}-{_digest(made)}.so")
 
@@ -113,9 +115,9 @@ def _command() -> list[str]:
     return command
 
 
-def _compile(command: Sequence[str], target: Path) -> None:
-    sources = [str(HERE / name) for name in SOURCES]
-    failed, told = _run([*command, *FLAGS, "-shared", "-fPIC", "-o", str(target), *sources, "-lm"], BUILD_SECONDS)
+def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    made_of = map(str, sources)
+    failed, told = _run([*command, *FLAGS, "-shared", "-fPIC", "-o", str(target), *made_of, "-lm"], BUILD_SECONDS)
     if failed:
         raise UnavailableError(f"{compiler()} could not build them: {_wrong(told) or failed}")
     if not target.exists():
@@ -168,13 +170,13 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
 # ---------------------------------------------------------------- what tells libraries apart
 
 
-def _fingerprint(command: Sequence[str], header: str) -> str:
+def _fingerprint(command: Sequence[str], printed: Mapping[str, str]) -> str:
     """A hash of what may change the library: homes are shared between machines and between environments."""
     failed, version = _run([*command, "--version"], ANSWER_SECONDS)
     if failed.startswith(_NO_END):
         raise UnavailableError(f"{compiler()} --version: {failed}")
     digest = hashlib.sha256()
-    for part in (*FLAGS, *command, *map(_identity, command), version, header, *_processor()):
+    for part in (*FLAGS, *command, *map(_identity, command), version, *printed.values(), *_processor()):
         digest.update(part.encode(errors="surrogateescape") + b"\0")
     for variable in _VARIABLES:
         digest.update(f"{variable}={os.environ.get(variable, '')}".encode(errors="surrogateescape") + b"\0")

@@ -1,17 +1,21 @@
-"""Prints in C what is declared elsewhere: the table's columns, the formulas of ``rules``, the kernels' arguments."""
+"""Prints in C what is declared elsewhere: the table's columns, rules, the arguments of kernels, kernels of one rule."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from textwrap import dedent
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .. import rules
 from ..coefficients import Coef
 
-RULES = Path(__file__).parent.parent / "rules.py"
+HERE = Path(__file__).parent
+RULES = HERE.parent / "rules.py"
 _POINTERS = {
     None: "*fp32",
     torch.float32: "*fp32",
@@ -82,6 +86,26 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
+    """The C file of op ``name``: a template's NAME and RULE filled in, behind the rule if it is none of ``rules``.
+
+    Raises:
+        TypeError: for a rule that uses what ``rules`` does not have.
+        NotImplementedError: for one that C can't be printed of.
+    """
+    used = inspect.getclosurevars(rule)
+    known = {"rules": rules, **vars(rules)}
+    unknown = [key for key, value in {**used.globals, **used.nonlocals}.items() if known.get(key) is not value]
+    if unknown:
+        raise TypeError(
+            f"rule {rule.__name__} must be made of its arguments, numbers, tl, and what rules.py has, got {unknown}"
+        )
+    source = inspect.getsource(rule)
+    own = "" if source in RULES.read_text() else "\n".join(_rules(dedent(source)))
+    text = (HERE / template).read_text().replace("NAME", name).replace("RULE", rule.__name__)
+    return f'#include "block_io.h"\n{own}\n{text}'
+
+
 # ---------------------------------------------------------------- formulas
 
 _OPERATORS = {
@@ -123,7 +147,7 @@ def _function(rule: ast.FunctionDef) -> Iterator[str]:
     results = [node.value for node in ast.walk(rule) if isinstance(node, ast.Return)]
     given = _kind("", rule.returns)
     if isinstance(results[0], ast.Tuple):
-        names = ", ".join(_expression(each) for each in results[0].elts)
+        names = ", ".join(f"x{i}" for i in range(len(results[0].elts)))
         given = f"struct {rule.name}"
         yield f"{given} {{ float {names}; }};"
     value = "int" if isinstance(rule.returns, ast.Name) and rule.returns.id == "int" else "float"
@@ -175,5 +199,8 @@ def _expression(node: ast.expr) -> str:
         case ast.Call(func=function, args=arguments):
             name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
             values = [_expression(argument) for argument in arguments]
-            return _CALLS[name].format(*values) if name in _CALLS else f"{name}({', '.join(values)})"
-    raise NotImplementedError(f"this cannot be printed in C: {ast.unparse(node)}")
+            if name in _CALLS:
+                return _CALLS[name].format(*values)
+            if hasattr(rules, name):
+                return f"{name}({', '.join(values)})"
+    raise NotImplementedError(f"it cannot be printed in C: {ast.unparse(node)}")

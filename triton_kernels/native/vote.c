@@ -1,6 +1,4 @@
-/* Distributed Lion's worker. */
-
-#include "block_io.h"
+/* A worker's vote: the kernel of op NAME, whose arithmetic is RULE. */
 
 /* Where the update is 0 a coin makes it 1 or -1. */
 static void toss(float *restrict c, int64_t b, const int64_t *step, int64_t n)
@@ -19,9 +17,9 @@ static int blend(float *restrict new_m, float *restrict c, const float *restrict
     int32_t good = 1, bad = 0;
     EACH_LINE(i, n)
         LANES {
-            struct lion to = lion(m[i + j], counted(g[i + j], k), k);
-            new_m[i + j] = to.m;
-            c[i + j] = to.c;
+            struct RULE to = RULE(m[i + j], counted(g[i + j], k), k);
+            c[i + j] = to.x0;
+            new_m[i + j] = to.x1;
         }
     for (int64_t i = 0; i < n; i++)
         good &= finite(new_m[i]) & finite(c[i]);
@@ -33,7 +31,7 @@ static int blend(float *restrict new_m, float *restrict c, const float *restrict
     return bad;
 }
 
-KERNEL(lion_compress)
+KERNEL(NAME)
 {
     float g[MOST], c[MOST], new_m[MOST];
     for (int64_t b = begin; b < end; b++) {

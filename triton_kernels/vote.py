@@ -1,0 +1,120 @@
+"""A worker's vote: ops of one rule, which says what an optimizer votes on and what becomes of its momentum.
+
+``vote_op(name, rule)`` makes of an elementwise rule the op: eager, in Triton and in C, with its schema. The rule is
+written as those of ``rules``, and may call them. The kernel is never autotuned: it updates in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import rules
+from .block_io import (
+    any_of,
+    bytes_at,
+    bytes_of,
+    counting,
+    elements,
+    load_user,
+    place_of,
+    random_words,
+    tensor_of,
+)
+from .cpu_tiles import gather, tiles
+from .eager import live_mask, only_live, pack, random_bits
+from .jit import Deferred, jit, tl
+from .native.generate import instance
+from .op import Bits, Counters, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
+
+NONFINITE = 1  # the flag that an element sets whose gradient or momentum does not count
+RULE = rules.lion  # each op binds its own
+
+
+@jit()
+def vote_kernel(
+    grads, tensors, exp_avg, coef, block_tensor, block_start, live, live_row, step, hold, bits, bits_stride, flags,
+    blocks_per_chunk, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits."""
+    b = tl.program_id(0).to(tl.int64)
+    i = elements(BLOCK_SIZE)
+    row = tl.load(live_row + b)
+    if row == 1:
+        # Computed where they are written, so that no register holds them meanwhile.
+        at = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
+    else:
+        t, k = tensor_of(b, block_tensor, coef)
+        place = place_of(grads, tensors, t, block_start, b)
+        mask = counting(live, row, i, BLOCK_SIZE)
+        g = rules.counted(load_user(place, i, mask, row, GRADS), k)
+        m = tl.load(exp_avg + b * BLOCK_SIZE + i)
+        c, new = RULE(m, g, k)
+        finite = rules.finite(new) & rules.finite(c)
+        held = tl.load(hold) != 0
+        tl.store(exp_avg + b * BLOCK_SIZE + i, tl.where(finite & mask & (not held), new, m))
+        c = tl.where(finite, c, m)
+        low, seed = random_words(step, b, i, BLOCK_SIZE)
+        coin = rules.random_bits(low, seed) & 1
+        c = tl.where(c == 0, coin.to(tl.float32) - 0.5, c)
+        byte = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        tl.store(byte, bytes_of(tl.where(mask, c, 0.0) >= 0))
+        bad = any_of(~finite & mask)
+        if (bad != 0) & (not held):
+            tl.atomic_or(flags, NONFINITE)
+
+
+def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
+    """Declares the op ``name``, in which a worker votes by a rule: ``c, m = rule(m, g, k)``.
+
+    Args:
+        name: Of the op ``torch.ops.fusedonebit.<name>``.
+        rule: Of the momentum, the gradient, and a row of the table of coefficients (``Coef``); returns what is voted
+            on, whose sign is sent, and the new momentum.
+
+    Raises:
+        TypeError, NotImplementedError: for a rule of which C can't be printed.
+    """
+
+    def vote(
+        grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, coef: Floats, block_tensor: Indices,
+        live: Bits, live_row: Indices, step: Counters, hold: Flag, bits: Bits, flags: Flag,
+    ) -> None:  # fmt: skip
+        """A worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
+
+            c, m = rule(m, g);  bits = c >= 0
+
+        A bit has no zero: where c is 0 a coin is tossed, alike on all ranks, so that coordinates without
+        a gradient do not drift. An element whose gradient exceeds GRAD_LIMIT, or whose new momentum is not finite,
+        drops its gradient and sets the flag. Elements that do not count have bit 1, and keep their momentum.
+
+        Other arguments as for ``momentum_compress``.
+
+        Args:
+            exp_avg: m, float32 [P], read and written.
+            step: Updates done, int64 []; of it and of the flat index coins are made (``rules.random_bits``).
+            hold: int32 [1]; where set m stays.
+            bits: uint8 [W, P / 8W], written.
+            flags: int32 [1], ``NONFINITE`` is set where it happened.
+        """
+        moments = exp_avg.view(-1, block_size)
+        for tile in tiles(sizes, len(bits), block_size, exp_avg.device, len(block_tensor)):
+            k, m = coef[block_tensor[tile.blocks]], moments[tile.blocks]
+            g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k)
+            c, new = rule(m, g, k)
+            mask, finite = live_mask(live, live_row, tile), rules.finite(new) & rules.finite(c)
+            if not (hold or (finite if mask is None else finite | ~mask).all()):
+                flags |= NONFINITE
+            c = tl.where(finite, c, m)
+            coin = (random_bits(step, tile, block_size) & 1) * 2.0 - 1
+            c = only_live(tl.where(c == 0, coin, c), live, live_row, tile)
+            pack(c.reshape(-1), bits[tile.chunk, tile.bytes])
+            written = finite & (hold == 0) if mask is None else finite & (hold == 0) & mask
+            moments[tile.blocks] = tl.where(written, new, m)
+
+    vote.__name__ = name
+    writes, in_c = ("exp_avg", "bits", "flags"), instance("vote.c", name, rule.function)
+    return op(vote_kernel.bind(RULE=rule), writes=writes, in_c=in_c)(vote)
+
+
+lion_compress = vote_op("lion_compress", rules.lion)
