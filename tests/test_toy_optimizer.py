@@ -1,0 +1,292 @@
+"""An optimizer of a rule, declared state and a step gets the rest from the frame: here is one, and what it gets."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from backends import DTYPES, assert_equal_backends, compared, problem
+from hypothesis import HealthCheck, given, settings
+from ranks import run_ranks, simulate
+from sequences import OPTIMIZERS, check, sequences, simulated
+from torch.nn import Linear, Parameter, Sequential, Tanh
+from torch.nn.parallel import DistributedDataParallel
+from zero_one_arguments import lion_arguments
+
+from fusedonebit import dcp, ddp
+from fusedonebit.comm import SignVote
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.state.header import LINES
+from fusedonebit.core.state.spec import StateSpec
+from fusedonebit.triton_kernels import apply_momentum, rule, rules, using, vote_op
+
+SIZES = ((40, 20), (20,), (7, 3, 2))
+LR, BETA, DECAY = 1e-2, 0.9, 0.1
+
+
+@rule
+def heavy_ball(m, g, k):
+    """Vote on the momentum's sign (Bernstein et al., 2019, Algorithm 3)."""
+    m = rules.momentum(m, g, k)
+    return m, m
+
+
+toy_vote = vote_op("toy_vote", heavy_ball)
+
+
+class Signum(DistributedOptimizer):
+    """SignSGD with momentum by majority vote."""
+
+    kept = (StateSpec("exp_avg", "element", "exp_avg", of_rank=True),)
+    phases: ClassVar = {"one-bit": True}
+    header_fields = LINES
+    takes_shards = False
+
+    def __init__(self, params: Any, lr: float = LR, *, process_group: Any = None) -> None:
+        defaults = {"lr": lr, "betas": (BETA, 0.99), "weight_decay": DECAY}
+        super().__init__(params, defaults, process_group=process_group)
+
+    def build(self) -> None:
+        super().build()
+        where = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
+        self.reducer = SignVote(self.layout, self.transport, aggregation="majority", **where)
+        self.bad = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._phase = "one-bit"
+
+    averages_gradients = False
+
+    def _exchange(self, grads: Any, coef: torch.Tensor, abort: bool) -> torch.Tensor:
+        reducer, live, blocks = self.reducer, self.live, (self.layout.sizes, self.layout.block_size)
+        agreed = self._scaling(grads, reducer.largest_gradient)
+        coef = agreed.scaled(coef)
+        tables = self._block_tensor, live.bits, live.row
+
+        def compress(part: SignVote) -> None:
+            hold = torch.ones_like(self.bad) if abort else part.hold
+            toy_vote(
+                grads, *blocks, self.exp_avg, coef, *tables, self.updates, hold, part.to_servers.bits, self.bad.zero_()
+            )
+            part.vote(self.updates)
+
+        more = {"hold": agreed.hold, "pending": self.bad}
+        reducer.synchronise(compress, self.told(abort, self._step_number, self._missing, **more))
+        self._absent = reducer.absent
+        coef = self.coefficients.still(coef, self._absent)
+        voted = reducer.bits, reducer.scale, None, False
+        apply_momentum(self.parameters.dense, *blocks, *voted, coef, *tables, reducer.flags, None)
+        if self._absent is not None:
+            reducer.restore(self._absent)
+        return reducer.flags
+
+    def _describe(self, flag: Any) -> str:
+        return self._say_where(self.reducer.describe())
+
+    def plain_state(self) -> dict[str, Any]:
+        return {"digests": self.reducer.digests}
+
+    def resume(self, header: Any) -> None:
+        self.reducer.resume(header["digests"] if header["world_size"] == self.transport.world_size else [0])
+
+
+# ---------------------------------------------------------------- what it is
+
+
+def parameters() -> list[Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(size, generator=draw)) for size in SIZES]
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor | None]:
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(size, generator=draw) for size in SIZES]
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def momenta(optimizer: Signum) -> torch.Tensor:
+    return flat(optimizer.momentum(p) for p in optimizer.param_groups[0]["params"])
+
+
+Trained = tuple[torch.Tensor, torch.Tensor]
+
+
+def train(optimizer: Signum, rank: int, steps: range, change: Callable[..., None] = lambda *_: None) -> Trained:
+    params = optimizer.param_groups[0]["params"]
+    for step in steps:
+        grads = gradients(rank, step)
+        change(rank, step, grads)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+    return flat(params).clone(), momenta(optimizer)
+
+
+def on_ranks(world_size: int, steps: int = 6, change: Callable[..., None] = lambda *_: None) -> list[Trained]:
+    def run(rank: int, transport: Any) -> Trained:
+        return train(Signum(parameters(), process_group=transport), rank, range(steps), change)
+
+    return simulate(run, world_size)
+
+
+def test_one_worker_is_its_formula_bit_for_bit_and_all_ranks_are_identical():
+    x = flat(parameters()).clone()
+    m = torch.zeros_like(x)
+    for step in range(6):
+        m = m * BETA + flat(gradients(0, step)) * (1 - BETA)
+        x = x * (1 - LR * DECAY) - m.sign() * LR
+    ((found, momentum),) = on_ranks(1)
+    assert torch.equal(found, x)
+    assert torch.equal(momentum, m)
+    several = on_ranks(3)
+    assert all(torch.equal(found, several[0][0]) for found, _ in several)
+    assert not torch.equal(several[0][0], x)
+    assert not torch.equal(several[0][1], several[1][1]), "momenta are each worker's own"
+
+
+# ---------------------------------------------------------------- what it gets
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_backends_have_the_same_bits(dtype):
+    for special in (False, True):
+        assert_equal_backends("toy_vote", lambda s=special: lion_arguments(problem([700, 1, 1500], 2, 128, dtype, s)))
+
+
+@pytest.mark.kernels
+def test_a_run_has_the_same_bits_on_all_backends():
+    with using("plain"):
+        expected = on_ranks(2, 2)
+    for backend in compared([expected[0][0]]):
+        with using(backend):
+            found = on_ranks(2, 2)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs)), backend
+
+
+def test_the_op_is_registered_cleanly():
+    torch.library.opcheck(torch.ops.fusedonebit.toy_vote.default, lion_arguments(problem([300, 7])))
+
+
+def test_a_rule_with_what_other_backends_lack_is_refused():
+    def exponential(m, g, k):
+        return tl.exp(m), g  # noqa: F821
+
+    with pytest.raises(NotImplementedError, match=r"cannot be printed in C: tl.exp\(m\)"):
+        vote_op("toy_exp", rule(exponential))
+
+    def own_constant(m, g, k):
+        return m + LR, g
+
+    with pytest.raises(TypeError, match=r"rule own_constant must be made of .* got \['LR'\]"):
+        vote_op("toy_constant", rule(own_constant))
+    assert not hasattr(torch.ops.fusedonebit, "toy_exp")
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit():
+    whole = on_ranks(3, 7)
+
+    def resumed(rank: int, transport: Any) -> Trained:
+        first = Signum(parameters(), process_group=transport)
+        train(first, rank, range(4))
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        file.seek(0)
+        params = [Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]]
+        again = Signum(params, process_group=transport)
+        again.load_state_dict(torch.load(file, weights_only=True))
+        return train(again, rank, range(4, 7))
+
+    for ours, theirs in zip(simulate(resumed, 3), whole, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
+    def spoil(rank: int, step: int, grads: list) -> None:
+        if (rank, step) == (1, 5):
+            grads[0][0, 0] = torch.nan
+
+    for (found, momentum), (before, _) in zip(on_ranks(2, 6, spoil), on_ranks(2, 5), strict=True):
+        assert torch.equal(found, before)
+        assert momentum.isfinite().all()
+
+
+def test_a_gradient_that_all_lack_leaves_its_parameter_alone_and_zeros_stand_for_one_that_some_lack():
+    def lack(rank: int, step: int, grads: list) -> None:
+        grads[0] = None
+        if rank == 1:
+            grads[1] = None
+
+    def zeros(rank: int, step: int, grads: list) -> None:
+        grads[0] = None
+        if rank == 1:
+            grads[1] = torch.zeros(SIZES[1])
+
+    first = parameters()[0].detach().flatten()
+    for (found, momentum), (expected, _) in zip(on_ranks(2, 4, lack), on_ranks(2, 4, zeros), strict=True):
+        assert torch.equal(found, expected)
+        assert torch.equal(found[: len(first)], first)
+        assert not momentum[: len(first)].any()
+        assert momentum[len(first) :].any()
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(sequence=sequences(2, 12))
+def test_random_sequences_break_no_promise(sequence):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIMIZERS, "toy", lambda params, group: Signum(params, 1e-3, process_group=group))
+        check(simulated(2, "toy", sequence))
+
+
+# ---------------------------------------------------------------- on real ranks
+
+
+def with_ddp(rank: int, world_size: int, wrapped: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Sequential(Linear(6, 16), Tanh(), Linear(16, 3))
+    optimizer = Signum(model.parameters())
+    call: Any = model
+    if wrapped:
+        call = DistributedDataParallel(model)
+        ddp.attach(call, optimizer)
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        call(torch.randn(8, 6, generator=draw)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+    return flat(model.parameters())
+
+
+def test_ddp_changes_nothing():
+    plain, attached = run_ranks(with_ddp, 2, False), run_ranks(with_ddp, 2, True)
+    assert torch.equal(plain[0], plain[1])
+    assert all(map(torch.equal, plain, attached))
+
+
+def save(rank: int, world_size: int, folder: str) -> Trained:
+    model = torch.nn.ParameterList(parameters())
+    optimizer = Signum(model.parameters())
+    trained = train(optimizer, rank, range(5))
+    dcp.save(model, optimizer, folder)
+    return trained
+
+
+def load(rank: int, world_size: int, folder: str) -> Trained:
+    model = torch.nn.ParameterList(parameters())
+    optimizer = Signum(model.parameters(), 0.5)
+    dcp.load(model, optimizer, folder)
+    return flat(model), momenta(optimizer)
+
+
+def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_momenta(tmp_path):
+    wrote = run_ranks(save, 2, str(tmp_path / "saved"))
+    mean = (wrote[0][1] + wrote[1][1]) / 2
+    for ranks in (1, 3):
+        for weights, momentum in run_ranks(load, ranks, str(tmp_path / "saved")):
+            assert torch.equal(weights, wrote[0][0])
+            torch.testing.assert_close(momentum, mean, rtol=0.0, atol=1e-7)
