@@ -11,11 +11,12 @@ import pytest
 import torch
 from observe import fingerprint, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, PAPER, construct
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
 from fusedonebit.checkpoint import header_of
+from fusedonebit.comm import Transport
 from fusedonebit.core.sharding import local
 
 SHAPES = [(33, 40), (7,), (1,), (), (0,), (1500,)]
@@ -43,10 +44,16 @@ def step_once(optimizer: torch.optim.Optimizer, rank: int, step: int, bad: tuple
 
 
 def resume(
-    rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, options: dict, bad: tuple[int, ...] = (2, 10)
+    rank: int,
+    transport: Transport | None,
+    name: str,
+    cut: int,
+    dtype: torch.dtype,
+    options: dict,
+    bad: tuple[int, ...] = (2, 10),
 ) -> tuple[bool, bool, str]:
     """Trains straight through, and again from what was saved after ``cut`` steps."""
-    straight = construct(name, make(dtype), lr=1e-2, **options)
+    straight = construct(name, make(dtype), lr=1e-2, process_group=transport, **options)
     prints = []
     for step in range(STEPS):
         if step == cut:
@@ -56,7 +63,7 @@ def resume(
         prints.append(fingerprint(parameters(straight)))
 
     fresh = make(dtype)
-    resumed = construct(name, fresh, lr=0.5, **options)
+    resumed = construct(name, fresh, lr=0.5, process_group=transport, **options)
     with torch.no_grad():
         for p, value in zip(fresh, saved["params"], strict=True):
             p.copy_(value)
@@ -83,6 +90,10 @@ def resume(
     return again == prints[cut:], same_state and same_counts, phase
 
 
+def resume_on_gloo(rank: int, world_size: int, *arguments: Any) -> tuple[bool, bool, str]:
+    return resume(rank, None, *arguments)
+
+
 CUTS = [(4, "warmup"), (7, "warmup"), (8, "compression"), (13, "compression")]
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -100,11 +111,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 )
 def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
     # Step 2 is skipped: 6 updates are 7 steps, and step 7 is the first compressed one.
-    for result in run_ranks(resume, world_size, name, cut, dtype, {"freeze_step": 6}):
-        same_parameters, same_state, phase_at_cut = result
-        assert phase_at_cut == phase
-        assert same_parameters
-        assert same_state
+    for result in simulate(resume, world_size, name, cut, dtype, {"freeze_step": 6}):
+        assert result == (True, True, phase)
+
+
+@pytest.mark.long(but=1)
+@ADAM_AND_LAMB
+def test_resuming_in_processes_continues_bit_for_bit(name):
+    """What is a rank's own is a row of a DTensor there."""
+    for result in run_ranks(resume_on_gloo, 2, name, 13, torch.float32, {"freeze_step": 6}):
+        assert result == (True, True, "compression")
 
 
 @pytest.mark.long(but=1)
@@ -119,7 +135,7 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
 )
 def test_resuming_right_after_skipped_first_steps_of_the_compression(name, options, cut):
     """Nothing but skips so far: what 1-bit LAMB rebuilds the first gradient from is still the warm-up's."""
-    for result in run_ranks(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options, (2, 7, 8)):
+    for result in simulate(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options, (2, 7, 8)):
         assert result == (True, True, "compression")
 
 
@@ -128,7 +144,7 @@ def test_resuming_right_after_skipped_first_steps_of_the_compression(name, optio
 @pytest.mark.parametrize("scale_scope", ["layer", "block"])
 def test_resuming_keeps_every_scale(name, scale_scope):
     options = {"freeze_step": 6, "scale_scope": scale_scope, "scale_norm": "l1", "block_size": 256}
-    for same_parameters, same_state, _ in run_ranks(resume, 2, name, 12, torch.float32, options):
+    for same_parameters, same_state, _ in simulate(resume, 2, name, 12, torch.float32, options):
         assert same_parameters
         assert same_state
 
@@ -163,7 +179,7 @@ def test_what_is_told_of_the_layers_is_the_same_after_resuming(name, steps):
     ids=str,
 )
 def test_resuming_keeps_other_variants(name, options, cut):
-    for result in run_ranks(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options):
+    for result in simulate(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options):
         assert result == (True, True, "warmup" if cut == 7 else "compression")
 
 
@@ -177,7 +193,7 @@ def auto_options() -> dict:
     [*(("onebit-adam", cut) for cut in range(3, 14, 2)), *(("onebit-lamb", cut) for cut in (5, 9, 13))],
 )
 def test_resuming_keeps_an_automatic_freeze_that_is_pending(name, cut):
-    for same_parameters, same_state, _ in run_ranks(resume, 2, name, cut, torch.float32, auto_options()):
+    for same_parameters, same_state, _ in simulate(resume, 2, name, cut, torch.float32, auto_options()):
         assert same_parameters
         assert same_state
 

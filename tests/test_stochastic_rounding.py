@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
 from optimizers import EACH, UNGUARDED, construct, objects
-from ranks import run_ranks, simulate, warned
+from ranks import simulate, warned
 from reference_ops import Problem
 from test_checkpoint import resume
 from torch import Tensor
@@ -355,7 +355,7 @@ def test_a_run_through_the_kernels_gives_identical_parameters(name):
 @EACH
 def test_resuming_continues_bit_for_bit(name, cut, world_size):
     options = {"freeze_step": 6, "stochastic_rounding": True}
-    for same_parameters, same_state, _ in run_ranks(resume, world_size, name, cut, torch.bfloat16, options):
+    for same_parameters, same_state, _ in simulate(resume, world_size, name, cut, torch.bfloat16, options):
         assert same_parameters
         assert same_state
 
