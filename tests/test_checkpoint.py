@@ -115,7 +115,7 @@ def test_resuming_continues_bit_for_bit(name, world_size, cut, phase, dtype):
         assert result == (True, True, phase)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @ADAM_AND_LAMB
 def test_resuming_in_processes_continues_bit_for_bit(name):
     """What is a rank's own is a row of a DTensor there."""

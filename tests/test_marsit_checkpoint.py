@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, kept, make, own_state, set_gradients, train
 from observe import caught, change_header, fingerprint, parameters, through_a_file
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 
 from fusedonebit import (
     DisagreementError,
@@ -24,7 +25,9 @@ from fusedonebit.optim.rounds import RoundOptimizer
 STEPS = 16
 
 
-def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, options: dict) -> tuple[bool, ...]:
+def resume(
+    rank: int, transport: Transport | None, name: str, cut: int, dtype: torch.dtype, options: dict
+) -> tuple[bool, ...]:
     """Trains straight through, with a NaN in steps 1 and 7, and again from what was saved after ``cut`` steps."""
 
     def take(optimizer: RoundOptimizer, step: int) -> None:
@@ -35,7 +38,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, 
             warnings.simplefilter("ignore", FusedOneBitWarning)
             optimizer.step()
 
-    straight, prints = MARSIT[name](make(dtype), 1e-2, weight_decay=0.1, **options), []
+    straight, prints = MARSIT[name](make(dtype), 1e-2, weight_decay=0.1, process_group=transport, **options), []
     for step in range(STEPS):
         if step == cut:
             values = [p.detach().clone() for p in parameters(straight)]
@@ -44,7 +47,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, 
         take(straight, step)
         prints.append(fingerprint(parameters(straight)))
 
-    resumed = MARSIT[name](make(dtype), 0.5, **options)
+    resumed = MARSIT[name](make(dtype), 0.5, process_group=transport, **options)
     with torch.no_grad():
         for p, value in zip(parameters(resumed), saved["params"], strict=True):
             p.copy_(value)
@@ -58,6 +61,10 @@ def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, 
     return again == prints[cut:], own_state(straight) == own_state(resumed), told[0] == told[1], same_phase
 
 
+def resume_on_gloo(rank: int, world_size: int, *arguments: Any) -> tuple[bool, ...]:
+    return resume(rank, None, *arguments)
+
+
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [1, 3, 8])
 @EACH_PLACE
@@ -65,7 +72,15 @@ def resume(rank: int, world_size: int, name: str, cut: int, dtype: torch.dtype, 
 def test_resuming_continues_bit_for_bit(name, topology, world_size, cut):
     """Round 0 is one of full precision, round 1 is skipped."""
     options = {"topology": topology, "full_precision_every": 6}
-    for result in run_ranks(resume, world_size, name, cut, torch.float32, options):
+    for result in simulate(resume, world_size, name, cut, torch.float32, options):
+        assert result == (True, True, True, True)
+
+
+@pytest.mark.long
+@EACH
+def test_resuming_in_processes_continues_bit_for_bit(name):
+    """What is a rank's own is a row of a DTensor there."""
+    for result in run_ranks(resume_on_gloo, 2, name, 8, torch.float32, {"full_precision_every": 6}):
         assert result == (True, True, True, True)
 
 
@@ -77,14 +92,14 @@ def test_resuming_within_a_round_of_local_steps_continues_bit_for_bit(topology, 
     """After 8 steps one rank already has the NaN for which all will skip the round."""
     options = options | {"topology": topology, "full_precision_every": 2, "local_steps": 3}
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
-    for result in run_ranks(resume, world_size, "sgd", cut, dtype, options):
+    for result in simulate(resume, world_size, "sgd", cut, dtype, options):
         assert result == (True, True, True, True)
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"momentum": 0.0}, {"stochastic_rounding": True}], ids=str)
 def test_resuming_keeps_other_options(options):
-    for result in run_ranks(resume, 2, "sgd", 5, torch.bfloat16, {"full_precision_every": 4} | options):
+    for result in simulate(resume, 2, "sgd", 5, torch.bfloat16, {"full_precision_every": 4} | options):
         assert result == (True, True, True, True)
 
 

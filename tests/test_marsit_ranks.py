@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from observe import fingerprint, parameters
 from optimizers import by_name, objects
-from ranks import WORLD_SIZES, run_ranks
+from ranks import WORLD_SIZES, run_ranks, simulate
 from test_compression_stage import CollectiveCounter
 from torch.nn import Parameter
 
@@ -68,9 +68,9 @@ PLACES = [*((topology, w) for topology in ("ring", "owner") for w in WORLD_SIZES
 SCHEDULES = [(1, 1), (3, 1), (0, 1), (1, 3), (3, 3)]
 
 
-def train_all(rank: int, world_size: int, name: str, topology: str) -> list[dict[str, Any]]:
+def train_all(rank: int, transport: Transport, name: str, topology: str) -> list[dict[str, Any]]:
     every = [{"full_precision_every": k, "local_steps": n, "topology": topology} for k, n in SCHEDULES]
-    return [train(rank, world_size, name, options) for options in every]
+    return [train(rank, transport.world_size, name, options, transport) for options in every]
 
 
 def check(ranks: list[dict[str, Any]], k: int, local_steps: int, what: str) -> None:
@@ -101,7 +101,7 @@ def check(ranks: list[dict[str, Any]], k: int, local_steps: int, what: str) -> N
 def test_parameters_are_bit_identical_after_every_round_and_full_precision_leaves_no_compensation(
     name, topology, world_size
 ):
-    ranks = run_ranks(train_all, world_size, name, topology)
+    ranks = simulate(train_all, world_size, name, topology)
     for (k, local_steps), seen in zip(SCHEDULES, zip(*ranks, strict=True), strict=True):
         check(list(seen), k, local_steps, f"{name}, {topology} of {world_size}, K={k}, {local_steps} local steps")
 
@@ -125,18 +125,18 @@ def test_gloo_ranks_and_simulated_ranks_get_the_same_bits(name, topology, world_
     assert real == simulated
 
 
-def draws(rank: int, world_size: int, topology: str, seeds: tuple[int, ...]) -> list[str]:
+def draws(rank: int, transport: Transport, topology: str, seeds: tuple[int, ...]) -> list[str]:
     prints = []
     for seed in seeds:
         options = {"topology": topology, "full_precision_every": 0, "seed": seed}
-        prints.append(train(rank, world_size, "sgd", options)["prints"][-1])
+        prints.append(train(rank, transport.world_size, "sgd", options, transport)["prints"][-1])
     return prints
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("topology", ["ring", "owner"])
 def test_a_seed_gives_the_same_run_again_and_another_seed_another(topology):
-    for prints in run_ranks(draws, 2, topology, (5, 5, 6)):
+    for prints in simulate(draws, 2, topology, (5, 5, 6)):
         assert prints[0] == prints[1] != prints[2]
 
 

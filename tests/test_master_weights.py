@@ -9,12 +9,13 @@ import pytest
 import torch
 from observe import fingerprint, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, construct, objects
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from test_freeze import gradient
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import Faults, FusedOneBitWarning, Numerics, OneBitAdam, amp
+from fusedonebit.comm import Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -68,9 +69,9 @@ def are_rounded_masters(optimizer: DistributedOptimizer) -> bool:
 # ---------------------------------------------------------------- what they are for
 
 
-def beside_float32(rank: int, world_size: int, name: str, dtype: torch.dtype) -> dict[str, Any]:
+def beside_float32(rank: int, transport: Transport, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Trains parameters of 16 bits with masters, and float32 ones from the same values with the same gradients."""
-    options = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"}
+    options = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "process_group": transport}
     halves = construct(name, make(dtype), master_weights=True, **options)
     wide = construct(name, make(torch.float32, rounded_to=dtype), **options)
     rounded, equal = [], []
@@ -87,7 +88,7 @@ def beside_float32(rank: int, world_size: int, name: str, dtype: torch.dtype) ->
 @EACH_HALF
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
 def test_masters_are_what_float32_parameters_would_be_on_both_ranks_across_the_freeze(name, dtype):
-    ranks = run_ranks(beside_float32, 2, name, dtype)
+    ranks = simulate(beside_float32, 2, name, dtype)
     for told in ranks:
         assert all(told["rounded"])
         assert all(told["equal"]), told["equal"]
@@ -231,8 +232,9 @@ def load(optimizer: DistributedOptimizer, saved: list, model_first: bool) -> Non
         put(parameters(optimizer), saved[1])
 
 
-def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, dtype: torch.dtype) -> bool:
-    options = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "master_weights": True}
+def resume(rank: int, transport: Transport, name: str, cut: int, model_first: bool, dtype: torch.dtype) -> bool:
+    options: dict[str, Any] = {"process_group": transport}
+    options |= {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "master_weights": True}
     straight = construct(name, make(dtype), **options)
     train(straight, rank, range(cut), dtype)
     saved = through_a_file([straight.state_dict(), [p.detach() for p in parameters(straight)]])
@@ -251,7 +253,7 @@ def resume(rank: int, world_size: int, name: str, cut: int, model_first: bool, d
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
 @pytest.mark.parametrize(("name", "cut"), [("onebit-adam", 5), ("onebit-adam", 12), ("onebit-lamb", 12), ("lamb", 5)])
 def test_resuming_is_exact_in_either_order(name, cut, model_first, dtype):
-    assert run_ranks(resume, 2, name, cut, model_first, dtype) == [True, True]
+    assert simulate(resume, 2, name, cut, model_first, dtype) == [True, True]
 
 
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])

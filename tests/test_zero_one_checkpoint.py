@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from observe import change_header, fingerprint, parameters
 from optimizers import objects
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from test_dcp import differing, everything, network
 from test_dcp import train as train_model
 from torch import Tensor
@@ -49,7 +49,9 @@ def fresh(name: str, params: list[Parameter], transport: Any = None, **options: 
 # ---------------------------------------------------------------- bit for bit
 
 
-def resume(rank: int, world_size: int, name: str, dtype: torch.dtype, options: dict) -> list[tuple[int, str]]:
+def resume(
+    rank: int, transport: Transport | None, name: str, dtype: torch.dtype, options: dict
+) -> list[tuple[int, str]]:
     """Trains straight through, with a NaN in some steps, saving before each; and again from each."""
     bad = (1, 4, 8, 13)
 
@@ -62,7 +64,7 @@ def resume(rank: int, world_size: int, name: str, dtype: torch.dtype, options: d
             optimizer.step()
         return optimizer.phase + fingerprint([*parameters(optimizer), *momenta(optimizer)])
 
-    straight, prints, saved = fresh(name, make_parameters(dtype), **options), [], []
+    straight, prints, saved = fresh(name, make_parameters(dtype), transport, **options), [], []
     for step in range(STEPS):
         values = [p.detach().clone() for p in parameters(straight)]
         saved.append(through_a_file({"optimizer": straight.state_dict(), "params": values}))
@@ -71,7 +73,7 @@ def resume(rank: int, world_size: int, name: str, dtype: torch.dtype, options: d
     told = {key: told[key] for key in COUNTS}
     wrong = []
     for cut in range(STEPS):
-        resumed = fresh(name, make_parameters(dtype), **options)
+        resumed = fresh(name, make_parameters(dtype), transport, **options)
         with torch.no_grad():
             for p, value in zip(parameters(resumed), saved[cut]["params"], strict=True):
                 p.copy_(value)
@@ -88,6 +90,10 @@ def resume(rank: int, world_size: int, name: str, dtype: torch.dtype, options: d
     return wrong
 
 
+def resume_on_gloo(rank: int, world_size: int) -> list[tuple[int, str]]:
+    return resume(rank, None, *CASES[0])
+
+
 CASES = [
     ("ours", torch.float32, {}),
     ("ours", torch.float32, {"precondition": False, "variance_floor": 0.0, "scale_scope": "layer"}),
@@ -102,7 +108,13 @@ CASES = [
 def test_resuming_from_every_step_continues_bit_for_bit(name, dtype, options):
     if name == "ours":
         assert set(Script(ROUNDS).places(STEPS)) == {"uncompressed", "local", "one-bit"}
-    assert run_ranks(resume, 2, name, dtype, options) == [[], []]
+    assert simulate(resume, 2, name, dtype, options) == [[], []]
+
+
+@pytest.mark.long
+def test_resuming_in_processes_continues_bit_for_bit():
+    """What is a rank's own is a row of a DTensor there."""
+    assert run_ranks(resume_on_gloo, 2) == [[], []]
 
 
 def test_saving_and_looking_change_no_later_step():
