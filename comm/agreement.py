@@ -31,8 +31,8 @@ def agree(
 ) -> None:
     """Returns on all ranks if all state the same facts and none has an error; else raises on all.
 
-    One collective of 32 bytes a rank. Only where digests differ does each rank get rank 0's facts, and tells the
-    others what its own differ in first: all ranks' facts together might not fit into the memory of one.
+    One collective of 32 bytes a rank. Only where digests differ each rank gets rank 0's facts, and tells what its own
+    differ in first: all ranks' facts together might not fit into the memory of one.
 
     Args:
         transport: All its ranks must call this.
@@ -61,7 +61,8 @@ def agree(
     stated = _gather_objects(transport, {"error": _describe(error), "difference": difference}, device)
     if error is not None:
         raise error
-    message = _failures(stated, member) or _first_difference(stated, member)
+    failed = ", ".join(f"{member} {rank}: {s['error']}" for rank, s in enumerate(stated) if s["error"])
+    message = f"failed on {failed}" if failed else _first_difference(stated, member)
     # What another has failed with may end so already.
     raise DisagreementError(message + (f"; {hint}" if hint and hint not in message else ""))
 
@@ -99,11 +100,6 @@ def _difference(wanted: Sequence[Sequence[str]], facts: Sequence[Fact]) -> list[
         if theirs is None or own is None or tuple(own) != tuple(theirs):
             return [index, theirs, own]
     return None
-
-
-def _failures(stated: Sequence[dict[str, Any]], member: str) -> str:
-    failed = [f"{member} {rank}: {s['error']}" for rank, s in enumerate(stated) if s["error"]]
-    return "failed on " + ", ".join(failed) if failed else ""
 
 
 def _first_difference(stated: Sequence[dict[str, Any]], member: str) -> str:

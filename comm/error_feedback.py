@@ -31,8 +31,7 @@ class ErrorFeedback:
         self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
         self._norm = norm
         self._ternary = ternary
-        self._norms: tuple[float, float] | None = None  # what settling would lose
-        self._error_squares: list[Tensor] = []  # as well; a list, for it is no state
+        self._settled: tuple[Tensor, Tensor] | None = None  # the squares of the last step, which settling would lose
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         self.segment = segment.to(device, torch.int32)
         self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
@@ -45,7 +44,7 @@ class ErrorFeedback:
 
     def finish(self, messages: Messages) -> None:
         """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
-        self._norms, self._error_squares = None, []
+        self._settled = None
         finish(
             self.partials,
             self.segment,
@@ -59,7 +58,8 @@ class ErrorFeedback:
 
     def settle(self) -> None:
         """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
-        self._norms, self._error_squares = self.norms(), [self.error_squares()]
+        square, errors = self._squares()
+        self._settled = square.clone(), errors
         if not self.compensated.numel():  # nothing is kept
             return
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
@@ -67,28 +67,24 @@ class ErrorFeedback:
     def forget(self) -> None:
         """Drops the residual, settled before, which somebody else has taken."""
         self.compensated.zero_()
-        self._norms, self._error_squares = (0.0, 0.0), [torch.zeros_like(self.partials[0])]
+        self._settled = (torch.zeros_like(self.partials[0]),) * 2
 
     def norms(self) -> tuple[float, float]:
         """|c| and |e| of the last step; waits for the device."""
-        if self._norms is not None:
-            return self._norms
-        _, square, *_ = self.partials.unbind(0)
-        return float(square.sum().sqrt()), float(self.error_norm())
+        return float(self._squares()[0].sum().sqrt()), float(self.error_norm())
 
     def error_norm(self) -> Tensor:
         """|e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
-        return self._square_errors().sum().clamp(min=0).sqrt()
+        return self._squares()[1].sum().clamp(min=0).sqrt()
 
     def error_squares(self) -> Tensor:
         """|e|^2 of each block in the last step, float64 [blocks]; also after ``settle``. Reads no element."""
-        return self._error_squares[0] if self._error_squares else self._square_errors().clamp(min=0)
+        return self._squares()[1].clamp(min=0)
 
-    def _square_errors(self) -> Tensor:
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
+        if self._settled is not None:
+            return self._settled
         absolute, square, _, *nonzero = self.partials.unbind(0)
         s, numel = self.scale.double(), nonzero[0] if self._ternary else self._live.numel
-        return square - s * (2 * absolute - s * numel)
-
-    def state(self) -> list[Tensor]:
-        """Return all tensors but the partial sums, which only serve within a step."""
-        return [v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.partials]
+        return square, square - s * (2 * absolute - s * numel)

@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -30,16 +29,10 @@ Place = tuple[Any, ...]
 
 
 class Witness:
-    """Tells the other ranks of a process group what this one has seen.
-
-    Args:
-        group: The process group.
-        rank: This rank in it.
-        world_size: Of it.
-    """
+    """Tells the other ranks of a process group what this one, ``rank`` of ``world_size``, has seen."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.others = rank, frozenset(range(world_size)) - {rank}
         self._store = store = _prefixed_store(group)
         self._serial = 0
         if store is not None:
@@ -57,63 +50,46 @@ class Witness:
             Sentences that name ranks that are dead, stopped, silent or elsewhere; "" if nothing is known. Takes
             ``PATIENCE`` seconds at most, and raises nothing: the error that is being explained is more important.
         """
-        if self._store is None:
+        if (store := self._store) is None:
             return ""
-        seen = Seen(frozenset(range(self.world_size)) - {self.rank})
-        here = (collective, number, self._serial)
-        finished = _guarded(lambda: self._look_around(here, seen, time.monotonic() + 0.8 * PATIENCE))
-        return seen.told(here, bool(finished))
+        here: Place = (collective, number, self._serial)
+        gone: dict[int, str] = {}  # what is wrong with the processes of ranks on the same machine
+        noted: dict[int, Place] = {}  # where the others have failed
 
-    def _look_around(self, here: Place, seen: Seen, deadline: float) -> bool:
-        """Fills ``seen``, until each rank has left a note, or is known to be unable to, or it is late."""
-        store = self._store
-        assert store is not None
-        store.set(f"failed/{self.rank}", json.dumps(here))
-        while True:
-            for rank in sorted(seen.others - seen.noted.keys()):
-                if store.check([f"failed/{rank}"]):
-                    seen.noted[rank] = tuple(json.loads(store.get(f"failed/{rank}")))
-                    seen.gone.pop(rank, None)
-                elif state := _state_of_process(store.get(f"home/{rank}") if store.check([f"home/{rank}"]) else b""):
-                    seen.gone[rank] = state
-            if not seen.silent or time.monotonic() > deadline:
-                return True
-            time.sleep(0.05)
+        def look_around() -> bool:
+            """Look until each rank has left a note, or is known to be unable to, or it is late."""
+            deadline = time.monotonic() + 0.8 * PATIENCE
+            store.set(f"failed/{self.rank}", json.dumps(here))
+            while True:
+                for rank in sorted(self.others - noted.keys()):
+                    home = f"home/{rank}"
+                    if store.check([f"failed/{rank}"]):
+                        noted[rank] = tuple(json.loads(store.get(f"failed/{rank}")))
+                        gone.pop(rank, None)
+                    elif state := _state_of_process(store.get(home) if store.check([home]) else b""):
+                        gone[rank] = state
+                if not self.others - gone.keys() - noted.keys() or time.monotonic() > deadline:
+                    return True
+                time.sleep(0.05)
+
+        finished = bool(_guarded(look_around))
+        return " ".join(_sentences(here, gone, noted, sorted(self.others - gone.keys() - noted.keys()), finished))
 
 
-@dataclass
-class Seen:
-    """Collects what one failed rank knows of the others."""
-
-    others: frozenset[int]
-    gone: dict[int, str] = field(default_factory=dict)
-    """What is wrong with the processes of ranks on the same machine."""
-    noted: dict[int, Place] = field(default_factory=dict)
-    """Where the others have failed."""
-
-    @property
-    def silent(self) -> list[int]:
-        """Ranks that have left no note so far, and nothing is known to be wrong with."""
-        return sorted(self.others - self.gone.keys() - self.noted.keys())
-
-    def told(self, here: Place, finished: bool) -> str:
-        """Sentences, the surest first. Others fail behind a dead rank, a hop earlier or later: that says nothing.
-
-        Args:
-            here: Where this rank has failed.
-            finished: Whether the store has answered to the end.
-        """
-        said = [f"Rank {rank} {state}." for rank, state in sorted(self.gone.items())]
-        if (silent := self.silent) and (finished or self.gone or self.noted):
-            who = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
-            why = "may still wait for this collective" if self.gone else "dead, hanging, busy, or still waiting"
-            said.append(f"{who} gave no sign within {PATIENCE:g} s: {why}.")
-        if silent and not finished:
-            who = "the rank that hosts it (mostly 0) may be dead"
-            said.append(f"The process group's store does not answer either: {who}.")
-        if not said:
-            said = [_elsewhere(rank, there, here) for rank, there in sorted(self.noted.items()) if there != here]
-        return " ".join(said)
+def _sentences(
+    here: Place, gone: dict[int, str], noted: dict[int, Place], silent: Sequence[int], finished: bool
+) -> list[str]:
+    """Say what is known, the surest first; ``finished``: whether the store has answered to the end."""
+    said = [f"Rank {rank} {state}." for rank, state in sorted(gone.items())]
+    if silent and (finished or gone or noted):
+        who = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
+        why = "may still wait for this collective" if gone else "dead, hanging, busy, or still waiting"
+        said.append(f"{who} gave no sign within {PATIENCE:g} s: {why}.")
+    if silent and not finished:
+        who = "the rank that hosts it (mostly 0) may be dead"
+        said.append(f"The process group's store does not answer either: {who}.")
+    # Others fail behind a dead rank, a hop earlier or later: that says nothing.
+    return said or [_elsewhere(rank, there, here) for rank, there in sorted(noted.items()) if there != here]
 
 
 def _elsewhere(rank: int, there: Place, here: Place) -> str:
@@ -181,8 +157,9 @@ def _state_of_process(home: bytes) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *numbers = file.read().rpartition(")")[2].split()
+        ended = state in "ZX" or bool(int(numbers[5]) & EXITING)  # that closes its connections first
     except (OSError, ValueError):
-        return f"has died: its process {pid} is gone"
-    if state in "ZX" or int(numbers[5]) & EXITING:  # one that is busy ending has closed its connections already
+        ended, state = True, ""
+    if ended:
         return f"has died: its process {pid} is gone"
     return f"is stopped: its process {pid} does not run" if state in "Tt" else ""
