@@ -70,10 +70,8 @@ class CompressedAllReduce(FeedbackReducer):
         server: That of the chunk which it serves.
         gathered: W messages; their bits are the result's signs, kept until the next call has read
             them. They then receive the alltoall before they receive the allgather.
-        scale: float32 [B], the result's magnitude per block.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
         hold: int32 [1], flags for which the present step changes nothing.
-        flags, absent: See ``Reducer``.
     """
 
     def __init__(

@@ -94,22 +94,20 @@ class Messages:
         ternary: bool = False,
         buffer: Tensor | None = None,
     ) -> None:
-        self.nbytes = self.size(slots, layout, ternary)
-        tensors = len(layout.sizes)
-        head = HEADER_BYTES + _aligned(-(-tensors // 8))
-        scale_bytes = self.nbytes - head - _bit_bytes(layout, ternary)
         self.slots = slots
+        absent_bytes = -(-len(layout.sizes) // 8)
+        head = HEADER_BYTES + _aligned(absent_bytes)
+        bits = head + _aligned(4 * slots)
+        self.nbytes = bits + layout.chunk_bytes * (2 if ternary else 1)
         if buffer is None:
             buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
         self.buffer = buffer
-        self.head = self.buffer[:, :head].view(torch.int32)
+        self.head = buffer[:, :head].view(torch.int32)
         self.words = self.head[:, : len(Word)]
-        self.absent = self.buffer[:, HEADER_BYTES : HEADER_BYTES + -(-tensors // 8)]
-        self.scales = self.buffer[:, head : head + scale_bytes].view(torch.float32)[:, :slots]
+        self.absent = buffer[:, HEADER_BYTES : HEADER_BYTES + absent_bytes]
+        self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
-        self.bits = self.buffer[:, head + scale_bytes :]
-        if ternary:
-            self.bits = self.bits.view(count, 2, layout.chunk_bytes)
+        self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
@@ -121,8 +119,7 @@ class Messages:
     @staticmethod
     def size(slots: int, layout: FlatLayout, ternary: bool = False) -> int:
         """Return the bytes of one message."""
-        absent_bytes = _aligned(-(-len(layout.sizes) // 8))
-        return HEADER_BYTES + absent_bytes + _aligned(4 * slots) + _bit_bytes(layout, ternary)
+        return Messages(0, slots, layout, torch.device("cpu"), ternary).nbytes
 
     @property
     def payload(self) -> Tensor:
@@ -140,10 +137,6 @@ def layout_word(layout: FlatLayout, *more: object) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _bit_bytes(layout: FlatLayout, ternary: bool) -> int:
-    return layout.chunk_bytes * (2 if ternary else 1)
 
 
 def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:

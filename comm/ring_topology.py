@@ -6,9 +6,8 @@ A reduction goes through one stage after the other, a gather through the same st
     torus   R x C workers: first rows of C workers, R chunks a segment; then, within the segment that
             a row has left on each worker, columns of R workers, one chunk a segment
 
-Position h of a reduction: what arrives has been through h + 1 workers of this stage (or, in a torus'
-second stage, rows), and with the receiver's own that makes h + 2. It is a property of the segment;
-the rank that does the merge is another one for each segment.
+What arrives at position h of a reduction has been through h + 1 workers of this stage (in a torus' second stage,
+rows), whichever rank does the merge.
 """
 
 from __future__ import annotations
@@ -64,28 +63,21 @@ class Stage:
 
     def reduce(self) -> Iterator[Hop]:
         """Yield the ``size`` - 1 hops of the reduction; that at position h comes h-th."""
-        for position in range(self.size - 1):
-            at = self.index - position
-            yield Hop(self.segments[at % self.size], self.segments[(at - 1) % self.size])
+        return self._hops(self.index)
 
     def gather(self) -> Iterator[Hop]:
         """Yield the ``size`` - 1 hops of the gather."""
-        for hop in range(self.size - 1):
-            at = self.index + 1 - hop
+        return self._hops(self.index + 1)
+
+    def _hops(self, first: int) -> Iterator[Hop]:
+        for at in range(first, first - self.size + 1, -1):
             yield Hop(self.segments[at % self.size], self.segments[(at - 1) % self.size])
 
 
 def stages(topology: Topology, world_size: int, rank: int, rows: int | None = None) -> tuple[Stage, ...]:
-    """Return the stages of a topology for one rank; none for a single worker, or where nothing hops.
+    """Return the stages of a topology for one rank of M; none for a single worker, or where nothing hops ("owner").
 
-    Args:
-        topology: "ring", "torus" or "owner", which has no hops.
-        world_size: M.
-        rank: This worker's.
-        rows: R of a torus; None: the most that is not above C.
-
-    Raises:
-        ValueError: if a torus can't have so many rows.
+    ``rows`` as for ``torus_rows``, which raises ValueError if there is no such torus.
     """
     if topology == "torus":
         height = torus_rows(world_size, rows)

@@ -65,6 +65,7 @@ class RoundAllReduce(Reducer):
         scale: float32 [B]: how far the last round went; 0 if it was skipped.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
+        digest: Of the last global update, int32 []; the next round's headers compare it.
         rounds: How many there were, t of the next.
         counted: Those of them that were not skipped, as far as somebody has told.
     """
@@ -104,7 +105,7 @@ class RoundAllReduce(Reducer):
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rounds = 0
         self.counted = 0
-        self._digest = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
         self._told: Tensor | None = None
         self._told_inside: Tensor | None = None
@@ -122,8 +123,7 @@ class RoundAllReduce(Reducer):
         Args:
             tensors: Of this worker: contiguous, of any float dtype and the layout's sizes; an empty one is zeros.
             step: eta_s, how far each coordinate goes in a round of signs.
-            tag: See ``Told``.
-            abort: See ``Told``.
+            tag, abort: See ``Told``.
 
         Returns:
             The global update, float32 [P], equal on all ranks; zero if the round was skipped.
@@ -234,7 +234,7 @@ class RoundAllReduce(Reducer):
         step, words = told.goes[self.part.blocks], self.messages.words
         self._keep(told.missing, told.changed)
         words[:, Word.STEP] = self.rounds & 0x7FFFFFFF if told.number is None else told.number
-        words[:, Word.DIGEST] = self._digest
+        words[:, Word.DIGEST] = self.digest
         words[:, Word.TAG].fill_(told.tag)
         words[:, Word.SIGNAL] = 0
         if told.abort:
@@ -248,7 +248,7 @@ class RoundAllReduce(Reducer):
             self.absent = told_by_all(absent, len(self.layout.sizes), self.flags)
             self.messages.absent.copy_(packed(self.absent))
         words[:, Word.FLAGS] = 0
-        self._digest = checksum_of(self.messages.payload if self.values is None else self.values)
+        self.digest = checksum_of(self.messages.payload if self.values is None else self.values)
         self.part.forget()
         if self.part.inside.world_size > 1:
             self._gather_inside(bool(told.missing))
@@ -318,12 +318,7 @@ class RoundAllReduce(Reducer):
         """Take up a checkpoint's counts; ``compensated`` is filled apart."""
         self.rounds, self.pending = rounds, pending
         self.counted = rounds if counted is None else counted
-        self._digest.fill_(digest)
-
-    @property
-    def digest(self) -> Tensor:
-        """Return the digest of the last global update, int32 []; the next round's headers compare it."""
-        return self._digest
+        self.digest.fill_(digest)
 
     @property
     def pending(self) -> int:
