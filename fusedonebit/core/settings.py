@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport
-from ..triton_kernels import BLOCK_SIZES, SCALE_NORMS, ScaleScope
+from ..triton_kernels import BLOCK_SIZES, ScaleScope
 from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -21,7 +21,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 Ranks = dist.ProcessGroup | Transport | DeviceMesh | None
 """What says which ranks an optimizer talks to; see ``OneBitAdam``."""
 
-ScaleNorm = Literal["l1", "l2", "contractive"]
+ScaleNorm = Literal["contractive", "l1", "l2"]
 Guard = Literal["rewarm", "warn", "off"]
 DeadCoordinates = Literal["mean", "keep"]
 
@@ -94,17 +94,10 @@ class Numerics:
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
-        for name in ("bias_correction", "eps_inside_sqrt", "master_weights", "stochastic_rounding"):
-            check_flag(name, getattr(self, name))
         if self.stochastic_rounding and self.master_weights:
             raise ValueError(
                 "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
             )
-        check_choice("scale_norm", self.scale_norm, sorted(SCALE_NORMS))
-        check_choice("scale_scope", self.scale_scope, ("global", "bucket", "layer", "block"))
-        check_choice("dead_coordinates", self.dead_coordinates, ("mean", "keep"))
-        check_flag("precondition", self.precondition)
-        check_flag("ternary", self.ternary)
         if self.frozen_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
         if self.variance_floor is not None and not is_share(self.variance_floor):
@@ -144,10 +137,8 @@ class Wire:
         """Raise ValueError for the first setting that makes no sense."""
         if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
-        check_flag("capturable", self.capturable)
         if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
-        check_flag("overlap", self.overlap)
         if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
             raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
 
@@ -176,7 +167,6 @@ class Faults:
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
-        check_choice("nonfinite", self.nonfinite, ("skip", "raise"))
         check_count("rewarm_every", self.rewarm_every)
         check_count("rewarm_steps", self.rewarm_steps)
         if self.rewarm_steps < LEAST_REWARM_STEPS:
@@ -184,7 +174,6 @@ class Faults:
                 f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
                 "of so many updates the variance is made anew"
             )
-        check_choice("guard", self.guard, ("rewarm", "warn", "off"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +226,6 @@ class Layerwise:
     r_threshold: float = 0.1
     adaptive: bool = True
     momentum_scaling: bool | None = None
-
-    def check(self) -> None:
-        """Raise ValueError for the first setting that makes no sense; those of groups are checked with their groups."""
-        check_flag("adaptive", self.adaptive)
-        if self.momentum_scaling is not None:
-            check_flag("momentum_scaling", self.momentum_scaling)
 
 
 NUMERICS, WIRE, FAULTS, LAYERWISE = Numerics(), Wire(), Faults(), Layerwise()
@@ -316,8 +299,16 @@ class Options(Numerics, Wire, Faults):
         """Raise ValueError for the first setting that makes no sense."""
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if get_origin(hint) is Literal:
+                check_choice(field.name, value, get_args(hint))
+            elif hint is bool or (hint == bool | None and value is not None):
+                check_flag(field.name, value)
         for kind in self.objects.values():
-            kind.check(self)
+            if hasattr(kind, "check"):
+                kind.check(self)
 
 
 def values_of(options: Any) -> dict[str, Any]:
