@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 
-from ..comm import TorchTransport, agree
-from ..core.consensus import failure
+from ..comm import TorchTransport
+from ..core.consensus import agree_on, failure
 from ..core.optimizer import DistributedOptimizer
 from ..core.state.integrity import read_header
 from ..core.state.loading import check_header
@@ -252,12 +252,8 @@ def template(
         error = caught
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
-    _agree(
-        optimizer,
-        [*facts, ("the checkpoint's header", json.dumps(header))],
-        error,
-        "every rank must read the same checkpoint",
-    )
+    facts.append(("the checkpoint's header", json.dumps(header)))
+    agree_on(optimizer, facts, facts, error, "every rank must read the same checkpoint")
     return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
 
 
@@ -293,20 +289,11 @@ def _has_parameter(model: Module, prefix: str) -> bool:
     return any(name.startswith(f"{prefix}.") for name, _ in model.named_parameters())
 
 
-def _agree(
-    optimizer: DistributedOptimizer, facts: list[tuple[str, str]], error: Exception | None, hint: str = ""
-) -> None:
-    first = failure(lambda: agree(optimizer.transport, facts, optimizer.device, error, hint))
-    optimizer.shards.agree(facts, optimizer.device, first, hint)
-    if first is not None:
-        raise first
-
-
 def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
     """What ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    _agree(optimizer, [], error)
+    agree_on(optimizer, [], error=error)
     return results[0]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import CollectiveError, ShardGroup, agree, checksum, make_transport
+from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
 from .options import numbers, stated
 from .params import ParameterList, materialise_group
@@ -82,20 +83,28 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
         )
 
 
+def agree_on(
+    optimizer: Keeper, facts: list[Fact], of_shards: Sequence[Fact] = (), error: Exception | None = None, hint: str = ""
+) -> None:
+    """Return on all ranks, or raise on all; ``of_shards`` is what ranks with other shards have alike too."""
+    of_replicas = failure(lambda: agree(optimizer.transport, facts, optimizer.device, error, hint))
+    optimizer.shards.agree(of_shards, optimizer.device, of_replicas, hint)
+
+
 def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: bool) -> None:
     """Returns on all ranks if all mean the same and none has an ``error``; else raises on all.
 
     Values come last. Those of different shards differ; all else they have in common.
     """
-    transport, device = optimizer.transport, optimizer.device
-    hint = "construct the optimizer alike on every rank"
     stated = [] if error else facts(optimizer)
-    error = failure(lambda: agree(transport, stated, device, error, hint))
-    optimizer.shards.agree(_of_all_shards(optimizer) if error is None else [], device, error, hint)
+    names = [] if error else optimizer.parameters.names
+    of_a_shard = {what for name in names for what in (name, f"the mask of {name}")}
+    of_all = [fact for fact in stated if fact[0] not in of_a_shard]
+    agree_on(optimizer, stated, of_all, error, "construct the optimizer alike on every rank")
     if broadcast:
         optimizer.parameters.before_update()
         for dense in optimizer.parameters.dense:
-            transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
+            optimizer.transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
         with torch.no_grad():
             optimizer.parameters.after_update()
     agree_on_values(
@@ -105,9 +114,7 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
 
 def agree_on_values(optimizer: Keeper, hint: str) -> None:
     """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
-    values, device = optimizer.parameters.values(), optimizer.device
-    error = failure(lambda: agree(optimizer.transport, values, device, hint=hint))
-    optimizer.shards.agree([], device, error, hint)
+    agree_on(optimizer, optimizer.parameters.values(), hint=hint)
 
 
 def agree_on_loaded(optimizer: Keeper) -> None:
@@ -133,13 +140,6 @@ def failure(call: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _of_all_shards(optimizer: Keeper) -> list[tuple[str, str]]:
-    """What ranks with different shards have in common: all but the shards' shapes and masks."""
-    of_a_shard = {name for name, _ in optimizer.parameters.facts()[1:]}
-    of_a_shard |= {f"the mask of {name}" for name in optimizer.parameters.names}
-    return [fact for fact in facts(optimizer) if fact[0] not in of_a_shard]
 
 
 def facts(optimizer: Keeper) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, agree_on_scaling
 from .settings import NUMERICS, WIRE, Options, Params, Ranks
 from .sharding import group_of
-from .state import hooks, loading, saving
+from .state import loading, saving
 from .state.keeper import Keeper
 from .state.rank_local import Rows
 from .step_count import StepCount, as_word
@@ -555,11 +555,11 @@ class DistributedOptimizer(Keeper):
             CollectiveError: after a step that ended so: half an exchange is no state to go on from.
         """
         self._refuse_if_broken()
-        hooks.before_saving(self)
+        saving.call_hooks(self, "state_dict_pre")
         saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
         if not self._optimizer_state_dict_post_hooks:
             return saved
-        return saving.seal_again(self, hooks.after_saving(self, saved))
+        return saving.seal_again(self, saving.call_hooks(self, "state_dict_post", saved))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..comm import agree, checksum
-from ..core.consensus import failure
+from ..comm import checksum
+from ..core.consensus import agree_on
 from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
@@ -49,9 +49,7 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
         for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
     ]
-    mine, hint = error, "give every rank the same earlier run's checkpoint"
-    error = failure(lambda: agree(optimizer.transport, facts, optimizer.device, mine, hint))
-    optimizer.shards.agree([], optimizer.device, error, hint)
+    agree_on(optimizer, facts, error=error, hint="give every rank the same earlier run's checkpoint")
     with torch.no_grad():
         for i, v in enumerate(variances):
             optimizer.parameters.shaped(optimizer.exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)

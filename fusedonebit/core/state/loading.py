@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ...comm import CollectiveError, agree
+from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
 from ...triton_kernels import unpack
-from ..consensus import failure
+from ..consensus import agree_on, failure
 from ..options import LAMB_KEYS, numbers
 from ..sharding import local
-from . import entries, hooks, integrity
+from . import entries, integrity
 from . import header as header_rules
 from .header import has_lines, is_own
 from .keeper import Keeper
-from .saving import FORMAT, KEY, State, by_parameter, header_of, masks, numerics
+from .saving import FORMAT, KEY, State, by_parameter, call_hooks, header_of, masks, numerics
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -37,29 +39,23 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         verified = _verified_before_hooks(keeper, state_dict)
-        state_dict = hooks.before_loading(keeper, state_dict)
+        state_dict = call_hooks(keeper, "load_state_dict_pre", dict(state_dict))
         header, states, facts = _examined(keeper, state_dict, verified)
     except CollectiveError:
         raise
     except Exception as caught:
         error = caught
-    _agree(keeper, facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
+    agree_on(keeper, facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
         _take_up(keeper, state_dict, header, states)
     except Exception as caught:
         keeper.broken = f"load_state_dict failed half-way: {caught}"
         error = caught
     if error is None:
-        error = failure(lambda: hooks.after_loading(keeper))
+        error = failure(lambda: call_hooks(keeper, "load_state_dict_post"))
     elif isinstance(error, CollectiveError):
         raise error
-    _agree(keeper, [], [], error, "load_state_dict() did not end well there: load on all ranks anew")
-
-
-def _agree(keeper: Keeper, facts: list[Fact], of_shards: list[Fact], error: Exception | None, hint: str) -> None:
-    """Return on all ranks, or raise on all."""
-    of_replicas = failure(lambda: agree(keeper.transport, facts, keeper.device, error, hint))
-    keeper.shards.agree(of_shards, keeper.device, of_replicas, hint)
+    agree_on(keeper, [], [], error, "load_state_dict() did not end well there: load on all ranks anew")
 
 
 def take_state(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
@@ -107,7 +103,7 @@ def _verified_before_hooks(keeper: Keeper, state_dict: Mapping[str, Any]) -> boo
 
     What only a hook makes a checkpoint of ours is looked at after it.
     """
-    if not hooks.has_before_loading(keeper) or not {"state", "param_groups"} <= state_dict.keys():
+    if not keeper._optimizer_load_state_dict_pre_hooks or not {"state", "param_groups"} <= state_dict.keys():
         return False
     header = header_of(state_dict)
     if header is None or integrity.CHECKSUMS not in header:
@@ -233,7 +229,7 @@ def _facts(keeper: Keeper, states: Sequence[State], header: State) -> list[Fact]
 
 def _take_up(keeper: Keeper, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
-    hooks.take_groups(keeper, _merged_groups(keeper, state_dict["param_groups"]))
+    _take_groups(keeper, _merged_groups(keeper, state_dict["param_groups"]))
     keeper.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
     keeper.given_block_size = header.get("block_size") if has_lines(header) else None
     keeper.state.clear()
@@ -241,10 +237,41 @@ def _take_up(keeper: Keeper, state_dict: Mapping[str, Any], header: State, state
     _restore(keeper, state_dict, header, states)
 
 
+def _take_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Replace ``param_groups`` by a copy of saved ones, but for their parameters."""
+    groups = []
+    for own, theirs in zip(optimizer.param_groups, saved, strict=True):
+        group = {**deepcopy({key: value for key, value in theirs.items() if key != "params"}), "params": own["params"]}
+        if "param_names" in own:
+            group.setdefault("param_names", own["param_names"])
+        groups.append(group)
+    optimizer.param_groups = groups
+
+
+def _restore_others(optimizer: Optimizer, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
+    """Put into ``state`` what a checkpoint has of no parameter, and what of parameters is not ``known``."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    owner = dict(zip(names, params, strict=True))
+    for key, value in state_dict["state"].items():
+        if key not in owner:
+            optimizer.state[key] = value
+        elif isinstance(value, Mapping):
+            p = owner[key]
+            others = {name: _moved(entry, p) for name, entry in value.items() if name not in known}
+            if others:
+                optimizer.state[p] = {**optimizer.state.get(p, {}), **others}
+
+
+def _moved(value: Any, param: Tensor) -> Any:
+    # To the parameter's device as torch does, but of its own dtype.
+    return value.to(param.device) if isinstance(value, Tensor) else deepcopy(value)
+
+
 def _restore(keeper: Keeper, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
     with torch.no_grad():
         _fill(keeper, states, header, state_dict["param_groups"])
-    hooks.restore_others(keeper, state_dict, header["names"])
+    _restore_others(keeper, state_dict, header["names"])
 
 
 def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:

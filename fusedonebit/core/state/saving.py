@@ -38,10 +38,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ...comm import checksum
 from ..options import stated
-from . import entries, hooks, integrity
+from . import entries, integrity
 from .header import has_lines
 from .integrity import read_header
 from .keeper import Keeper
@@ -52,11 +54,23 @@ FORMAT = 2
 State = Mapping[str, Any]
 
 
+def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
+    """Call the hooks of ``register_<kind>_hook``; return ``state_dict`` as they leave or return it.
+
+    Torch packs, then calls hooks, then loads, each within one method. Here what is packed must be completed before a
+    hook sees it, and what is loaded must be restored before a hook may look; what users can tell is as in torch.
+    """
+    for hook in vars(optimizer)[f"_optimizer_{kind}_hooks"].values():
+        returned = hook(optimizer, *state_dict)
+        state_dict = (returned,) if state_dict and returned is not None else state_dict
+    return state_dict[0] if state_dict else None
+
+
 def save(keeper: Keeper) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
     keeper.catch_up()
     keeper.settle()
-    packed = hooks.packed(keeper)
+    packed = _packed(keeper)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
     own = [states[index] for index in keeper.parameters.index_of]
@@ -75,6 +89,20 @@ def save(keeper: Keeper) -> dict[str, Any]:
     packed["state"] = states
     _seal(keeper, packed, header, own)
     return packed
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what ``torch.optim.Optimizer.state_dict`` does, but call no hooks: numbers stand for parameters."""
+    numbers: dict[int, int] = {}
+    groups: list[dict[str, Any]] = []
+    start = 0
+    for group in optimizer.param_groups:
+        for number, p in enumerate(group["params"], start):
+            numbers.setdefault(id(p), number)
+        start += len(group["params"])
+        groups.append({**group, "params": [numbers[id(p)] for p in group["params"]]})
+    state = {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def _seal(keeper: Keeper, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
@@ -124,7 +152,7 @@ def by_parameter(keeper: Keeper, state_dict: Mapping[str, Any]) -> list[State]:
 
 def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
-    packed = hooks.packed(keeper)
+    packed = _packed(keeper)
     states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in keeper.parameters.index_of}
     for spec, i in entries.of(keeper, header is not None and has_lines(header)):
         states[keeper.parameters.index_of[i]][spec.name] = entries.room(keeper, spec, i, header)
