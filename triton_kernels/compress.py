@@ -11,23 +11,10 @@ and so the order of summation does not show.
 
 from __future__ import annotations
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    bytes_at,
-    counting,
-    elements,
-    load_bits,
-    load_user,
-    only_active,
-    place_of,
-    scaled,
-    store_bits,
-    store_partials,
-    tensor_of,
-)
 from .cpu_tiles import gather, tiles
-from .eager import DROPPED, compress, only_live, write_partials
-from .eager import scaled as scaled_by
+from .eager import DROPPED, compress, only_live, scaled, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
 
@@ -46,29 +33,29 @@ def momentum_compress_kernel(
     if tl.load(hold) != 0:
         return
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
-    t, k = tensor_of(b, block_tensor, coef)
+    i = io.elements(BLOCK_SIZE)
+    t, k = io.tensor_of(b, block_tensor, coef)
     row = tl.load(live_row + b)
     scale = tl.load(exp_avg_scale + b)
     c = tl.load(compensated + b * BLOCK_SIZE + i)
-    packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-    signs, nonzero = load_bits(packed, plane, TERNARY)
-    m = scaled(signs, nonzero, scale, TERNARY)
+    packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+    signs, nonzero = io.load_bits(packed, plane, TERNARY)
+    m = io.scaled(signs, nonzero, scale, TERNARY)
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
-    place = place_of(grads, tensors, t, block_start, b)
-    g = rules.gradient_share(load_user(place, i, counting(live, row, i, BLOCK_SIZE), row, GRADS), k)
+    place = io.place_of(grads, tensors, t, block_start, b)
+    g = rules.gradient_share(io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS), k)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
         g = rules.preconditioned(g, v, k, EPS_INSIDE_SQRT)
     else:
         g = rules.in_unit(g, k)
     # The mask is read again, so that no register holds it meanwhile.
-    c = only_active(g + kept, counting(live, row, i, BLOCK_SIZE), row)
+    c = io.only_active(g + kept, io.counting(live, row, i, BLOCK_SIZE), row)
     finite = rules.finite(c)
     c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK_SIZE + i, c)
-    store_bits(bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
-    store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
+    io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
+    io.store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
 
 
 @op(momentum_compress_kernel, writes=("compensated", "bits", "partials"))
@@ -110,7 +97,7 @@ def momentum_compress(
     for tile in tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        m = scaled_by(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
         kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
         g = rules.gradient_share(gather(grads, tile, block_size), k)
         if exp_avg_sq is None:

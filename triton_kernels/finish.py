@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import block_io as io
 from . import rules
-from .block_io import sum_of
 from .eager import ABS, DROPPED, NONZERO, SQUARE
 from .jit import jit, tl
 from .op import Counters, Doubles, Flag, Floats, Indices, PerBlock, op
@@ -26,11 +26,11 @@ def _finish_segment(j, begin, end, sums, to, NORM: tl.constexpr, TERNARY: tl.con
     segment, scale, message_scales, message_scales_stride, blocks_per_message = to
     lane = tl.arange(0, LANES)
     if TERNARY:
-        n = tl.maximum(sum_of(partials + 3 * partials_stride, begin, end, LANES), 1.0)
+        n = tl.maximum(io.sum_of(partials + 3 * partials_stride, begin, end, LANES), 1.0)
     else:
         n = tl.maximum(tl.load(count + j), 1.0)
-    absolute = sum_of(partials, begin, end, LANES)
-    s = rules.scale_of(absolute, sum_of(partials + partials_stride, begin, end, LANES), n, NORM)
+    absolute = io.sum_of(partials, begin, end, LANES)
+    s = rules.scale_of(absolute, io.sum_of(partials + partials_stride, begin, end, LANES), n, NORM)
     for at in range(begin, end, LANES):
         tl.store(scale + at + lane, tl.zeros([LANES], tl.float32) + s, mask=at + lane < end)
     last = (end - 1) // blocks_per_message + 1
@@ -112,13 +112,13 @@ def finish_kernel(
                 first = tl.load(segment_start + one)
                 last = tl.load(segment_start + one + 1)
                 if last - first > SHORT:
-                    dropped += sum_of(partials + 2 * partials_stride, first, last, LANES)
+                    dropped += io.sum_of(partials + 2 * partials_stride, first, last, LANES)
                     _finish_segment(one, first, last, sums, to, NORM, TERNARY, LANES)
         if dropped > 0:
             # whoever stores, stores the same
             _store_flags(message_flags, message_flags_stride, messages, 1, LANES)
     elif p == segments:
-        dropped = sum_of(partials + 2 * partials_stride, 0, blocks, LANES)
+        dropped = io.sum_of(partials + 2 * partials_stride, 0, blocks, LANES)
         _store_flags(message_flags, message_flags_stride, messages, (dropped > 0).to(tl.int32), LANES)
     else:
         begin = tl.load(segment_start + p)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import block_io as io
 from . import eager
-from .block_io import any_of, bits_of, bytes_of, counting, elements, load_user, place_of, store_norm
 from .coefficients import LARGEST_GRADIENT
 from .cpu_tiles import gather, tiles
 from .eager import square_sum
@@ -28,15 +28,15 @@ _OF_WORDS: Derived = {
 def pack_kernel(x, bits, n, BLOCK_SIZE: tl.constexpr):
     """Grid: ceil(n / BLOCK_SIZE). Bytes per element: x, and 1/8."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     start = b * BLOCK_SIZE
     byte = tl.arange(0, BLOCK_SIZE // 8)
     if start + BLOCK_SIZE <= n:
         value = tl.load(x + start + i)
-        tl.store(bits + b * (BLOCK_SIZE // 8) + byte, bytes_of(value >= 0))
+        tl.store(bits + b * (BLOCK_SIZE // 8) + byte, io.bytes_of(value >= 0))
     else:
         value = tl.load(x + start + i, mask=start + i < n, other=0)
-        tl.store(bits + b * (BLOCK_SIZE // 8) + byte, bytes_of(value >= 0), mask=start + byte * 8 < n)
+        tl.store(bits + b * (BLOCK_SIZE // 8) + byte, io.bytes_of(value >= 0), mask=start + byte * 8 < n)
 
 
 @op(pack_kernel, writes=("bits",), derive=_OF_WORDS)
@@ -49,14 +49,14 @@ def _pack(x: AnyFloats, bits: Bits) -> None:
 def unpack_kernel(bits, x, n, BLOCK_SIZE: tl.constexpr):
     """Grid: ceil(n / BLOCK_SIZE). Bytes per element: 1/8, and x."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     start = b * BLOCK_SIZE
     byte = tl.arange(0, BLOCK_SIZE // 8)
     if start + BLOCK_SIZE <= n:
-        sign = bits_of(tl.load(bits + b * (BLOCK_SIZE // 8) + byte)) * 2 - 1
+        sign = io.bits_of(tl.load(bits + b * (BLOCK_SIZE // 8) + byte)) * 2 - 1
         tl.store(x + start + i, sign.to(tl.float32).to(x.dtype.element_ty))
     else:
-        sign = bits_of(tl.load(bits + b * (BLOCK_SIZE // 8) + byte, mask=start + byte * 8 < n, other=0)) * 2 - 1
+        sign = io.bits_of(tl.load(bits + b * (BLOCK_SIZE // 8) + byte, mask=start + byte * 8 < n, other=0)) * 2 - 1
         tl.store(x + start + i, sign.to(tl.float32).to(x.dtype.element_ty), mask=start + i < n)
 
 
@@ -96,14 +96,14 @@ def flatten_kernel(
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the tensor's, and 4."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
-    x = load_user(place, i, counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
+    place = io.place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
+    x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
     if unscale is not None:
         x = x * tl.load(unscale)
     tl.store(out + b * BLOCK_SIZE + i, x)
-    bad = any_of(~(tl.abs(x) <= most))
+    bad = io.any_of(~(tl.abs(x) <= most))
     if bad != 0:
         tl.store(out + tail, 1.0)  # whoever stores, stores the same
 
@@ -150,11 +150,11 @@ def gradient_squares_kernel(
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the tensor's."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
-    x = load_user(place, i, counting(live, row, i, BLOCK_SIZE), row, TENSORS)
-    store_norm(squares, b, tl.where(tl.abs(x) <= tl.load(bound), x, 0.0))
+    place = io.place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
+    x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
+    io.store_norm(squares, b, tl.where(tl.abs(x) <= tl.load(bound), x, 0.0))
 
 
 @op(

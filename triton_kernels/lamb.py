@@ -11,24 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    bytes_at,
-    counting,
-    elements,
-    load_bits,
-    load_user,
-    only_active,
-    place_of,
-    scaled,
-    store_norm,
-    sum_of,
-    tensor_of,
-)
 from .coefficients import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE
 from .cpu_tiles import gather, tiles
-from .eager import moments, move, only_live, square_sum
-from .eager import scaled as scaled_by
+from .eager import moments, move, only_live, scaled, square_sum
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -65,13 +52,13 @@ def lamb_update_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
-        i = elements(BLOCK_SIZE)
-        t, k = tensor_of(b, block_tensor, coef)
-        mask = counting(live, row, i, BLOCK_SIZE)
+        i = io.elements(BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
         m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
-        x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
-        store_norm(norms, b, x)
-        store_norm(norms + norms_stride, b, only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
+        x = io.load_user(io.place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+        io.store_norm(norms, b, x)
+        io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
 
 
 @op(lamb_update_kernel, writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms"))
@@ -117,8 +104,8 @@ def lamb_coefficient_kernel(
         begin = tl.load(layer_start + t)
         end = tl.load(layer_start + t + 1)
         k = coef + t * COLUMNS
-        x = tl.sqrt(sum_of(norms, begin, end, LANES))
-        u = tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES))
+        x = tl.sqrt(io.sum_of(norms, begin, end, LANES))
+        u = tl.sqrt(io.sum_of(norms + norms_stride, begin, end, LANES))
         c = rules.coefficient(x, u, k)
         c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
         tl.store(layers + AVERAGE * tensors + t, rules.average(c_avg, c, k, DEEPSPEED).to(tl.float32))
@@ -177,12 +164,12 @@ def lamb_move_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
-        i = elements(BLOCK_SIZE)
-        t, k = tensor_of(b, block_tensor, coef)
+        i = io.elements(BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
         at = b * BLOCK_SIZE + i
         update = rules.preconditioned(tl.load(exp_avg + at), tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
-        mask = counting(live, row, i, BLOCK_SIZE)
-        place = place_of(params, tensors, t, block_start, b)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
+        place = io.place_of(params, tensors, t, block_start, b)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -221,31 +208,31 @@ def lamb_ratio_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if tl.load(skip) == 0:
-        i = elements(BLOCK_SIZE)
-        t, k = tensor_of(b, block_tensor, coef)
+        i = io.elements(BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
         scale = tl.load(exp_avg_scale + b)
-        packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        signs, nonzero = load_bits(packed, plane, TERNARY)
+        packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = io.load_bits(packed, plane, TERNARY)
         held = tl.load(fresh + b * BLOCK_SIZE + i)
         frozen = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
         last_at = last_bits + b * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
         if TERNARY:
             last_at += b // blocks_per_chunk * plane  # the chunks before have a second plane each
-        last_signs, last_nonzero = load_bits(last_at, plane, TERNARY)
-        m = scaled(signs, nonzero, rules.plain_scale(scale, k), TERNARY)
-        last = scaled(last_signs, last_nonzero, rules.plain_scale(tl.load(last_scale + b), k), TERNARY)
+        last_signs, last_nonzero = io.load_bits(last_at, plane, TERNARY)
+        m = io.scaled(signs, nonzero, rules.plain_scale(scale, k), TERNARY)
+        last = io.scaled(last_signs, last_nonzero, rules.plain_scale(tl.load(last_scale + b), k), TERNARY)
         if PRECONDITIONED:
             m = m * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
             last = last * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
         running = tl.load(started) != 0
         g = rules.rebuilt_gradient(m, tl.where(running, last, held), k)
-        mask = counting(live, row, i, BLOCK_SIZE)
-        v = only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
+        v = io.only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
         if DEEPSPEED:
             ratio = tl.div_rn(rules.denominator(frozen, k, EPS_INSIDE_SQRT), rules.denominator(v, k, EPS_INSIDE_SQRT))
         else:
             ratio = tl.div_rn(frozen, v)
-        ratio = only_active(tl.where(ratio >= 0, ratio, 0.0), mask, row)  # not where it is 0/0 or inf/inf
+        ratio = io.only_active(tl.where(ratio >= 0, ratio, 0.0), mask, row)  # not where it is 0/0 or inf/inf
         tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
         tl.store(fresh + b * BLOCK_SIZE + i, v)
         tl.store(last_at, signs)
@@ -253,10 +240,10 @@ def lamb_ratio_kernel(
             tl.store(last_at + plane, nonzero)
         tl.store(last_scale + b, scale)
         if norms is not None:
-            x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
-            adam = only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
-            store_norm(norms, b, adam)
-            store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))
+            x = io.load_user(io.place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+            adam = io.only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
+            io.store_norm(norms, b, adam)
+            io.store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))
 
 
 @op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "largest", "norms"))
@@ -300,8 +287,8 @@ def lamb_ratio(
         k = coef[block_tensor[b]]
         frozen, held = exp_avg_sq.view(-1, block_size)[b].float(), fresh.view(-1, block_size)[b]
         packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg_bits, last_bits))
-        m = scaled_by(packed, rules.plain_scale(exp_avg_scale[b, None], k))
-        last = scaled_by(last_packed, rules.plain_scale(last_scale[b, None], k))
+        m = scaled(packed, rules.plain_scale(exp_avg_scale[b, None], k))
+        last = scaled(last_packed, rules.plain_scale(last_scale[b, None], k))
         if preconditioned:
             m, last = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last))
         g = rules.rebuilt_gradient(m, last if started else held, k)
@@ -345,8 +332,8 @@ def lamb_rescale_kernel(
         found = _max_of(largest, begin, end, LANES).to(tl.float64)
         r = found
         if norms is not None:
-            adam = tl.sqrt(sum_of(norms, begin, end, LANES))
-            r = rules.blended(r, adam, tl.sqrt(sum_of(norms + norms_stride, begin, end, LANES)))
+            adam = tl.sqrt(io.sum_of(norms, begin, end, LANES))
+            r = rules.blended(r, adam, tl.sqrt(io.sum_of(norms + norms_stride, begin, end, LANES)))
         r = rules.limited(r, last, k, DEEPSPEED)
         r = tl.where(found > 0, r, last).to(tl.float32)
         c = r.to(tl.float64) * tl.load(layers + AVERAGE * tensors + t).to(tl.float64)

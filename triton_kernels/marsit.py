@@ -5,19 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    any_of,
-    bits_of,
-    bytes_at,
-    bytes_of,
-    counting,
-    elements,
-    load_user,
-    place_of,
-    store_user,
-    tensor_of,
-)
 from .coefficients import ONE_MINUS_BETA1
 from .cpu_tiles import Tile, gather, scatter, tiles
 from .eager import only_live, pack, signs
@@ -39,21 +28,21 @@ def local_update_kernel(
     twice where MOVES.
     """
     b = tl.program_id(0).to(tl.int64) + first_block
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    mask = counting(live, row, i, BLOCK_SIZE)
-    t, k = tensor_of(b, block_tensor, coef)
-    byte = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+    mask = io.counting(live, row, i, BLOCK_SIZE)
+    t, k = io.tensor_of(b, block_tensor, coef)
+    byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
     s = tl.load(scale + b)
-    sent = tl.where(bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+    sent = tl.where(io.bits_of(tl.load(byte)) != 0, s, rules.negative(s))
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
-    source = place_of(grads, tensors, t, block_start, b)
-    g = rules.counted(load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
+    source = io.place_of(grads, tensors, t, block_start, b)
+    g = rules.counted(io.load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or MOVES:
-        x = load_user(place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+        x = io.load_user(io.place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
@@ -76,7 +65,7 @@ def local_update_kernel(
     if exp_avg_sq is not None:
         finite = finite & rules.finite(v)
     held = tl.load(hold) != 0
-    bad = any_of(~finite)
+    bad = io.any_of(~finite)
     if (bad != 0) & (not held):
         tl.atomic_or(flags + b // blocks_per_chunk * flags_stride, NONFINITE)
     counts = finite & (not held)
@@ -89,9 +78,9 @@ def local_update_kernel(
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
         # Looked up again, so that no register holds it meanwhile.
-        store_user(place_of(params, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
+        io.store_user(io.place_of(params, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
     else:
-        tl.store(byte, bytes_of(c >= 0))
+        tl.store(byte, io.bytes_of(c >= 0))
 
 
 @op(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from . import block_io as io
 from . import rules
-from .block_io import counting, elements, load_bits, only_active, scaled, store_bits, store_partials
 from .cpu_tiles import tiles
-from .eager import compress, only_live, write_partials
-from .eager import scaled as scaled_by
+from .eager import compress, only_live, scaled, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, op
 
@@ -27,11 +26,11 @@ def load_four(arrived, stride, plane, TERNARY: tl.constexpr):
 
     Four loads are under way together, and cross from the threads that load to those that add in one exchange.
     """
-    signs, nonzero = load_bits(arrived, plane, TERNARY)
+    signs, nonzero = io.load_bits(arrived, plane, TERNARY)
     four, four_nonzero = signs.to(tl.int32), nonzero.to(tl.int32)
     for place in tl.static_range(8, 32, 8):
         arrived += stride
-        signs, nonzero = load_bits(arrived, plane, TERNARY)
+        signs, nonzero = io.load_bits(arrived, plane, TERNARY)
         four |= signs.to(tl.int32) << place
         four_nonzero |= nonzero.to(tl.int32) << place
     return four, four_nonzero
@@ -83,7 +82,7 @@ def server_reduce_kernel(
     if tl.load(hold) != 0:
         return
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     byte = tl.arange(0, BLOCK_SIZE // 8)
     row = tl.load(live_row + b)
     at = tl.load(slot + b)
@@ -108,16 +107,16 @@ def server_reduce_kernel(
             total = add_four(total, second, second_scales, TERNARY)
         for _ in range(world_size % 8):
             scale = tl.load(scales) * per_worker
-            signs, nonzero = load_bits(arrived, plane, TERNARY)
-            total += scaled(signs, nonzero, scale, TERNARY)
+            signs, nonzero = io.load_bits(arrived, plane, TERNARY)
+            total += io.scaled(signs, nonzero, scale, TERNARY)
             arrived += arrived_bits_stride
             scales += arrived_scales_stride
         c = c + total
-    c = only_active(c, counting(live, row, i, BLOCK_SIZE), row)
+    c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
         tl.store(compensated + b * BLOCK_SIZE + i, c)
-    store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY)
-    store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
+    io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY)
+    io.store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
 
 
 @op(
@@ -166,7 +165,7 @@ def server_reduce(
         if not skip:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             for w in range(world_size):
-                total += scaled_by(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
+                total += scaled(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
             new += total
         new = only_live(new, live, live_row, tile)
         if keeps:

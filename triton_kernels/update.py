@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    bytes_at,
-    counting,
-    elements,
-    load_bits,
-    load_user,
-    only_active,
-    place_of,
-    random_words,
-    scaled,
-    store_user,
-    tensor_of,
-    total_of,
-)
 from .cpu_tiles import gather, scatter, tiles
-from .eager import live_mask, moments, move, only_live, round_bfloat16
-from .eager import scaled as scaled_by
+from .eager import live_mask, moments, move, only_live, round_bfloat16, scaled
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -40,22 +26,22 @@ from .op import (
 @jit()
 def moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Moves the elements of a block that count."""
-    words = random_words(rounding, b, i, BLOCK_SIZE)
-    x = load_user(place, i, mask, row, PARAMS)
-    store_user(place, i, rules.moved(x, update, k), words, mask, row, PARAMS)
+    words = io.random_words(rounding, b, i, BLOCK_SIZE)
+    x = io.load_user(place, i, mask, row, PARAMS)
+    io.store_user(place, i, rules.moved(x, update, k), words, mask, row, PARAMS)
 
 
 @jit()
 def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE: tl.constexpr):
     """Updates m and v of a block, and the sum of v where asked; returns both."""
     at = b * BLOCK_SIZE + i
-    g = only_active(tl.load(grad + at), mask, row)
+    g = io.only_active(tl.load(grad + at), mask, row)
     m = rules.momentum(tl.load(exp_avg + at), g, k)
     v = rules.variance(tl.load(exp_avg_sq + at), g, k)
     tl.store(exp_avg + at, m)
     tl.store(exp_avg_sq + at, v)
     if exp_avg_sq_sums is not None:
-        tl.store(exp_avg_sq_sums + b, total_of(v))
+        tl.store(exp_avg_sq_sums + b, io.total_of(v))
     return m, v
 
 
@@ -69,16 +55,16 @@ def apply_momentum_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
-        i = elements(BLOCK_SIZE)
-        t, k = tensor_of(b, block_tensor, coef)
-        packed = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        signs, nonzero = load_bits(packed, plane, TERNARY)
-        update = scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
+        i = io.elements(BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = io.load_bits(packed, plane, TERNARY)
+        update = io.scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
         if exp_avg_sq is not None:
             v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
             update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
-        mask = counting(live, row, i, BLOCK_SIZE)
-        place = place_of(params, tensors, t, block_start, b)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
+        place = io.place_of(params, tensors, t, block_start, b)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -113,7 +99,7 @@ def apply_momentum(
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        update = scaled_by(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
+        update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
         if exp_avg_sq is not None:
             update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
         move(params, tile, block_size, update, k, live, live_row, rounding)
@@ -128,12 +114,12 @@ def adam_update_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
-        i = elements(BLOCK_SIZE)
-        t, k = tensor_of(b, block_tensor, coef)
-        mask = counting(live, row, i, BLOCK_SIZE)
+        i = io.elements(BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
         m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
-        place = place_of(params, tensors, t, block_start, b)
+        place = io.place_of(params, tensors, t, block_start, b)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -173,13 +159,13 @@ def add_values_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
-        i = elements(BLOCK_SIZE)
-        mask = counting(live, row, i, BLOCK_SIZE)
-        place = place_of(params, tensors, tl.load(block_tensor + b), block_start, b)
+        i = io.elements(BLOCK_SIZE)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
+        place = io.place_of(params, tensors, tl.load(block_tensor + b), block_start, b)
         new = tl.load(values + b * BLOCK_SIZE + i)
         if not REPLACES:
-            new = load_user(place, i, mask, row, PARAMS) - new
-        store_user(place, i, new, random_words(rounding, b, i, BLOCK_SIZE), mask, row, PARAMS)
+            new = io.load_user(place, i, mask, row, PARAMS) - new
+        io.store_user(place, i, new, io.random_words(rounding, b, i, BLOCK_SIZE), mask, row, PARAMS)
 
 
 @op(add_values_kernel, writes=("params",))

@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    any_of,
-    bytes_at,
-    bytes_of,
-    counting,
-    elements,
-    load_user,
-    place_of,
-    random_words,
-    tensor_of,
-)
 from .cpu_tiles import gather, tiles
 from .eager import live_mask, only_live, pack, random_bits
 from .jit import Deferred, jit, tl
@@ -37,29 +27,29 @@ def vote_kernel(
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     if row == 1:
         # Computed where they are written, so that no register holds them meanwhile.
-        at = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        at = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
     else:
-        t, k = tensor_of(b, block_tensor, coef)
-        place = place_of(grads, tensors, t, block_start, b)
-        mask = counting(live, row, i, BLOCK_SIZE)
-        g = rules.counted(load_user(place, i, mask, row, GRADS), k)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        place = io.place_of(grads, tensors, t, block_start, b)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
+        g = rules.counted(io.load_user(place, i, mask, row, GRADS), k)
         m = tl.load(exp_avg + b * BLOCK_SIZE + i)
         c, new = RULE(m, g, k)
         finite = rules.finite(new) & rules.finite(c)
         held = tl.load(hold) != 0
         tl.store(exp_avg + b * BLOCK_SIZE + i, tl.where(finite & mask & (not held), new, m))
         c = tl.where(finite, c, m)
-        low, seed = random_words(step, b, i, BLOCK_SIZE)
+        low, seed = io.random_words(step, b, i, BLOCK_SIZE)
         coin = rules.random_bits(low, seed) & 1
         c = tl.where(c == 0, coin.to(tl.float32) - 0.5, c)
-        byte = bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        tl.store(byte, bytes_of(tl.where(mask, c, 0.0) >= 0))
-        bad = any_of(~finite & mask)
+        byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        tl.store(byte, io.bytes_of(tl.where(mask, c, 0.0) >= 0))
+        bad = io.any_of(~finite & mask)
         if (bad != 0) & (not held):
             tl.atomic_or(flags, NONFINITE)
 

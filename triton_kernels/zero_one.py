@@ -7,19 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from . import block_io as io
 from . import rules
-from .block_io import (
-    any_of,
-    bits_of,
-    bytes_at,
-    counting,
-    elements,
-    load_user,
-    only_active,
-    place_of,
-    store_user,
-    tensor_of,
-)
 from .coefficients import BETA1
 from .cpu_tiles import gather, scatter, tiles
 from .eager import live_mask, only_live, scaled
@@ -38,23 +27,23 @@ def local_step_kernel(
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 8 for c, 4 for v, 4 for m (8 unless LAST); where MOVES the gradient, x twice."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
     if row == 1:
         tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
     else:
-        t, k = tensor_of(b, block_tensor, coef)
-        mask = counting(live, row, i, BLOCK_SIZE)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
         m = tl.load(exp_avg + at)
         d = rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
         c = rules.residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
         held = tl.load(hold) != 0
         finite = i >= 0
         if MOVES:
-            place = place_of(params, tensors, t, block_start, b)
-            g = load_user(place_of(grads, tensors, t, block_start, b), i, mask, row, GRADS)
-            x = load_user(place, i, mask, row, PARAMS)
+            place = io.place_of(params, tensors, t, block_start, b)
+            g = io.load_user(io.place_of(grads, tensors, t, block_start, b), i, mask, row, GRADS)
+            x = io.load_user(place, i, mask, row, PARAMS)
             new = rules.momentum(m, rules.counted(g, k), k)
             u = tl.div_rn(new, d)
             added = new
@@ -64,7 +53,7 @@ def local_step_kernel(
                 added = rules.leaking(added, x, d, k)
             finite = rules.finite(c + added) & rules.finite(u)
             counts = finite & mask & (not held)
-            store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
+            io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
             c = tl.where(counts, c + added, c)
         if LAST:
@@ -78,7 +67,7 @@ def local_step_kernel(
         elif MOVES:
             tl.store(exp_avg + at, m)
         tl.store(compensated + at, tl.where(mask, c, 0.0))
-        bad = any_of(~finite & mask)
+        bad = io.any_of(~finite & mask)
         if (bad != 0) & (not held):
             tl.atomic_or(flags, NONFINITE)
 
@@ -156,19 +145,19 @@ def rebuild_momentum_kernel(
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any."""
     b = tl.program_id(0).to(tl.int64)
-    i = elements(BLOCK_SIZE)
+    i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
     if row == 1:
         tl.store(exp_avg + at, tl.zeros(i.shape, tl.float32))
     else:
-        byte = bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        byte = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         s = tl.load(exp_avg_scale + b)
-        m = tl.where(bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+        m = tl.where(io.bits_of(tl.load(byte)) != 0, s, rules.negative(s))
         if exp_avg_sq is not None:
-            _, k = tensor_of(b, block_tensor, coef)
+            _, k = io.tensor_of(b, block_tensor, coef)
             m = m * rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
-        tl.store(exp_avg + at, only_active(m, counting(live, row, i, BLOCK_SIZE), row))
+        tl.store(exp_avg + at, io.only_active(m, io.counting(live, row, i, BLOCK_SIZE), row))
 
 
 @op(rebuild_momentum_kernel, writes=("exp_avg",))
