@@ -16,7 +16,7 @@ from test_kernels import EACH_SIZE, SIZES, block_of, do_not_run_kernels
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitLamb
-from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, coefficients, using
+from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, Layer, rules, using
 from fusedonebit.triton_kernels.op import launches
 
 pytestmark = pytest.mark.kernels
@@ -328,5 +328,5 @@ def test_a_step_launches_the_same_few_kernels_whatever_the_number_of_tensors(kin
 def test_the_kernels_read_rows_and_columns_where_the_host_writes_them():
     for names, constants in ((Coef, len(Coef)), (Layer, len(Layer))):
         for name in names:
-            assert getattr(coefficients, name.name) == name < constants
-    assert len(Coef) == coefficients.COLUMNS
+            assert getattr(rules, name.name) == name < constants
+    assert len(Coef) == rules.COLUMNS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, choose_block_size, live_table
 from fusedonebit.triton_kernels.layout import flat_layout
-from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
+from fusedonebit.triton_kernels.tables import EMPTY_ROW, FULL_ROW
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
 SIZES = [

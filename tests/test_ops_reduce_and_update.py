@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
-from fusedonebit.triton_kernels.live import EMPTY_ROW
+from fusedonebit.triton_kernels.tables import EMPTY_ROW
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 MIXED = (300, 0, 128, 1, 129)

@@ -14,8 +14,7 @@ from benchmarks.scale import NETWORK, RESULTS, Operations, layout_of, made, pred
 from benchmarks.scale_plot import plot
 from fusedonebit.comm import DisagreementError, SimulatedGroup, Traffic, agree
 from fusedonebit.triton_kernels import FlatLayout, live_table
-from fusedonebit.triton_kernels.live import EMPTY_ROW, FULL_ROW
-from fusedonebit.triton_kernels.tables import block_tables
+from fusedonebit.triton_kernels.tables import EMPTY_ROW, FULL_ROW, block_tables
 
 CPU = torch.device("cpu")
 UNEVEN = (5000, 0, 300, 70000, 12)

@@ -22,8 +22,7 @@ from torch.nn import Parameter
 from fusedonebit import DisagreementError, Lamb, Numerics, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import Coef, block_io, rules, using
-from fusedonebit.triton_kernels.cpu_tiles import Tile
-from fusedonebit.triton_kernels.eager import random_bits, stochastic
+from fusedonebit.triton_kernels.eager import Tile, random_bits, stochastic
 
 OPS = ("adam_update", "apply_momentum", "lamb_move")
 EACH_OP = pytest.mark.parametrize("op", OPS)

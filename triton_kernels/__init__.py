@@ -5,7 +5,6 @@ registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its k
 """
 
 from .backends import backend, using
-from .coefficients import LARGEST_GRADIENT, Coef, Layer
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
 from .flat import TAIL, flatten, gradient_squares, pack, unpack
@@ -13,10 +12,11 @@ from .freeze import exponents, freeze, live_variance, square_sums, thaw, update_
 from .jit import rule
 from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
-from .live import LiveTable, live_table
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .reduce import server_reduce
+from .rules import LARGEST_GRADIENT, Coef, Layer
+from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import lion_compress, vote_op
 from .zero_one import local_step, rebuild_momentum

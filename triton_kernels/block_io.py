@@ -4,16 +4,17 @@ A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one b
 packing is a sum along a row. Users' tensors are reached through a table of addresses, one per tensor;
 full blocks take a path without masks, whose loads are 128 bits wide.
 
-Row 0 of the table of active masks is all ones, row 1 all zeros (``live``).
+Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
 """
 
 from __future__ import annotations
 
 from . import rules
-from .coefficients import COLUMNS
 from .jit import jit, tl
+from .rules import COLUMNS
 
 FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
+NONFINITE = 1  # the flag that an element sets whose gradient or update does not count
 ALIGNED = 4  # added where all addresses are multiples of 16 bytes
 
 

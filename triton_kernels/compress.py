@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .cpu_tiles import gather, tiles
-from .eager import DROPPED, compress, only_live, scaled, write_partials
+from .eager import DROPPED, compress, gather, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
 

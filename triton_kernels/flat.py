@@ -7,11 +7,10 @@ from torch import Tensor
 
 from . import block_io as io
 from . import eager
-from .coefficients import LARGEST_GRADIENT
-from .cpu_tiles import gather, tiles
-from .eager import square_sum
+from .eager import gather, square_sum, tiles
 from .jit import jit, tl
 from .op import AnyFloats, Bits, Derived, DoublePerBlock, Floats, Sizes, Tensors, op
+from .rules import LARGEST_GRADIENT
 
 TAIL = 8
 """Words behind the flattened gradients, summed with them by the warm-up's all-reduce."""

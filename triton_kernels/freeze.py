@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from . import rules
-from .coefficients import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
-from .cpu_tiles import tiles
-from .eager import only_live, square_sum
+from .eager import only_live, square_sum, tiles
 from .jit import of
 from .op import Bits, Counters, Doubles, Floats, Indices, PerElement, Sizes, op
+from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 
 @op(writes=("exp_avg", "exp_avg_sq"))

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
-from .coefficients import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE
-from .cpu_tiles import gather, tiles
-from .eager import moments, move, only_live, scaled, square_sum
+from .eager import gather, moments, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -33,6 +31,7 @@ from .op import (
     Variance,
     op,
 )
+from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE
 from .update import moments_kernel, moved_kernel
 
 PER_LAYER: Derived = {

@@ -7,13 +7,10 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
-from .coefficients import ONE_MINUS_BETA1
-from .cpu_tiles import Tile, gather, scatter, tiles
-from .eager import only_live, pack, signs
+from .eager import Tile, gather, only_live, pack, scatter, signs, tiles
 from .jit import jit, of, tl
 from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
-
-NONFINITE = 1  # the flag of a chunk where an element's gradient or update does not count
+from .rules import ONE_MINUS_BETA1
 
 
 @jit()
@@ -67,7 +64,7 @@ def local_update_kernel(
     held = tl.load(hold) != 0
     bad = io.any_of(~finite)
     if (bad != 0) & (not held):
-        tl.atomic_or(flags + b // blocks_per_chunk * flags_stride, NONFINITE)
+        tl.atomic_or(flags + b // blocks_per_chunk * flags_stride, io.NONFINITE)
     counts = finite & (not held)
     u = tl.where(counts, u, 0.0)
     c = kept + u
@@ -142,7 +139,7 @@ def local_update(
         finite = rules.finite(kept + u) if v is None else rules.finite(kept + u) & rules.finite(v)
         counts = torch.zeros_like(finite) if hold else finite
         if not (hold or finite.all()):
-            flags[tile.chunk] |= NONFINITE
+            flags[tile.chunk] |= io.NONFINITE
         u = tl.where(counts, u, 0.0)
         flat[b] = kept + u
         for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):

@@ -6,8 +6,7 @@ import torch
 
 from . import block_io as io
 from . import rules
-from .cpu_tiles import tiles
-from .eager import compress, only_live, scaled, write_partials
+from .eager import compress, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, op
 

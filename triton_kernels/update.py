@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .cpu_tiles import gather, scatter, tiles
-from .eager import live_mask, moments, move, only_live, round_bfloat16, scaled
+from .eager import gather, live_mask, moments, move, only_live, round_bfloat16, scaled, scatter, tiles
 from .jit import jit, tl
 from .op import (
     Bits,

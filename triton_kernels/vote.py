@@ -10,13 +10,11 @@ from collections.abc import Callable
 
 from . import block_io as io
 from . import rules
-from .cpu_tiles import gather, tiles
-from .eager import live_mask, only_live, pack, random_bits
+from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
 from .op import Bits, Counters, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
 
-NONFINITE = 1  # the flag that an element sets whose gradient or momentum does not count
 RULE = rules.lion  # each op binds its own
 
 
@@ -51,7 +49,7 @@ def vote_kernel(
         tl.store(byte, io.bytes_of(tl.where(mask, c, 0.0) >= 0))
         bad = io.any_of(~finite & mask)
         if (bad != 0) & (not held):
-            tl.atomic_or(flags, NONFINITE)
+            tl.atomic_or(flags, io.NONFINITE)
 
 
 def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
@@ -94,7 +92,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
             c, new = rule(m, g, k)
             mask, finite = live_mask(live, live_row, tile), rules.finite(new) & rules.finite(c)
             if not (hold or (finite if mask is None else finite | ~mask).all()):
-                flags |= NONFINITE
+                flags |= io.NONFINITE
             c = tl.where(finite, c, m)
             coin = (random_bits(step, tile, block_size) & 1) * 2.0 - 1
             c = only_live(tl.where(c == 0, coin, c), live, live_row, tile)

@@ -9,13 +9,10 @@ import torch
 
 from . import block_io as io
 from . import rules
-from .coefficients import BETA1
-from .cpu_tiles import gather, scatter, tiles
-from .eager import live_mask, only_live, scaled
+from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
 from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
-
-NONFINITE = 1  # the flag that an element sets whose gradient or update does not count
+from .rules import BETA1
 
 
 @jit()
@@ -69,7 +66,7 @@ def local_step_kernel(
         tl.store(compensated + at, tl.where(mask, c, 0.0))
         bad = io.any_of(~finite & mask)
         if (bad != 0) & (not held):
-            tl.atomic_or(flags, NONFINITE)
+            tl.atomic_or(flags, io.NONFINITE)
 
 
 @op(local_step_kernel, writes=("params", "exp_avg", "compensated", "flags"))
@@ -135,7 +132,7 @@ def local_step(
         flat[b] = only_live(c, live, live_row, tile)
         bad = ~finite if mask is None else ~finite & mask
         if bad.any() and not hold:
-            flags |= NONFINITE
+            flags |= io.NONFINITE
 
 
 @jit()

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.timing import Call, copy_of, time_by_turns
 from benchmarks.workload import CALLS, OF_TWO_WORKERS, PRECONDITIONED, Workload
-from fusedonebit.triton_kernels import cpu_tiles, using
+from fusedonebit.triton_kernels import eager, using
 from fusedonebit.triton_kernels.op import OPS
 
 CUDA = torch.cuda.is_available()
@@ -81,7 +81,7 @@ def test_op(benchmark, monkeypatch, case: str, numel: int, peer: str):
         world_size = 2 if op in OF_TWO_WORKERS else 1
         call = Workload(sizes, DEVICE, world_size, preconditioned=bool(preconditioned)).call(op)
     if peer == "eager, compiled":
-        monkeypatch.setitem(cpu_tiles.TILE_NUMEL, DEVICE.type, ONE_TILE)
+        monkeypatch.setitem(eager.TILE_NUMEL, DEVICE.type, ONE_TILE)
     with using("triton" if peer == "triton" else "plain"):
         if peer == "eager, compiled":
             call = compiled(op, call.args)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels.capture import capturing
+from ..triton_kernels.tables import capturing
 
 __all__ = ["HostMirror", "capturing", "upload"]
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import rules
-from ..coefficients import Coef
 
 HERE = Path(__file__).parent
 RULES = HERE.parent / "rules.py"
@@ -79,7 +78,7 @@ class Parameter(NamedTuple):
 
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     """The text of ``generated.h``."""
-    columns = ", ".join(column.name for column in Coef)
+    columns = ", ".join(column.name for column in rules.Coef)
     lines = [f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */", *_rules(RULES.read_text())]
     for name, parameters in kernels.items():
         lines.append(f"#define {name}_ARGUMENTS {', '.join(parameter.in_c for parameter in parameters)}")
