@@ -71,18 +71,14 @@ def momentum_compress(
     after all of ``c`` was seen. ``m`` comes from the last synchronised bits and scales. An element
     whose gradient exceeds GRAD_LIMIT, or whose new ``c`` is not finite, drops its gradient and is counted.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        sizes: Elements of each gradient.
-        block_size: Elements per block.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last step, float32 [B].
-        exp_avg_bits: Signs of m, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
-        exp_avg_scale: |m|, float32 [B].
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
+        exp_avg_bits, exp_avg_scale: m of the last step.
         exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
-        eps_inside_sqrt: Which denom; see ``apply_momentum``.
         live, live_row: The active mask: elements that count; others get c = 0.
         bits: As ``exp_avg_bits``, written.
         partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements; or

@@ -120,12 +120,10 @@ def flatten_kernel(
 def flatten(
     tensors: Tensors, sizes: Sizes, block_size: int, factor: float, unscale: Floats | None, out: Floats
 ) -> None:
-    """Copies tensors, times ``factor``, into the flat index space; padding becomes zero.
+    """Copies tensors, times ``factor``, into the flat index space of ``block_size``; padding becomes zero.
 
     Args:
         tensors: Dense tensors of ``sizes`` elements, read in memory order; empty ones are zeros.
-        sizes: Elements of each tensor.
-        block_size: Elements per block.
         factor: 1 / world_size; dividing before the sum cannot overflow.
         unscale: float32 [], a second factor, of gradients of a scaled loss; or None.
         out: float32 [P + TAIL], written: the values; and 1 at P if any is not finite, or larger than ``factor``
@@ -168,9 +166,7 @@ def gradient_squares(tensors: Tensors, sizes: Sizes, block_size: int, bound: Flo
     """Sums the squares of a gradient, by block, in float64: no sum overflows, and bad elements do not count.
 
     Args:
-        tensors: Gradients of any float dtype, dense; empty is zeros.
-        sizes: Elements of each.
-        block_size: Elements per block.
+        tensors, sizes, block_size: As for ``flatten``.
         bound: float32 [1]; larger elements, and NaN, are left out.
         squares: float64 [B], written.
     """

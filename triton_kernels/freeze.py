@@ -20,17 +20,12 @@ def freeze(
     """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
 
     ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
-    its "residual" just what the full-precision momentum contributes.
+    its "residual" just what the full-precision momentum contributes. Other arguments as for ``apply_momentum``.
 
     Args:
-        sizes: Elements of each tensor.
-        block_size: Elements per block.
         exp_avg: m, float32 [P]; c is written.
         exp_avg_sq: v, float32 [P], read and written.
-        eps_inside_sqrt: Which denom; see ``apply_momentum``.
         precondition: unit = 1/denom per coordinate, with the v that is written, instead of the layer's.
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
         dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
             [tensors]; None leaves them.
         least: What v must at least be, float32 [tensors], or None.
@@ -63,15 +58,12 @@ def thaw(
     v is corrected for its start at 0. With ``clip`` |m| is at most the root of v: a gradient that v
     has never seen then moves a coordinate by about a step, as Adam would have.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
-        sizes: Elements of each tensor.
-        block_size: Elements per block.
         exp_avg: float32 [P]: unit*m is read, m written.
         exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
-        eps_inside_sqrt: Which denom; see ``apply_momentum``.
         precondition: unit = 1/denom per coordinate, instead of the layer's.
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
         live, live_row: The active mask: elements that count; others get v = 0.
         clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
     """
@@ -91,7 +83,7 @@ def thaw(
 
 @op(writes=("partials",))
 def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement, partials: Doubles) -> None:
-    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B], written; else as for ``freeze``."""
+    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B]; else as for ``apply_momentum``."""
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         v = exp_avg_sq.view(-1, block_size)[tile.blocks]
         partials[0, tile.blocks] = v.sum(1, dtype=torch.float64)
@@ -102,7 +94,7 @@ def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement, partial
 def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, partials: Doubles) -> None:
     """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written.
 
-    Other arguments as for ``thaw``.
+    Other arguments as for ``apply_momentum``.
     """
     for tile in tiles(sizes, 1, block_size, x.device):
         partials[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
@@ -115,7 +107,7 @@ def update_sums(
 ) -> None:  # fmt: skip
     """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1.
 
-    Other arguments as for ``thaw``.
+    Other arguments as for ``apply_momentum``.
     """
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         b = tile.blocks
@@ -128,11 +120,10 @@ def update_sums(
 def exponents(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, counts: Counters) -> None:
     """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
 
+    Other arguments as for ``apply_momentum``.
+
     Args:
-        sizes: Elements of each tensor.
-        block_size: Elements per block.
         x: float32 [P], none negative; zeros are not counted.
-        live, live_row: The active mask: elements that count.
         counts: int64 [32768], added to. Bin i begins at the float32 whose bits are ``i << 16``.
     """
     for tile in tiles(sizes, 1, block_size, x.device):

@@ -70,15 +70,11 @@ def lamb_update(
 
         m = beta1*m + (1 - beta1)*g;  v = beta2*v + (1 - beta2)*g^2;  u = m/denom + wd*x
 
-    Moves no parameter: first every layer's coefficient must be known. Other arguments as for ``adam_update``.
+    Moves no parameter: first every layer's coefficient must be known. Other arguments as for ``adam_update``
+    and as for ``apply_momentum``.
 
     Args:
-        params: Parameters of any float dtype, dense.
-        sizes: Elements of each.
-        block_size: Elements per block.
         eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
-        coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
         norms: float64 [2, B], written: sums of x^2 and of u^2; those of padding stay as they are.
     """
     if skip:
@@ -180,8 +176,7 @@ def lamb_move(
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
-    Arguments as for ``lamb_update``, ``exp_avg``, ``exp_avg_sq`` and ``skip`` as for ``adam_update``, ``rounding`` as
-    for ``apply_momentum``; ``params`` are written, nothing else.
+    Arguments as for ``adam_update`` and as for ``apply_momentum``; ``params`` are written, nothing else.
     """
     if skip:
         return
@@ -259,22 +254,18 @@ def lamb_ratio(
 
     Both momenta are bits and scales. Only before the first step is m_{t-1} the warm-up's, in full
     precision: ``fresh`` then holds it, and v_{t-1} is v_{T_w}. Leaves m_t as the next m_{t-1}.
-    Other arguments as for ``lamb_update``.
+    Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Parameters of any float dtype, dense; read only for ``norms``.
-        exp_avg_bits: Signs of m_t, uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
-        exp_avg_scale: |m_t| times unit, float32 [B].
-        last_bits: Signs of m_{t-1}, of the same shape, contiguous, read and written.
-        last_scale: |m_{t-1}| times unit, float32 [B], read and written.
+        params: Read only for ``norms``.
+        exp_avg_bits, exp_avg_scale: m_t, times unit.
+        last_bits, last_scale: m_{t-1}, contiguous, read and written.
         exp_avg_sq: v_{T_w}, the frozen variance, float32 or bfloat16 [P].
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: int32 [1], 0 before the first step.
         eps_inside_sqrt: Which denom; not read without one of the next two or ``norms``.
         preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
         deepspeed: The ratio is that of the denominators: of roots, plus eps.
-        live, live_row: The active mask.
-        skip: int32 [1]; where set nothing changes.
         largest: float32 [B], written; 0 in blocks where nothing counts.
         norms: float64 [2, B], written: sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, for
             DeepSpeed's blend; or None.
@@ -352,17 +343,13 @@ def lamb_rescale(
 
     The paper first limits the change (line 18), then the range (line 19). DeepSpeed first blends in
     the share of the weight decay, r = R*r + 1 - R with R = min(1, |m/denom|/|u|), then limits the
-    range, then the change. A layer that found no ratio keeps its own.
+    range, then the change. A layer that found no ratio keeps its own. Other arguments as for ``lamb_coefficient``.
 
     Args:
         largest: float32 [B], from ``lamb_ratio``.
         norms: float64 [2, B], from ``lamb_ratio``: then r is blended; or None.
-        layer_start: int64 [tensors + 1], first block of each tensor, and B.
-        skip: int32 [1]; where set nothing changes.
         deepspeed: DeepSpeed's order.
         started: int32 [1], set to 1.
-        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE and DECAY are written.
-        layers: float32 [rows of ``Layer``, tensors], read and written.
     """
     if skip:
         return

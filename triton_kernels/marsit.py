@@ -105,8 +105,8 @@ def local_update(
     Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Parameters of any float dtype, dense; read where ``decays``, written where ``moves``.
-        grads: Gradients of any float dtype, dense; empty is zeros.
+        params: Read where ``decays``, written where ``moves``.
+        grads: As for ``momentum_compress``.
         first, last: Chunks ``first:last`` are worked on.
         exp_avg: m, float32 [P], read and written; None: u = lr*g.
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
@@ -114,7 +114,7 @@ def local_update(
         scale: s, float32 [B]: how far the last global update went.
         limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's.
         bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
-        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
+        coef: STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
         live, live_row: The active mask: elements that count; others get c = 0.
         factor: float32 [1], what gradients are multiplied with.
         hold: int32 [1]; where set u = 0 and moments stay.

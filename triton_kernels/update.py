@@ -134,10 +134,7 @@ def adam_update(
 
     Args:
         grad: Averaged gradients, float32 [>= P].
-        exp_avg: m, float32 [P], read and written.
-        exp_avg_sq: v, float32 [P], read and written.
-        live, live_row: The active mask; moments of blocks where nothing counts may stay as they are.
-        skip: int32 [1]; where set nothing changes.
+        exp_avg, exp_avg_sq: m and v, float32 [P], read and written; of blocks where nothing counts they may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
     """
     if skip:

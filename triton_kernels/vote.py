@@ -76,7 +76,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
         a gradient do not drift. An element whose gradient exceeds GRAD_LIMIT, or whose new momentum is not finite,
         drops its gradient and sets the flag. Elements that do not count have bit 1, and keep their momentum.
 
-        Other arguments as for ``momentum_compress``.
+        Other arguments as for ``apply_momentum``; ``grads`` as for ``momentum_compress``.
 
         Args:
             exp_avg: m, float32 [P], read and written.

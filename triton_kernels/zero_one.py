@@ -89,8 +89,8 @@ def local_step(
     Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Parameters of any float dtype, dense, written where ``moves``.
-        grads: Gradients of any float dtype, dense, read where ``moves``; empty is zeros.
+        params: Written where ``moves``.
+        grads: As for ``momentum_compress``, read where ``moves``.
         exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``.
         exp_avg_sq: v, float32 [P].
         precondition: Whether ``c`` sums m/denom, else m.
