@@ -25,15 +25,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-FLAGS = (
-    *("-O3", "-march=native", "-std=c11", "-fopenmp-simd"),
-    *(
-        "-fno-fast-math",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-    ),  # bits equal those of eager torch
-)
+EXACT = ("-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # bits as in eager torch
+FLAGS = ("-O3", "-march=native", "-std=c11", "-fopenmp-simd", *EXACT)
 SOURCES = ("compress.c", "update.c", "marsit.c")
 HERE = Path(__file__).parent
 

@@ -15,23 +15,15 @@ from .. import rules
 
 HERE = Path(__file__).parent
 RULES = HERE.parent / "rules.py"
-_POINTERS = {
-    None: "*fp32",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.uint32: "*u32",
-    torch.int64: "*i64",
-}
 _TYPES = {
-    "fp32": "float",
-    "fp64": "double",
-    "u8": "uint8_t",
-    "i32": "int32_t",
-    "u32": "uint32_t",
-    "i64": "int64_t",
+    torch.float32: ("*fp32", "float"),
+    torch.float64: ("*fp64", "double"),
+    torch.uint8: ("*u8", "uint8_t"),
+    torch.int32: ("*i32", "int32_t"),
+    torch.uint32: ("*u32", "uint32_t"),
+    torch.int64: ("*i64", "int64_t"),
 }
+"""Of pointers in Triton's signatures, and of what they point at in C."""
 
 
 class Spec(NamedTuple):
@@ -50,7 +42,7 @@ class Spec(NamedTuple):
     @property
     def pointer(self) -> str:
         """As Triton's signatures have it."""
-        return _POINTERS[self.dtype]
+        return _TYPES[self.dtype or torch.float32][0]
 
 
 class Parameter(NamedTuple):
@@ -72,7 +64,7 @@ class Parameter(NamedTuple):
         if self.several:
             return f"const void *{self.name}, int64_t {self.name}_kind"
         if self.kind.startswith("*"):
-            return f"{'' if self.written else 'const '}{_TYPES[self.kind[1:]]} *{self.name}"
+            return f"{'' if self.written else 'const '}{dict(_TYPES.values())[self.kind]} *{self.name}"
         return f"{'float' if self.kind == 'fp32' else 'int64_t'} {self.name}"
 
 
