@@ -7,7 +7,7 @@ import torch
 from backends import assert_equal_backends, problem
 
 from fusedonebit import triton_kernels
-from fusedonebit.triton_kernels.finish import SHORT_LANES, SHORT_SEGMENT
+from fusedonebit.triton_kernels.finish import SHORT_SEGMENT, SHORT_WIDTH
 
 pytestmark = pytest.mark.kernels
 
@@ -27,7 +27,7 @@ def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_siz
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 @pytest.mark.parametrize("world_size", [1, 3, 40])
 def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_size, norm):
-    sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (SHORT_LANES - 30))
+    sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (SHORT_WIDTH[0] - 30))
 
     def make() -> tuple:
         p = problem(sizes, world_size, 128)
@@ -36,7 +36,7 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
         return p.finish_arguments("layer", norm)
 
     _, segment, start, *_ = make()
-    assert len(start) > SHORT_LANES
+    assert len(start) > SHORT_WIDTH[0]
     assert len(segment) <= SHORT_SEGMENT * (len(start) - 1)  # on average
     assert start.diff().max() > SHORT_SEGMENT
     assert_equal_backends("finish", make)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from . import block_io as io
 from . import rules
@@ -14,8 +13,8 @@ from .op import Counters, Doubles, Flag, Floats, Indices, PerBlock, op
 SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2}
 """What ``finish`` takes as ``norm``, by the name that users give."""
 
-LANES, SHORT_LANES, ONE_SCALE_LANES = 2048, 128, 8192
-WARPS, SHORT_WARPS, ONE_SCALE_WARPS = 8, 4, 32  # one scale: a single program scans all, on a whole multiprocessor
+WIDTH, SHORT_WIDTH, ONE_SCALE_WIDTH = (2048, 8), (128, 4), (8192, 32)
+"""Lanes and warps. One scale: a single program scans all, on a whole multiprocessor."""
 SHORT_SEGMENT = 32  # blocks, the most that 4096 elements are
 
 
@@ -126,16 +125,8 @@ def finish_kernel(
         _finish_segment(p, begin, end, sums, to, NORM, TERNARY, LANES)
 
 
-def _lanes(segments: int, SHORT: int) -> int:
-    return SHORT_LANES if SHORT else ONE_SCALE_LANES if segments == 1 else LANES
-
-
-def _warps(segments: int, SHORT: int) -> int:
-    return SHORT_WARPS if SHORT else ONE_SCALE_WARPS if segments == 1 else WARPS
-
-
-def _cleared(message_flags: Tensor, SHORT: int) -> Tensor:
-    return message_flags.zero_() if SHORT else message_flags
+def _width(segments: int, SHORT: int) -> tuple[int, int]:
+    return SHORT_WIDTH if SHORT else ONE_SCALE_WIDTH if segments == 1 else WIDTH
 
 
 @op(
@@ -146,12 +137,13 @@ def _cleared(message_flags: Tensor, SHORT: int) -> Tensor:
         "segments": ("i32", lambda count: len(count)),
         "messages": ("i32", lambda message_flags: len(message_flags)),
         "blocks_per_message": ("i32", lambda blocks, messages: blocks // messages),
-        "message_flags": ("", _cleared),
+        "message_flags": ("", lambda message_flags, SHORT: message_flags.zero_() if SHORT else message_flags),
         "TERNARY": ("constexpr", lambda partials: len(partials) > NONZERO),
         "SHORT": ("constexpr", lambda blocks, segments: SHORT_SEGMENT * (1 < segments >= blocks / SHORT_SEGMENT)),
-        "LANES": ("constexpr", _lanes),
+        "width": ("", _width),
+        "LANES": ("constexpr", lambda width: width[0]),
         "programs": ("i32", lambda segments, LANES, SHORT: -(-segments // LANES) if SHORT else segments + 1),
-        "num_warps": ("i32", _warps),
+        "num_warps": ("i32", lambda width: width[1]),
     },
 )
 def finish(
