@@ -22,6 +22,7 @@ from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.state.header import LINES
 from fusedonebit.core.state.spec import StateSpec
 from fusedonebit.triton_kernels import apply_momentum, rule, rules, using, vote_op
+from fusedonebit.triton_kernels.jit import tl
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
 LR, BETA, DECAY = 1e-2, 0.9, 0.1
@@ -158,6 +159,21 @@ def test_all_backends_have_the_same_bits(dtype):
         assert_equal_backends("toy_vote", lambda s=special: lion_arguments(problem([700, 1, 1500], 2, 128, dtype, s)))
 
 
+@rule
+def moved(m, g, k):
+    """Has the name of one of ``rules``, calls others with constants, and has branches."""
+    c = tl.where(g > 0, rules.preconditioned(m, g * g, k, False), -1.5 * m)
+    return rules.residual(c, g, True), c
+
+
+toy_branches = vote_op("toy_branches", moved)
+
+
+@pytest.mark.kernels
+def test_a_rule_may_call_others_and_be_called_as_they_are():
+    assert_equal_backends("toy_branches", lambda: lion_arguments(problem([700, 1, 1500], 2, 128, special=True)))
+
+
 @pytest.mark.kernels
 def test_a_run_has_the_same_bits_on_all_backends():
     with using("plain"):
@@ -175,7 +191,7 @@ def test_the_op_is_registered_cleanly():
 
 def test_a_rule_with_what_other_backends_lack_is_refused():
     def exponential(m, g, k):
-        return tl.exp(m), g  # noqa: F821
+        return tl.exp(m), g
 
     with pytest.raises(NotImplementedError, match=r"cannot be printed in C: tl.exp\(m\)"):
         vote_op("toy_exp", rule(exponential))
@@ -185,6 +201,12 @@ def test_a_rule_with_what_other_backends_lack_is_refused():
 
     with pytest.raises(TypeError, match=r"rule own_constant must be made of .* got \['LR'\]"):
         vote_op("toy_constant", rule(own_constant))
+
+    def of_another_shape(m, g):
+        return m + g
+
+    with pytest.raises(TypeError, match=r"rule of_another_shape must take m, g and k, and return two values"):
+        vote_op("toy_sum", rule(of_another_shape))
     assert not hasattr(torch.ops.fusedonebit, "toy_exp")
 
 

@@ -78,10 +78,10 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
 
 
 def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
-    """The C file of op ``name``: a template's NAME and RULE filled in, behind the rule if it is none of ``rules``.
+    """The C file of op ``name``: the rule, and a template with NAME and RULE filled in.
 
     Raises:
-        TypeError: for a rule that uses what ``rules`` does not have.
+        TypeError: for a rule of other arguments or results, or that uses what ``rules`` does not have.
         NotImplementedError: for one that C can't be printed of.
     """
     used = inspect.getclosurevars(rule)
@@ -91,10 +91,14 @@ def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
         raise TypeError(
             f"rule {rule.__name__} must be made of its arguments, numbers, tl, and what rules.py has, got {unknown}"
         )
-    source = inspect.getsource(rule)
-    own = "" if source in RULES.read_text() else "\n".join(_rules(dedent(source)))
-    text = (HERE / template).read_text().replace("NAME", name).replace("RULE", rule.__name__)
-    return f'#include "block_io.h"\n{own}\n{text}'
+    (written,) = ast.parse(dedent(inspect.getsource(rule))).body
+    assert isinstance(written, ast.FunctionDef)
+    results = [node.value for node in ast.walk(written) if isinstance(node, ast.Return)]
+    if len(written.args.args) != 3 or not all(isinstance(r, ast.Tuple) and len(r.elts) == 2 for r in results):
+        raise TypeError(f"rule {rule.__name__} must take m, g and k, and return two values, c and m")
+    written.name = f"{name}_rule"  # no other function's
+    text = (HERE / template).read_text().replace("NAME", name).replace("RULE", written.name)
+    return "\n".join(['#include "block_io.h"', *_function(written), text])
 
 
 # ---------------------------------------------------------------- formulas
@@ -186,7 +190,7 @@ def _expression(node: ast.expr) -> str:
         case ast.Constant(value=float() as value):
             return f"{value!r}f"
         case ast.Constant(value=int() as value):
-            return str(value) if value < 2**31 else f"{value}u"
+            return str(int(value)) if value < 2**31 else f"{value}u"  # False is 0
         case ast.Call(func=function, args=arguments):
             name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
             values = [_expression(argument) for argument in arguments]
