@@ -358,8 +358,7 @@ class RoundAllReduce(Reducer):
 
     def settle(self) -> None:
         kept = self._own.view(self.layout.n_blocks, -1)
-        signs = unpack(self.messages.bits.contiguous()).view_as(kept)
-        kept.sub_(signs.mul_(self._taken[:, None]))
+        kept.sub_(self.signs().mul_(self._taken[:, None]))
         kept.clamp_(-self._limit[:, None], self._limit[:, None])
         self._own.mul_(self._counts())
         self.formed()
@@ -367,6 +366,10 @@ class RoundAllReduce(Reducer):
     @property
     def bits(self) -> Tensor:
         return self.gathered.bits
+
+    def signs(self) -> Tensor:
+        """Return the signs of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
+        return unpack(self.messages.bits.contiguous()).view(self.layout.n_blocks, -1)
 
     def _counts(self) -> Tensor:
         return unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
