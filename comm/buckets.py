@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, block_table, live_table
 from .allreduce import CompressedAllReduce
-from .message import Messages
+from .message import Messages, union
 from .partition import Part
 from .reducer import Compress, FeedbackReducer, Told
 from .shards import ShardGroup
@@ -144,9 +144,7 @@ class BucketedAllReduce(PartedAllReduce):
             if bucket not in self.under_way:
                 self.start(bucket, compress, told)
         self.under_way.clear()
-        flags = self.parts[0].flags
-        for part in self.parts[1:]:
-            flags = flags | part.flags
+        flags = union(torch.cat([part.flags for part in self.parts]))
         for part in self.parts:
             part.refuse(flags)
         self.flags = flags

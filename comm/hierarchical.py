@@ -20,7 +20,7 @@ from torch import Tensor
 from ..triton_kernels import FlatLayout
 from .absent import Kept, absence, told_by_all
 from .buckets import PartedAllReduce
-from .message import CHECKED, Flag, Word, union
+from .message import CHECKED, Word, union
 from .partition import NodePart
 from .reducer import Compress, Told
 from .transport import Transport
@@ -64,8 +64,8 @@ class HierarchicalAllReduce(PartedAllReduce):
         part.synchronise(compress, told)
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
-        differ = (self._signed() != self._signed()[:1]).any()
-        flags = union(self.gathered.words[:, Word.FLAGS]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+        signed = self._signed()
+        flags = union(self.gathered.words[:, Word.FLAGS], signed != signed[:1])
         part.refuse(flags)
         arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
         kept = torch.where(flags == 0, arrived, 0.0)

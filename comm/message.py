@@ -146,12 +146,13 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
         arrived: int32 [W, 8], the header of one message from each rank.
         own: int32 [8], this rank's header.
     """
-    differ = (arrived[:, :CHECKED] != own[:CHECKED]).any()
-    return union(arrived[:, Word.FLAGS]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+    return union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
 
 
-def union(flags: Tensor) -> Tensor:
-    """Return all flags that any rank has set, int32 [1], from ``flags`` int32 [W]."""
+def union(flags: Tensor, differ: Tensor | None = None) -> Tensor:
+    """Return all flags that any rank has set, int32 [1], of ``flags`` int32 [W], and where any ``differ`` MISMATCH."""
+    if differ is not None:
+        return union(flags) | (differ.any() * int(Flag.MISMATCH)).to(torch.int32)
     # Made on the device: uploading a tensor from the host would wait for it.
     each = 2 ** torch.arange(len(Flag), dtype=torch.int32, device=flags.device)
     return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .transport import CountingTransport, Pending
+from .transport import CountingTransport, Pending, Waiting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,7 +75,7 @@ class MPITransport(CountingTransport):
             self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)  # which mpi4py turns into exceptions
             self.cuda_aware = _is_cuda_aware(self.mpi, self.comm) if cuda_aware is None else cuda_aware
         self._free: dict[int, list[Tensor]] = {}
-        self.under_way: set[_Exchange] = set()
+        self._under_way: dict[int, Any] = {}  # tensors stay alive until MPI has done with them
         if self.world_size > 1:
             _end_the_job_on_errors()
 
@@ -123,11 +123,33 @@ class MPITransport(CountingTransport):
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
         self._check("exchange", received, sent)
-        with self.naming("exchange"):
-            pending = _Exchange(self, received, source, sent, destination)
-        self.under_way.add(pending)
+        mpi, comm = self.mpi, self.comm
+        with self.naming("exchange"), ExitStack() as stack:
+            target = stack.enter_context(self.on_host(received, "w"))
+            origin = stack.enter_context(self.on_host(sent))
+            arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(mpi, target)]
+            leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(mpi, origin)]
+            finish = stack.pop_all()
+        number = self.traffic.collectives_total
+        self._under_way[number] = (*arriving, *leaving, finish)
         self.traffic.add(sent.nbytes)
-        return pending
+
+        def wait() -> None:
+            with self.naming("exchange", number + 1):
+                statuses = [mpi.Status() for _ in arriving]
+                # Not Waitall: Open MPI's may never return once a message was too long, and its error names no cause.
+                for request, status in zip(arriving, statuses, strict=True):
+                    request.Wait(status)
+                for request in leaving:
+                    request.Wait()
+            arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
+            if arrived != received.nbytes:
+                error = ValueError(f"{arrived} bytes arrived where {received.nbytes} were expected")
+                raise self.failed("exchange", error)
+            finish.close()
+            del self._under_way[number]
+
+        return Waiting(wait)
 
     def __repr__(self) -> str:
         cuda = "CUDA-aware" if self.cuda_aware else "CUDA staged"
@@ -188,37 +210,6 @@ class MPITransport(CountingTransport):
                     f"{what} must be given contiguous tensors, got shape {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()}; use tensor.contiguous()"
                 )
-
-
-class _Exchange:
-    """An exchange of an ``MPITransport``; tensors stay alive until MPI has done with them."""
-
-    def __init__(self, transport: MPITransport, received: Tensor, source: int, sent: Tensor, destination: int) -> None:
-        self._transport, self._expected = transport, received.nbytes
-        mpi, comm = transport.mpi, transport.comm
-        with ExitStack() as stack:
-            target = stack.enter_context(transport.on_host(received, "w"))
-            origin = stack.enter_context(transport.on_host(sent))
-            self._arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(mpi, target)]
-            self._leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(mpi, origin)]
-            self._finish = stack.pop_all()
-
-    def wait(self) -> None:
-        transport = self._transport
-        mpi = transport.mpi
-        with transport.naming("exchange"):
-            statuses = [mpi.Status() for _ in self._arriving]
-            # Not Waitall: Open MPI's may never return once a message was too long, and its error names no cause.
-            for request, status in zip(self._arriving, statuses, strict=True):
-                request.Wait(status)
-            for request in self._leaving:
-                request.Wait()
-        arrived = sum(status.Get_count(mpi.BYTE) for status in statuses)
-        if arrived != self._expected:
-            error = ValueError(f"{arrived} bytes arrived where {self._expected} were expected")
-            raise transport.failed("exchange", error)
-        self._finish.close()
-        transport.under_way.discard(self)
 
 
 def _memory(mpi: ModuleType, tensor: Tensor) -> Any:

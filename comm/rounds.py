@@ -290,8 +290,7 @@ class RoundAllReduce(Reducer):
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
         self._told_inside = rows[:, :2]
-        differ = (rows[:, :2] != own[:2]).any()
-        self.flags = union(rows[:, 2]) | (differ * int(Flag.MISMATCH)).to(torch.int32)
+        self.flags = union(rows[:, 2], rows[:, :2] != own[:2])
         absent = rows[:, 3:].contiguous().view(torch.uint8)
         self.absent = told_by_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
         sent, gathered = self.messages.buffer, self.gathered.buffer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Fact, agree
-from .message import Flag, union
+from .message import union
 from .transport import LocalTransport, Transport
 
 
@@ -62,8 +62,8 @@ class ShardGroup:
             return flags, absent
         here = flags.new_zeros(tensors) if absent is None else absent.int()
         rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
-        differ = (rows[:, 1] != rows[0, 1]).any().int() * int(Flag.MISMATCH)
-        return union(rows[:, 0]) | differ, None if absent is None else rows[:, 2:].bool().all(0)
+        flags = union(rows[:, 0], rows[:, 1] != rows[0, 1])
+        return flags, None if absent is None else rows[:, 2:].bool().all(0)
 
     def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
         """Agree as ``agreement.agree`` does, between the shards."""
