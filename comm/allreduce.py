@@ -25,18 +25,102 @@ from ..triton_kernels import (
     LiveTable,
     ScaleScope,
     block_table,
+    finish,
     live_table,
     momentum_compress,
     server_reduce,
+    settle,
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .error_feedback import ErrorFeedback
 from .message import Flag, Messages, Word, agreed_flags, digest
 from .partition import Part
 from .reducer import Compress, FeedbackReducer, Told
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
+
+
+class ErrorFeedback:
+    """What a worker, or a server, could not send: the compensated values c, their scales s, so e = c - s*sign(c).
+
+    sign(0) is 0 where ternary.
+
+    Args:
+        compensated: float32 [n], c; zeros at the start.
+        segment: int64 [blocks], the scale that each block shares; rising without gaps.
+        norm: One of ``SCALE_NORMS``' values.
+        ternary: Whether zeros stay zeros.
+
+    Attributes:
+        scale: float32 [blocks], s.
+        segment: int32 [blocks], as given.
+        partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
+    """
+
+    def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
+        device, blocks = compensated.device, len(segment)
+        self.compensated = compensated
+        self.scale = torch.zeros(blocks, device=device)
+        self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
+        self._norm = norm
+        self._ternary = ternary
+        self._settled: tuple[Tensor, Tensor] | None = None  # the squares of the last step, which settling would lose
+        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
+        self.segment = segment.to(device, torch.int32)
+        self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+        self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+
+    def set_live(self, live: LiveTable) -> None:
+        """Says which elements of this side count."""
+        self._live = live
+        self._count.zero_().index_add_(0, self.segment, live.numel.double())
+
+    def finish(self, messages: Messages) -> None:
+        """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
+        self._settled = None
+        finish(
+            self.partials,
+            self.segment,
+            self._segment_start,
+            self._count,
+            self._norm,
+            self.scale,
+            messages.scales,
+            messages.words[:, Word.FLAGS],
+        )
+
+    def settle(self) -> None:
+        """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
+        square, errors = self._squares()
+        self._settled = square.clone(), errors
+        if not self.compensated.numel():  # nothing is kept
+            return
+        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
+
+    def forget(self) -> None:
+        """Drops the residual, settled before, which somebody else has taken."""
+        self.compensated.zero_()
+        self._settled = (torch.zeros_like(self.partials[0]),) * 2
+
+    def norms(self) -> tuple[float, float]:
+        """|c| and |e| of the last step; waits for the device."""
+        return float(self._squares()[0].sum().sqrt()), float(self.error_norm())
+
+    def error_norm(self) -> Tensor:
+        """|e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
+        return self._squares()[1].sum().clamp(min=0).sqrt()
+
+    def error_squares(self) -> Tensor:
+        """|e|^2 of each block in the last step, float64 [blocks]; also after ``settle``. Reads no element."""
+        return self._squares()[1].clamp(min=0)
+
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
+        if self._settled is not None:
+            return self._settled
+        absolute, square, _, *nonzero = self.partials.unbind(0)
+        s, numel = self.scale.double(), nonzero[0] if self._ternary else self._live.numel
+        return square, square - s * (2 * absolute - s * numel)
 
 
 class CompressedAllReduce(FeedbackReducer):
@@ -119,7 +203,7 @@ class CompressedAllReduce(FeedbackReducer):
         self.hold = self._no_flags = torch.zeros_like(self.flags)
         self.arrived_words = self.gathered.words.clone()
         self._missing: tuple[int, ...] = ()
-        self._kept: list[Kept] = []
+        self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int64, device=device)
@@ -189,7 +273,7 @@ class CompressedAllReduce(FeedbackReducer):
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
         if told.hold is not None:
             self.flags = self.flags | told.hold
-        self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self._kept else None
+        self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         self._serve()
@@ -209,7 +293,7 @@ class CompressedAllReduce(FeedbackReducer):
             self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
             self.served.absent.zero_()
             self._missing = missing
-        self._kept = []
+        self.kept = []
         if not missing:
             return
         worker, server = self.worker, self.server
@@ -217,16 +301,10 @@ class CompressedAllReduce(FeedbackReducer):
         served = absence(self.layout, missing, self.device, (self._own.start, self._own.stop)).rows
         of_worker = [worker.scale, worker.partials, self.scale]
         own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
-        self._kept = [
+        self.kept = [
             Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=of_worker),
             Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.partials]),
         ]
-
-    def restore(self, absent: Tensor) -> None:
-        for kept in self._kept:
-            kept.restore(absent)
-        self._kept = []
-        self.serve_again()
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.scale, self.worker.scale, self.server.scale

@@ -33,11 +33,6 @@ class PartedAllReduce(FeedbackReducer):
         here: Those that this rank takes part in.
         transport: Between the ranks that average a part.
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
-
-    Attributes:
-        parts: The ``CompressedAllReduce`` of each part that is here.
-        gathered: The messages of all parts: their bits are the result's signs.
-        server_residual: float32, of the chunks that this rank serves.
     """
 
     shares_messages = True
@@ -87,6 +82,7 @@ class PartedAllReduce(FeedbackReducer):
             )
             for part, served in zip(here, self._served, strict=True)
         ]
+        self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
@@ -99,10 +95,6 @@ class PartedAllReduce(FeedbackReducer):
             part.refuse(flags)
         self.scale *= ((self.flags != 0) | (flags == 0)).float()
         self.flags = self.flags | flags
-
-    def restore(self, absent: Tensor) -> None:
-        for part in self.parts:
-            part.restore(absent)
 
     @property
     def parts(self) -> list[CompressedAllReduce]:

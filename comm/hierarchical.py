@@ -58,7 +58,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.worker_residual = self._compensated[self._part.elements]  # the node's
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        self._keep(told)
+        self.kept = []
+        if told.missing:  # the bits and the scales of the whole result, as parts keep theirs
+            rows = absence(self.layout, told.missing, self.device).rows
+            self.kept = [Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
         part, before = self.parts[0], self.scale.clone()
         part.served.words[:, Word.TAG] = told.tag  # ranks of a node meet nowhere else
         part.synchronise(compress, told)
@@ -73,19 +76,6 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.flags = flags
         told_by = self.gathered.absent, len(self.layout.sizes)
         self.absent = told_by_all(*told_by, flags) if told.missing else None
-
-    def _keep(self, told: Told) -> None:
-        """Keep the bits and the scales of the whole result, as parts keep theirs."""
-        self._kept: Kept | None = None
-        if told.missing:
-            rows = absence(self.layout, told.missing, self.device).rows
-            self._kept = Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])
-
-    def restore(self, absent: Tensor) -> None:
-        super().restore(absent)
-        if self._kept is not None:
-            self._kept.restore(absent)
-        self._kept = None
 
     def _signed(self) -> Tensor:
         """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""

@@ -37,15 +37,12 @@ class MarsitAllReduce(RoundAllReduce):
     Optimizers call ``synchronise``, with a function that makes their update while bits are on their way.
 
     Args:
-        layout: The flat index space; its ``world_size`` is the transport's.
-        transport: How messages travel; None for world size 1.
-        device: Where everything lies.
+        layout, transport, where: As for ``RoundAllReduce``, whose attributes it has.
         topology: "ring", "torus" (two rings, fewer hops) or "owner" (no hops, half the bytes).
         rows: Of a torus; None: the most that is not above the columns.
         full_precision_every: K: the rounds 0, K, 2K ..., not counting those that were skipped, average in float32
             and leave no compensation; 0: never (K infinite).
         seed: Of the random bits; equal on all ranks.
-        where: What else ``RoundAllReduce`` takes, whose attributes it has.
     """
 
     def __init__(
@@ -69,10 +66,10 @@ class MarsitAllReduce(RoundAllReduce):
         world_size, device = layout.world_size, self.device
         self._stages = stages(topology, world_size, self.transport.rank, rows)
         widest = max((s.stop - s.start for stage in self._stages for s in stage.segments), default=0)
-        self._arrived = Messages(world_size if topology == "owner" else widest, 0, layout, device)
-        self._picked = Messages(int(topology == "owner"), 0, layout, device)
-        self._owners = torch.zeros(world_size * len(self._picked.words), layout.chunk_bytes, dtype=torch.uint8)
-        self._owners = self._owners.to(device)
+        owners = int(topology == "owner")
+        self._arrived = Messages(world_size if owners else widest, 0, layout, device)
+        self._picked = Messages(owners, 0, layout, device)
+        self._owners = torch.zeros(world_size * owners, layout.chunk_bytes, dtype=torch.uint8, device=device)
 
     @property
     def full_precision_is_due(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
+from .absent import Kept
 from .message import CHECKED, Messages, Word, describe_mismatch
 from .shards import ShardGroup
 
@@ -131,12 +132,14 @@ class FeedbackReducer(Reducer):
         block_tensor: int32 [B], each block's tensor.
         shards: The ranks that hold other shards of the same tensors.
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
+        kept: What ``restore`` puts back.
     """
 
     gathered: Messages
     block_tensor: Tensor
     shards: ShardGroup
     worker_residual: Tensor
+    kept: list[Kept]
 
     @property
     def parts(self) -> Sequence[CompressedAllReduce]:
@@ -185,6 +188,13 @@ class FeedbackReducer(Reducer):
         """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""
         for part in self.parts:
             part.served.bits.copy_(part.gathered.bits[part.transport.rank :][:1])
+
+    def restore(self, absent: Tensor) -> None:
+        for each in (self, *self.parts):
+            for kept in each.kept:
+                kept.restore(absent)
+            each.kept = []
+        self.serve_again()
 
     def settle(self) -> None:
         for part in self.parts:

@@ -6,8 +6,11 @@ a failed collective into one error that says what was being done.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failure_diagnosis import Witness
-from .in_flight import in_flight
 
 
 class CollectiveError(RuntimeError):
@@ -168,6 +170,28 @@ class LocalTransport(CountingTransport):
 
     def __repr__(self) -> str:
         return "local (world size 1)"
+
+
+# A collective of gloo runs on a thread of torch's, which lets go of its tensors a moment after the collective is done.
+# Where Python knows a tensor, that takes the interpreter's lock; and if the interpreter ends in that moment, the thread
+# is ended within a destructor, and with it the process ("terminate called without an active exception"). On a busy
+# machine the moment is long. So collectives are given aliases, and Python's end waits until nobody holds one any more.
+_in_flight: set[weakref.ref[Tensor]] = set()
+
+
+def in_flight(tensor: Tensor) -> Tensor:
+    """Return an alias of ``tensor`` to give to a collective, and to nobody else."""
+    alias = tensor.detach()
+    # Python's object lives as long as anybody holds the alias, on whatever thread.
+    _in_flight.add(weakref.ref(alias, _in_flight.discard))
+    return alias
+
+
+@atexit.register
+def _wait_for_those_in_flight() -> None:
+    deadline = time.monotonic() + 5.0  # a collective that never ends holds its tensors for ever
+    while _in_flight and time.monotonic() < deadline:
+        time.sleep(0.001)  # which gives up the interpreter's lock
 
 
 class TorchTransport(CountingTransport):

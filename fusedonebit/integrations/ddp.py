@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import agree, make_transport
-from ..comm.in_flight import in_flight
+from ..comm.transport import in_flight
 from ..core.optimizer import DistributedOptimizer
 
 
