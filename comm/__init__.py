@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
-from .buckets import BucketedAllReduce
-from .hierarchical import HierarchicalAllReduce
 from .marsit import MarsitAllReduce
 from .message import Flag, Messages, Word, describe_mismatch
+from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import FeedbackReducer, Reducer, Told
 from .ring_topology import Topology, torus_rows

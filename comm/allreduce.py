@@ -33,7 +33,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .message import Flag, Messages, Word, agreed_flags, digest
+from .message import Messages, Word, agreed_flags, digest
 from .partition import Part
 from .reducer import Compress, FeedbackReducer, Told
 from .shards import ShardGroup
@@ -145,9 +145,8 @@ class CompressedAllReduce(FeedbackReducer):
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer line ``layout`` is; None: all of it.
-        gathered: W messages to use, or None to allocate them.
-        scale: float32 [B] to use, or None to allocate zeros.
-        served: float32 [P / W], zeros, to use as the server's c, or None to allocate it.
+        gathered, scale, served: W messages, float32 [B], and zeros float32 [P / W] to use as the result's and the
+            server's c; None allocates them.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -314,18 +313,13 @@ class CompressedAllReduce(FeedbackReducer):
         self.worker.finish(self.to_servers)
 
     def _sign_messages(self, told: Told) -> None:
-        words, number = self.to_servers.words, told.number
+        number = told.number
         if number is None:
             self.synchronisations += 1
             number = self.synchronisations
-        words[:, Word.STEP] = self.served.words[:, Word.STEP] = number
-        words[:, Word.DIGEST] = self.served.words[:, Word.DIGEST]
-        words[:, Word.TAG].fill_(told.tag)
+        self.to_servers.sign(told, number, self.served.words[0, Word.DIGEST])
+        self.served.words[:, Word.STEP] = number
         self.to_servers.signal[:] = self.worker.error_norm()
-        if told.abort:
-            words[:, Word.FLAGS] |= int(Flag.ABORT)
-        if told.pending is not None:
-            words[:, Word.FLAGS] |= told.pending
 
     def _serve(self) -> None:
         server_reduce(

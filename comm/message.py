@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import zlib
 from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
+
+if TYPE_CHECKING:
+    from .reducer import Told
 
 MAGIC = 0x03314F46  # "FO1", and the format's version
 ALIGNMENT = 16
@@ -110,6 +114,16 @@ class Messages:
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
+
+    def sign(self, told: Told, number: int | Tensor, digest: Tensor) -> None:
+        """Write what must be equal on all ranks into all headers, and add this rank's flags."""
+        self.words[:, Word.STEP] = number
+        self.words[:, Word.DIGEST] = digest
+        self.words[:, Word.TAG].fill_(told.tag)
+        if told.abort:
+            self.words[:, Word.FLAGS] |= int(Flag.ABORT)
+        if told.pending is not None:
+            self.words[:, Word.FLAGS] |= told.pending
 
     def rows(self, chosen: slice, layout: FlatLayout) -> Messages:
         """Return some of the messages, in the same memory, as those of ``layout``."""

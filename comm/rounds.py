@@ -28,7 +28,6 @@ from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size
 from .message import (
     OUT_OF_STEP,
-    Flag,
     Messages,
     Word,
     agreed_flags,
@@ -233,12 +232,8 @@ class RoundAllReduce(Reducer):
         assert told.goes is not None
         step, words = told.goes[self.part.blocks], self.messages.words
         self._keep(told.missing, told.changed)
-        words[:, Word.STEP] = self.rounds & 0x7FFFFFFF if told.number is None else told.number
-        words[:, Word.DIGEST] = self.digest
-        words[:, Word.TAG].fill_(told.tag)
+        self.messages.sign(told, self.rounds & 0x7FFFFFFF if told.number is None else told.number, self.digest)
         words[:, Word.SIGNAL] = 0
-        if told.abort:
-            words[:, Word.FLAGS] |= int(Flag.ABORT)
         self.values = self.arrived_words = None
         self._told = None
         self._round(lambda chunks: compress(self, chunks), step, told.hold)

@@ -110,7 +110,7 @@ class Wire:
 
     Args:
         hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients are
-            averaged inside a node, and compressed between nodes (``comm.hierarchical``), each rank's part with scales
+            averaged inside a node, and compressed between nodes (``comm.parted``), each rank's part with scales
             of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. Marsit's workers, of which its
             topology speaks, are then nodes. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
