@@ -33,18 +33,12 @@ class Absence(NamedTuple):
 _captured: list[Absence] = []  # CUDA graphs read these again whenever they are replayed
 
 
-def absence(
-    layout: FlatLayout, absent: Sequence[int], device: torch.device, part: tuple[int, int] | None = None
-) -> Absence:
-    """Return the tables of these tensors; they are uploaded only where they are others than the last times.
+def absence(layout: FlatLayout, absent: Sequence[int], device: torch.device, blocks: slice | None = None) -> Absence:
+    """Return the tables of ``absent`` tensors; they are uploaded only where they are others than the last times.
 
-    Args:
-        layout: Where they lie.
-        absent: Their indices.
-        device: Where the tables shall be.
-        part: The first block and the one behind the last of a part of the line, whose rows count from its first block.
+    Where only some ``blocks`` of the line are meant, rows count from the first of them.
     """
-    first, last = part or (0, layout.n_blocks)
+    first, last, _ = (blocks or slice(None)).indices(layout.n_blocks)
     what = (layout, tuple(absent), device, first, last)
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return _absence(*what)

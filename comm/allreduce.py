@@ -297,7 +297,7 @@ class CompressedAllReduce(FeedbackReducer):
             return
         worker, server = self.worker, self.server
         rows = absence(self.layout, missing, self.device).rows
-        served = absence(self.layout, missing, self.device, (self._own.start, self._own.stop)).rows
+        served = absence(self.layout, missing, self.device, self._own).rows
         of_worker = [worker.scale, worker.partials, self.scale]
         own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
         self.kept = [

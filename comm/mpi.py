@@ -89,7 +89,7 @@ class MPITransport(CountingTransport):
         elif collective == "broadcast":
             for piece in self._pieces(received):
                 with self.on_host(piece, "w" if self.rank else "r") as host:
-                    self.comm.Bcast([_memory(self.mpi, host), self.mpi.BYTE], root=0)
+                    self.comm.Bcast([host, self.mpi.BYTE], root=0)
         else:
             self._add_up(received)
 
@@ -100,8 +100,7 @@ class MPITransport(CountingTransport):
                 f"{what} of {self.world_size} ranks must be given a row for each, got {sent.dtype} {tuple(sent.shape)} "
                 f"to send and {received.dtype} {tuple(received.shape)} to receive"
             )
-        with self.on_host(sent) as source, self.on_host(received, "w") as target:
-            own, theirs = _memory(self.mpi, source), _memory(self.mpi, target)
+        with self.on_host(sent) as own, self.on_host(received, "w") as theirs:
             for kind, count in self._pieces_of_rows(received):
                 call([own, count, kind], [theirs, count, kind])
 
@@ -112,7 +111,7 @@ class MPITransport(CountingTransport):
         kind = getattr(self.mpi, TYPES[tensor.dtype])
         for piece in self._pieces(tensor):
             with self.on_host(piece, "rw") as host:
-                self.comm.Allreduce(self.mpi.IN_PLACE, [_memory(self.mpi, host), kind])
+                self.comm.Allreduce(self.mpi.IN_PLACE, [host, kind])
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
         """See ``Transport``; by an all-reduce of a copy, in float32, and counted so."""
@@ -127,8 +126,8 @@ class MPITransport(CountingTransport):
         with self.naming("exchange"), ExitStack() as stack:
             target = stack.enter_context(self.on_host(received, "w"))
             origin = stack.enter_context(self.on_host(sent))
-            arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(mpi, target)]
-            leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(mpi, origin)]
+            arriving = [comm.Irecv([m, mpi.BYTE], source) for m in _in_pieces(target)]
+            leaving = [comm.Isend([m, mpi.BYTE], destination) for m in _in_pieces(origin)]
             finish = stack.pop_all()
         number = self.traffic.collectives_total
         self._under_way[number] = (*arriving, *leaving, finish)
@@ -158,14 +157,14 @@ class MPITransport(CountingTransport):
     # ---------------------------------------------------------------- what MPI is given
 
     @contextmanager
-    def on_host(self, tensor: Tensor, access: str = "r") -> Iterator[Tensor]:
+    def on_host(self, tensor: Tensor, access: str = "r") -> Iterator[Any]:
         """Yield the memory for MPI to read or write: the tensor's own, or a pinned copy."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step over MPI can't be captured in a CUDA graph: MPI is called by the host")
         if not self._is_staged(tensor):
             if tensor.is_cuda:  # MPI knows no streams
                 torch.cuda.current_stream(tensor.device).synchronize()
-            yield tensor
+            yield self._memory(tensor)
             return
         free = self._free.setdefault(tensor.nbytes, [])
         pinned = free.pop() if free else torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
@@ -173,10 +172,14 @@ class MPITransport(CountingTransport):
         # Both copies wait: MPI reads at once, and the next message may take the same memory.
         if "r" in access:
             host.copy_(tensor.detach())
-        yield host
+        yield self._memory(host)
         if "w" in access:
             tensor.detach().copy_(host)
         free.append(pinned)
+
+    def _memory(self, tensor: Tensor) -> Any:
+        # By address: also on a GPU, and of dtypes that no buffer protocol knows.
+        return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
     def _is_staged(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and not self.cuda_aware
@@ -212,14 +215,8 @@ class MPITransport(CountingTransport):
                 )
 
 
-def _memory(mpi: ModuleType, tensor: Tensor) -> Any:
-    # By address: also on a GPU, and of dtypes that no buffer protocol knows.
-    return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-def _in_pieces(mpi: ModuleType, tensor: Tensor) -> list[Any]:
-    whole = _memory(mpi, tensor)
-    return [whole[at : at + LARGEST] for at in range(0, max(1, tensor.nbytes), LARGEST)]
+def _in_pieces(memory: Any) -> list[Any]:
+    return [memory[at : at + LARGEST] for at in range(0, max(1, len(memory)), LARGEST)]
 
 
 def load_mpi() -> ModuleType:

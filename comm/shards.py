@@ -7,12 +7,9 @@ tensor, never values of elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from .agreement import Fact, agree
 from .message import union
 from .transport import LocalTransport, Transport
 
@@ -64,10 +61,6 @@ class ShardGroup:
         rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
         flags = union(rows[:, 0], rows[:, 1] != rows[0, 1])
         return flags, None if absent is None else rows[:, 2:].bool().all(0)
-
-    def agree(self, facts: Sequence[Fact], device: torch.device, error: Exception | None, hint: str) -> None:
-        """Agree as ``agreement.agree`` does, between the shards."""
-        agree(self.transport, facts, device, error, hint, "shard")
 
     def _gathered(self, values: Tensor) -> Tensor:
         row = values.reshape(1, -1).contiguous()

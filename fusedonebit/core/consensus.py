@@ -88,7 +88,7 @@ def agree_on(
 ) -> None:
     """Return on all ranks, or raise on all; ``of_shards`` is what ranks with other shards have alike too."""
     of_replicas = failure(lambda: agree(optimizer.transport, facts, optimizer.device, error, hint))
-    optimizer.shards.agree(of_shards, optimizer.device, of_replicas, hint)
+    agree(optimizer.shards.transport, of_shards, optimizer.device, of_replicas, hint, "shard")
 
 
 def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: bool) -> None:
