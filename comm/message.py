@@ -165,11 +165,10 @@ def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
 
 def union(flags: Tensor, differ: Tensor | None = None) -> Tensor:
     """Return all flags that any rank has set, int32 [1], of ``flags`` int32 [W], and where any ``differ`` MISMATCH."""
-    if differ is not None:
-        return union(flags) | (differ.any() * int(Flag.MISMATCH)).to(torch.int32)
     # Made on the device: uploading a tensor from the host would wait for it.
     each = 2 ** torch.arange(len(Flag), dtype=torch.int32, device=flags.device)
-    return (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
+    found = (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
+    return found if differ is None else found | (differ.any() * int(Flag.MISMATCH)).to(torch.int32)
 
 
 OUT_OF_STEP = (

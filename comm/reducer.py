@@ -124,7 +124,7 @@ class Reducer(Protocol):
         return torch.where(alive, values, 0.0).view(-1)
 
 
-class FeedbackReducer(Reducer):
+class FeedbackReducer(Reducer, Protocol):
     """One whose servers compress as well, and carry their errors along: what the freeze and checkpoints need.
 
     Attributes:
@@ -144,7 +144,6 @@ class FeedbackReducer(Reducer):
     @property
     def parts(self) -> Sequence[CompressedAllReduce]:
         """What averages each part of the line that is here."""
-        raise NotImplementedError
 
     @property
     def bits(self) -> Tensor:
@@ -153,7 +152,6 @@ class FeedbackReducer(Reducer):
     @property
     def server_residual(self) -> Tensor:
         """That of the chunks which it serves: float32."""
-        raise NotImplementedError
 
     @property
     def digests(self) -> list[int]:
@@ -162,7 +160,6 @@ class FeedbackReducer(Reducer):
 
     def set_live(self, live: LiveTable) -> None:
         """Say which elements count. No other may be non-zero in ``worker_residual``."""
-        raise NotImplementedError
 
     def take_residuals(self, out: Tensor) -> None:
         """Take all residuals out, by an all-reduce of each part; they are zero then.
@@ -174,10 +171,10 @@ class FeedbackReducer(Reducer):
         Raises:
             CollectiveError: as ``synchronise`` does.
         """
-        raise NotImplementedError
 
     def begin(self) -> None:
         """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
+        return
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""

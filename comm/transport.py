@@ -29,7 +29,12 @@ class CollectiveError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """Collectives called and bytes sent to other ranks, in all and since ``start_step``."""
+    """Counts collectives called and bytes sent to other ranks.
+
+    Attributes:
+        bytes_total, collectives_total: In all.
+        bytes_step, collectives_step: Since ``start_step``.
+    """
 
     bytes_total: int = 0
     bytes_step: int = 0
