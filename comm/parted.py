@@ -47,9 +47,6 @@ class PartedAllReduce(FeedbackReducer):
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
-    shares_messages = True
-    """Whether the messages of a part that is here are rows of ``gathered``."""
-
     def __init__(
         self,
         layout: FlatLayout,
@@ -87,7 +84,8 @@ class PartedAllReduce(FeedbackReducer):
                 ternary=ternary,
                 part=part,
                 gathered=self.gathered.rows(part.chunks, part.layout)
-                if self.shares_messages
+                if len(here) == count
+                # What one rank of a node sends the others is not to lie where they put it.
                 else Messages(transport.world_size, most, part.layout, device, ternary),
                 scale=self.scale[part.blocks],
                 served=served,
@@ -187,7 +185,6 @@ class HierarchicalAllReduce(PartedAllReduce):
         options: See ``CompressedAllReduce``.
     """
 
-    shares_messages = False  # what one rank of a node sends the others is not to lie where they put it
     largest_gradient = NodePart.largest_gradient
 
     def __init__(
