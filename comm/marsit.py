@@ -71,11 +71,6 @@ class MarsitAllReduce(RoundAllReduce):
         self._picked = Messages(owners, 0, layout, device)
         self._owners = torch.zeros(world_size * owners, layout.chunk_bytes, dtype=torch.uint8, device=device)
 
-    @property
-    def full_precision_is_due(self) -> bool:
-        """Say whether the next round is one of full precision (Algorithm 1, line 3)."""
-        return self.full_precision_every > 0 and self.counted >= self._full_at
-
     def take_back(self, full_precision: bool) -> None:
         super().take_back(full_precision)
         if full_precision:
@@ -87,7 +82,7 @@ class MarsitAllReduce(RoundAllReduce):
         self._full_at = -(-self.counted // every) * every
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
-        self.full_precision = self.full_precision_is_due
+        self.full_precision = self.full_precision_every > 0 and self.counted >= self._full_at  # Algorithm 1, line 3
         if self.full_precision:
             self._full_at = (self.counted // self.full_precision_every + 1) * self.full_precision_every
             self._average(prepare, hold)

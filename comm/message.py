@@ -154,12 +154,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
-    """Returns the flags of a step, int32 [1], equal on every rank.
-
-    Args:
-        arrived: int32 [W, 8], the header of one message from each rank.
-        own: int32 [8], this rank's header.
-    """
+    """Return the flags of a step, int32 [1], equal on every rank, of all ranks' headers [W, 8] and this one's, [8]."""
     return union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
 
 
@@ -187,17 +182,15 @@ _MEANING = {
 
 
 def describe_note(note: int) -> str:
-    """Names the checked words in which ranks differ, from their bits in a note (``merge_signs``)."""
+    """Name the checked words in which ranks differ, from their bits in a note (``merge_signs``)."""
     names = [name for word, name in _MEANING.items() if note >> word & 1]
     return " and ".join(names) or "a message arrived damaged"
 
 
 def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damaged") -> str:
-    """Names the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device.
+    """Name the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device.
 
-    Args:
-        arrived: int32 [W, 8], the headers of all ranks.
-        otherwise: What to say where all of them agree.
+    ``arrived``: int32 [W, 8], the headers of all ranks.
     """
     words = arrived.cpu()
     for word, name in _MEANING.items():

@@ -48,9 +48,3 @@ class SignVote(CompressedAllReduce):
         if self.aggregation == "majority":
             self.server.scale.fill_(1.0)
             self.served.scales.fill_(1.0)
-
-    @property
-    def server_residual(self) -> Tensor:
-        """Return, of a majority, zeros, made for who asks."""
-        kept = self.server.compensated
-        return kept if self.aggregation == "mean" else kept.new_zeros(self.layout.chunk_numel)
