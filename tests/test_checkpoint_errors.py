@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -196,6 +197,12 @@ FOR_LAMB = {
 }
 
 
+@cache
+def files_of(world_size: int, name: str) -> list[dict]:
+    """What each rank has saved; ranks get copies of it."""
+    return run_ranks(saved_state, world_size, name, torch.float32)
+
+
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "make_wrong", "texts"),
@@ -203,7 +210,7 @@ FOR_LAMB = {
     + [("onebit-lamb", *case) for case in (FOR_ANY | FOR_LAMB).items()],
 )
 def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_wrong, texts):
-    files = run_ranks(saved_state, 2, name, torch.float32)
+    files = files_of(2, name)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, make_wrong, files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
         for text in texts:
@@ -222,7 +229,7 @@ def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_
     ],
 )
 def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing(saved_by, name, text):
-    files = run_ranks(saved_state, 2, saved_by, torch.float32)
+    files = files_of(2, saved_by)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
         assert text in message
@@ -245,7 +252,7 @@ def test_a_compressed_checkpoint_of_another_setting_raises_on_every_rank_and_cha
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("was", "now"), [(2, 1), (2, 4), (4, 2)])
 def test_one_ranks_file_of_another_world_size_says_so(was, now):
-    files = run_ranks(saved_state, was, "onebit-adam", torch.float32)
+    files = files_of(was, "onebit-adam")
     for kind, message, unchanged in run_ranks(load_wrong, now, "onebit-adam", "rank_0s_file", files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
         assert f"world_size is {was}, but here it is {now}, and this is one rank's file" in message
