@@ -7,12 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from optimizers import EACH, construct
+from optimizers import EACH, LAMBS, ONEBIT, construct
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 FREEZE, STEPS = 30, 300
+# Of the other two, LAMB's two kinds without ratios, test_300_... compiles the step.
+ADAM_AND_ONEBIT_LAMB = pytest.mark.parametrize(
+    "name",
+    ["onebit-adam", "onebit-lamb", *(pytest.param(n, marks=pytest.mark.full) for n in ("onebit-lamb-frozen", "lamb"))],
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*had no gradient")
 
@@ -74,8 +79,15 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.long(but=1)
-@pytest.mark.parametrize("kind", ["tensor", "float", "capturable"])
-@EACH
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "tensor") for name in (*ONEBIT, "lamb")),
+        *(("onebit-adam", kind) for kind in ("float", "capturable")),
+        # How lr is given is the frame's.
+        *(pytest.param(n, k, marks=pytest.mark.full) for n in (*LAMBS, "lamb") for k in ("float", "capturable")),
+    ],
+)
 def test_300_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, kind, capsys):
     options = {"capturable": True} if kind == "capturable" else {}
 
@@ -97,7 +109,7 @@ def test_300_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(name, kind,
 
 
 @pytest.mark.long(but=1)
-@EACH
+@ADAM_AND_ONEBIT_LAMB
 def test_a_whole_training_step_is_one_graph(name):
     compiled, eager = Run(name), Run(name)
     step = torch.compile(compiled.step, fullgraph=True, backend="aot_eager")
@@ -106,7 +118,7 @@ def test_a_whole_training_step_is_one_graph(name):
 
 
 @pytest.mark.long
-@EACH
+@ADAM_AND_ONEBIT_LAMB
 def test_inductor_takes_a_step_without_copying_parameters(name):
     pytest.importorskip("torch._inductor")
     compiled, eager = Run(name), Run(name)
@@ -143,7 +155,7 @@ def train_ranks(rank: int, world_size: int, name: str, compiled: bool, whole: bo
 
 @pytest.mark.long
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "whole"])
-@EACH
+@ADAM_AND_ONEBIT_LAMB
 def test_compiled_ranks_equal_eager_ranks(name, whole):
     compiled, eager = (run_ranks(train_ranks, 2, name, way, whole) for way in (True, False))
     for ours, theirs in zip(compiled, eager, strict=True):

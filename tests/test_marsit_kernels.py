@@ -356,12 +356,12 @@ def train(rank: int, transport: SimulatedTransport, name: str, options: dict[str
 @pytest.mark.parametrize(
     ("name", "topology", "options"),
     [
-        ("sgd", "ring", {"weight_decay": 0.1}),
-        ("adam", "ring", {"local_steps": 2}),
         ("adam", "ring", {"compensation_limit": None, "stochastic_rounding": True}),
-        ("sgd", "torus", {"momentum": 0.0, "full_precision_every": 0}),
         ("sgd", "owner", {"local_steps": 2}),
-        ("adam", "owner", {"compensation_limit": 0.5, "max_grad_norm": 1.0}),
+        pytest.param("sgd", "ring", {"weight_decay": 0.1}, marks=pytest.mark.full),
+        pytest.param("adam", "ring", {"local_steps": 2}, marks=pytest.mark.full),
+        pytest.param("sgd", "torus", {"momentum": 0.0, "full_precision_every": 0}, marks=pytest.mark.full),
+        pytest.param("adam", "owner", {"compensation_limit": 0.5, "max_grad_norm": 1.0}, marks=pytest.mark.full),
     ],
 )
 def test_steps_through_the_kernels_give_the_bits_of_eager(name, topology, options):

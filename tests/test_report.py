@@ -119,7 +119,7 @@ def test_text_from_runs_can_not_leave_its_place(tmp_path: Path):
     assert "<img" not in page
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_three_runs_of_100000_steps_and_60_layers_are_a_page_below_2_mb(tmp_path: Path, capsys: pytest.CaptureFixture):
     chance, names = random.Random(0), [f"transformer.blocks.{i // 6}.attention.part{i % 6}.weight" for i in range(60)]
     for run in range(3):

@@ -337,7 +337,9 @@ def test_ranks_stay_bit_identical_across_the_freeze(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
+@pytest.mark.parametrize(
+    "name", ["onebit-adam", *(pytest.param(n, marks=pytest.mark.full) for n in ("onebit-lamb", "lamb"))]
+)
 def test_a_run_through_the_kernels_gives_identical_parameters(name):
     runs = []
     for backend in ("plain", "triton"):
