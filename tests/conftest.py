@@ -124,6 +124,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     yield  # last, where it is seen
     stats = terminalreporter.stats
+    for report in stats.get("passed", []):
+        if "full" in report.keywords and report.capstdout:  # how close it was, after minutes
+            terminalreporter.write_line(f"{report.nodeid}:\n{report.capstdout.rstrip()}")
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
     lines = [f"SKIPPED: {count} tests: {reason}" for reason, count in reasons.items() if "takes " not in reason]
     kernels = sum("kernels" in report.keywords for report in stats.get("passed", []))

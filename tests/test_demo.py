@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 MINUTES = 3
+pytestmark = pytest.mark.alone
 
 
 @pytest.mark.full
