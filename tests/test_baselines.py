@@ -253,11 +253,12 @@ def test_a_cascaded_segment_is_one_number_with_signs(world_size):
 # ---------------------------------------------------------------- on ranks
 
 
-def on_ranks(rank: int, world_size: int, name: str, coding: str, kind: str, topology: str) -> list[str]:
+def on_ranks(rank: int, transport: Transport, name: str, coding: str, kind: str, topology: str) -> list[str]:
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in ((33, 40), (7,), ())]
     make = {"sgd": BaselineSGD, "adam": BaselineAdam}[kind]
-    optimizer = make(params, 1e-2, aggregation=name, coding=coding, topology=topology, local_steps=2)
+    how = {"aggregation": name, "coding": coding, "topology": topology, "local_steps": 2}
+    optimizer = make(params, 1e-2, process_group=transport, **how)
     prints = []
     for step in range(10):
         for i, p in enumerate(params):
@@ -273,21 +274,20 @@ def on_ranks(rank: int, world_size: int, name: str, coding: str, kind: str, topo
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_parameters_are_bit_identical_on_all_ranks_after_every_round(name, topology, world_size):
     for coding, kind in (("elias", "sgd"), ("fixed", "adam")):
-        prints = run_ranks(on_ranks, world_size, name, coding, kind, topology)
+        prints = SimulatedGroup(world_size).run(lambda r, t, c=coding, k=kind: on_ranks(r, t, name, c, k, topology))
         for step, of_ranks in enumerate(zip(*prints, strict=True)):
             assert len(set(of_ranks)) == (1 if step % 2 else world_size)
         assert len(set(prints[0])) == 10
 
 
-def codings(rank: int, world_size: int, name: str) -> list[str]:
-    return [on_ranks(rank, world_size, name, coding, "sgd", "ring")[-1] for coding in ("elias", "fixed")]
-
-
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["signsgd", "ef-signsgd", "ssdm"])
 def test_the_coding_changes_nothing_but_the_bytes(name):
-    for elias, fixed in run_ranks(codings, 3, name):
-        assert elias == fixed
+    elias, fixed = (
+        SimulatedGroup(3).run(lambda r, t, coding=coding: on_ranks(r, t, name, coding, "sgd", "ring")[-1])
+        for coding in ("elias", "fixed")
+    )
+    assert elias == fixed
 
 
 def aggregate_on_ranks(rank: int, world_size: int, name: str) -> list[Any]:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from observe import fingerprint, parameters
 from optimizers import objects
-from ranks import WORLD_SIZES, run_ranks
+from ranks import WORLD_SIZES, run_ranks, simulate
 from torch.nn import Parameter
 from zero_one_rounds import (
     EveryRound,
@@ -33,8 +33,8 @@ ROUNDS = (0, 0, 1, 3, 1, 0, 2)
 # ---------------------------------------------------------------- what ranks have in common
 
 
-def follow(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[str, str, str]]:
-    optimizer = make(make_parameters(), ROUNDS, **options)
+def follow(rank: int, transport: Transport, options: dict[str, Any]) -> list[tuple[str, str, str]]:
+    optimizer = make(make_parameters(), ROUNDS, process_group=transport, **options)
     seen = []
     for step in range(18):
         train(optimizer, rank, 1, step)
@@ -46,7 +46,7 @@ def follow(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[st
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "scale_scope": "global"}], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_and_momenta_are_equal_on_all_ranks_after_each_round_and_differ_within(world_size, options):
-    ranks = run_ranks(follow, world_size, options)
+    ranks = simulate(follow, world_size, options)
     assert [phase for phase, *_ in ranks[0]] == Script(ROUNDS).places(18)
     for of_ranks in zip(*ranks, strict=True):
         phases, prints, of_momenta = (set(values) for values in zip(*of_ranks, strict=True))
