@@ -20,7 +20,7 @@ from benchmarks.timing import Call
 from benchmarks.workload import OF_TWO_WORKERS, Workload
 from fusedonebit.triton_kernels import using
 
-TENSORS, WARMUP = 64, 5
+TENSORS, WARMUP = 64, 3
 OURS["OneBitLion"] = partial(fusedonebit.OneBitLion, lr=LR)
 
 
