@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import CollectiveError, Flag, Told, Transport, make_transport
-from ..integrations import compile as compiled
 from ..triton_kernels import Coef, block_table
 from ..triton_kernels.tables import tables_of
 from . import consensus as construction
-from . import copies, inspection
+from . import copies, inspection, step_op
 from . import reducers as cuts
 from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
@@ -119,7 +118,7 @@ class DistributedOptimizer(Keeper):
         self.just_loaded = False  # a checkpoint, and no step was taken since
         self.build()
         self._built = True
-        self.number = compiled.number_of(self)
+        self.number = step_op.number_of(self)
 
     def check_levels(self) -> None:
         """Raises ValueError if this optimizer, as it is, can't work in two levels."""

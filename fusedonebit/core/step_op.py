@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..core.optimizer import DistributedOptimizer
+    from .optimizer import DistributedOptimizer
 
 _numbers = itertools.count()
 _optimizers: WeakValueDictionary[int, DistributedOptimizer] = WeakValueDictionary()
