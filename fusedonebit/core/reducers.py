@@ -62,20 +62,9 @@ def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
     return optimizer.overlap
 
 
-def cut_of(optimizer: OneBitOptimizer) -> dict[str, int]:
-    """Return ranks, buckets, and ranks of a node: by these a checkpoint's rows are put in order."""
-    inside = 1 if optimizer.levels is None else optimizer.levels[1].world_size
-    return {
-        "world_size": optimizer.transport.world_size,
-        "buckets": optimizer.options.bucket_count,
-        "inside": inside,
-    }
-
-
 def check_digests(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
     """Raises ValueError if a checkpoint that is cut alike has not a digest of each part."""
-    alike = all(header[key] == value for key, value in cut_of(optimizer).items())
-    if alike and len(header["digests"]) != (count := len(optimizer.reducer.digests)):
+    if optimizer.cut_alike(header) and len(header["digests"]) != (count := len(optimizer.reducer.digests)):
         raise ValueError(
             f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; load "
             "another checkpoint"

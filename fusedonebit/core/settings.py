@@ -266,6 +266,11 @@ class Options(Numerics, Wire, Faults):
     told: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
     """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
 
+    @property
+    def bucket_count(self) -> int:
+        """Into how many buckets the line is cut."""
+        return 1
+
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
         """Settle an optimizer's arguments: option objects, and what stands beside them.
@@ -337,7 +342,7 @@ class OneBitOptions(Options):
 
     @property
     def bucket_count(self) -> int:
-        """Into how many buckets the line is cut."""
+        """See ``Options``."""
         return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
 
     @property

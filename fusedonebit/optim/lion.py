@@ -26,7 +26,6 @@ class LionOptions(Options):
     aggregation: Aggregation
     takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
     told: ClassVar = (*Options.told, "aggregation")
-    bucket_count: ClassVar[int] = 1
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""

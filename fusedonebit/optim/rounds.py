@@ -323,9 +323,6 @@ class RoundOptimizer(DistributedOptimizer):
     def settle(self) -> None:
         self.reducer.settle()
 
-    def cut(self) -> dict[str, int]:
-        return super().cut() | {"inside": 1 if self.levels is None else self.inside.world_size}
-
     def plain_state(self) -> dict[str, Any]:
         return {
             "rounds": self.reducer.rounds,

@@ -386,9 +386,6 @@ class OneBitOptimizer(AveragingOptimizer):
         if self.compressed:
             self.reducer.settle()
 
-    def cut(self) -> dict[str, int]:
-        return cuts.cut_of(self)
-
     def _settled(self) -> dict[str, Any]:
         """Options that say in which unit, or with what, the compression stage goes on."""
         options = self.options
@@ -461,8 +458,7 @@ class OneBitOptimizer(AveragingOptimizer):
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
         digests, count = header["digests"], self.options.bucket_count
-        same = all(header[key] == value for key, value in cuts.cut_of(self).items())
-        self.reducer.resume(digests if same else digests[:1] * count)
+        self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":

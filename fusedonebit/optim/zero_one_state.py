@@ -55,7 +55,6 @@ class ZeroOneOptions(Options):
     bias_correction: bool = True
     variance_floor: float = 1e-3
 
-    bucket_count: ClassVar[int] = 1
     takes: ClassVar = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
         *("scale_norm", "scale_scope", "precondition", "variance_floor", "hierarchy")
     }

@@ -64,7 +64,7 @@ def room(keeper: Keeper, spec: StateSpec, i: int, header: Header | None) -> Tens
     if not spec.of_rank:
         return _distributed(keeper, spec, i, part)
     replicas = keeper.rows.shape[0] if header is None else header["world_size"]
-    all_here = spec.per == "chunk" and not (header is not None and _cut_alike(keeper, header))
+    all_here = spec.per == "chunk" and not (header is not None and keeper.cut_alike(header))
     return (keeper.rows.whole if all_here else keeper.rows.spread)(replicas, part)
 
 
@@ -86,7 +86,7 @@ def check(keeper: Keeper, states: Sequence[State], header: Header, required: Col
     for spec in lines:
         _check_entry(keeper, spec, 0, states, header)
     chunks = [states[0][spec.name] for spec in lines if spec.per == "chunk"]
-    if not _cut_alike(keeper, header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
+    if not keeper.cut_alike(header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
         raise ValueError(
             f"the checkpoint was written with {_describe(header)}, but here they are {_describe(keeper.cut())}; "
             "load it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
@@ -171,7 +171,7 @@ def _for_this_rank(keeper: Keeper, spec: StateSpec, rows: Tensor, header: Header
         if spec.by_parameter:
             return local(rows)
         return _cut(_found(keeper.rows.own_of_shard(rows)), spec.tensor(keeper).numel())
-    if header["world_size"] == keeper.rows.shape[0] if spec.by_parameter else _cut_alike(keeper, header):
+    if header["world_size"] == keeper.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header):
         return _found(keeper.rows.own(rows))
     if spec.by_parameter:
         return keeper.rows.mean(rows, header["world_size"])
@@ -194,10 +194,6 @@ def _share(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
     if inside > 1:
         return line.view(inside, world_size // inside, -1)[rank % inside, rank // inside]
     return line.view(cut["buckets"], world_size, -1)[:, rank]
-
-
-def _cut_alike(keeper: Keeper, header: Header) -> bool:
-    return all(header[key] == value for key, value in keeper.cut().items())
 
 
 def _describe(cut: Header) -> str:

@@ -96,7 +96,12 @@ class Keeper(torch.optim.Optimizer):
 
     def cut(self) -> dict[str, int]:
         """Return by what the rows along the flat index space are ordered: ranks, buckets, ranks of a node."""
-        return {"world_size": self.transport.world_size, "buckets": 1, "inside": 1}
+        inside = 1 if self.levels is None else self.levels[1].world_size
+        return {"world_size": self.transport.world_size, "buckets": self.options.bucket_count, "inside": inside}
+
+    def cut_alike(self, header: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint's rows are ordered by the same."""
+        return all(header[key] == value for key, value in self.cut().items())
 
     def settle(self) -> None:
         """Bring what is kept into the form in which it is saved."""
