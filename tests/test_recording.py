@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.nn import Parameter
 
 from fusedonebit import OneBitAdam, OneBitLamb
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.integrations.recording import FORMAT, Recorder
 
 
@@ -72,6 +73,20 @@ def test_rank_0_alone_writes_steps_signals_layers_and_how_the_run_was_started(tm
     assert set(start["versions"]) == {"python", "torch", "triton", "fusedonebit"}
     assert "freeze_step: 3" in start["repr"]
     assert start["date"].endswith("+00:00")
+
+
+def test_of_ranks_without_a_process_group_rank_0_alone_writes(tmp_path: Path):
+    def train(rank: int, transport: Transport) -> None:
+        param = Parameter(torch.ones(8))
+        optimizer = OneBitAdam([param], freeze_step=2, process_group=transport)
+        with Recorder(tmp_path / f"of-rank-{rank}", optimizer, every=1) as recorder:
+            for step in (1, 2):
+                param.grad = torch.full((8,), 1.0 + rank)
+                optimizer.step()
+                recorder.log(step)
+
+    SimulatedGroup(2).run(train)
+    assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0"]
 
 
 def test_a_resumed_run_repeats_no_step_and_goes_on_counting_bytes(tmp_path: Path):

@@ -284,7 +284,7 @@ def _version(name: str) -> str | None:
 def _rank(optimizer: torch.optim.Optimizer) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return getattr(getattr(optimizer, "_transport", None), "rank", 0)
+    return getattr(getattr(optimizer, "transport", None), "rank", 0)
 
 
 def _plain(value: Any) -> Any:
