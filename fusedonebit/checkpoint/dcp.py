@@ -54,7 +54,7 @@ def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
     _check_round(optimizer, optimizer.plain_state())
-    return {"model": _model(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
 def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
@@ -174,7 +174,8 @@ def load(
 
 def _room(model: Module) -> dict[str, Any]:
     """Torch fills tensors in place: those of the model must not change if anything is wrong."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in _model(model).items()}
+    live = get_model_state_dict(model)
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in live.items()}
 
 
 def _take(model: Module, state: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -182,10 +183,6 @@ def _take(model: Module, state: Mapping[str, Any], more: Mapping[str, Any]) -> N
     for name, value in more.items():
         if isinstance(value, Stateful):
             value.load_state_dict(state[name])
-
-
-def _model(model: Module) -> dict[str, Any]:
-    return get_model_state_dict(model)
 
 
 def template(
@@ -243,7 +240,9 @@ def template(
                 f"the state under {prefix!r} must be of this package or of AdamW, by the names of parameters, as "
                 "get_optimizer_state_dict() gives it; it has no header and no exp_avg"
             )
-        elif any(name.startswith(f"{prefix}.state.0.") for name in saved) and not _has_parameter(model, "0"):
+        elif any(name.startswith(f"{prefix}.state.0.") for name in saved) and not any(
+            name.startswith("0.") for name, _ in model.named_parameters()
+        ):
             raise ValueError(
                 f"the state under {prefix!r} must have the names of parameters, as get_optimizer_state_dict() gives "
                 "it, got numbers, as optimizer.state_dict() does"
@@ -277,16 +276,12 @@ def _room_for(
 
 def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
     """Raises ValueError, on all ranks alike, if state was saved of a parameter that the model has not."""
-    start, known = f"{prefix}.state.", tuple(f"{name}." for name in _model(model))
+    start, known = f"{prefix}.state.", tuple(f"{name}." for name in get_model_state_dict(model))
     for name in sorted(saved):
         if name.startswith(start) and not name.removeprefix(start).startswith(known):
             raise ValueError(
                 f"checkpoint of another model: it has {name.removeprefix(start)}, of which this model has no parameter"
             )
-
-
-def _has_parameter(model: Module, prefix: str) -> bool:
-    return any(name.startswith(f"{prefix}.") for name, _ in model.named_parameters())
 
 
 def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:

@@ -41,13 +41,8 @@ _COMPARED = slice(Mark.STEP, Mark.OVERFLOW)
 class Marks:
     """Two numbers that must be equal on all ranks, told by their sums and sums of squares; and three counts.
 
-    Args:
-        world_size: W.
-        step: The step's number, as this rank's user counts.
-        tag: Hash of the hyper-parameters.
-        tensors: How many there are.
-        missing: Those of which this rank has no gradient.
-        skips: This rank does not take the step, which is right if none does.
+    ``step`` is as this rank's user counts, ``tag`` a hash of the hyper-parameters; this rank has no gradient of the
+    tensors that are ``missing``. One that ``skips`` does not take the step, which is right if none does.
     """
 
     def __init__(
@@ -78,11 +73,7 @@ class Marks:
         self._expected = tail[_COMPARED] * self._world_size
 
     def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what all ranks' words say.
-
-        Returns:
-            Flags int32 [1]; and where marks differ: bool [4], step and tag, twice.
-        """
+        """Return what all ranks' words say: flags int32 [1], and where marks differ: bool [4], step and tag, twice."""
         differ = tail[_COMPARED] != self._expected
         flags = (
             (tail[Mark.NONFINITE] > 0).int() * int(Flag.NONFINITE)

@@ -150,16 +150,8 @@ eps is 1, so that no moment is divided by 0.
 class CoefficientTable:
     """The per-tensor table of ``Coef`` columns, computed on the device without a host sync.
 
-    Args:
-        group_of: Index of each tensor's parameter group.
-        device: Where the table lies.
-        bias_correction: Adam's; without it both corrections are 1.
-        columns: Further columns, and the hyper-parameters of a group that go into them.
-        capturable: Never reads a tensor lr on the host.
-
-    Attributes:
-        variance_betas: Of each group, the decay with which its variance was made, where that is done; None: betas[1].
-            The correction of a frozen variance must not follow betas[1] any further.
+    ``group_of`` is the index of each tensor's group; ``columns`` are further ones, with the hyper-parameters of a group
+    that go into them. Without ``bias_correction`` both corrections are 1.
     """
 
     def __init__(
@@ -175,6 +167,8 @@ class CoefficientTable:
         self.bias_correction = bias_correction
         self.columns = dict(columns)
         self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
+        # Of each group the decay with which its variance was made, once that is done; None: betas[1]. The correction of
+        # a frozen variance must not follow betas[1] any further.
         self.variance_betas: list[float] | None = None
         self._uploaded: list[tuple[float, ...]] = []
         self._rows = torch.empty(0)
@@ -188,16 +182,13 @@ class CoefficientTable:
         variance_steps: Tensor | None = None,
         unit: Tensor | None = None,
     ) -> Tensor:
-        """Computes the table for the update that follows ``steps`` updates.
+        """Compute the table for the update that follows: float32 [tensors, len(Coef)].
 
         Args:
             groups: ``param_groups``; lr may be a tensor, and is then read on the device.
             steps: float64 [tensors], updates of each done.
             variance_steps: float64 [tensors], updates that entered its variance, or None: steps + 1.
             unit: float32 [tensors], or None: 1.
-
-        Returns:
-            float32 [tensors, len(Coef)].
         """
         rows = self._upload(groups)[self._group_of]
         lr, beta1, beta2, gain, eps, decay, sign, variance_beta2, *further = rows.unbind(1)

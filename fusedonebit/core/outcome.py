@@ -21,32 +21,22 @@ class Outcomes:
     On a CPU the flags of a step are known when it returns. On CUDA they arrive one step later, so
     that no step waits; a skipped step has changed nothing in the meantime, whoever raises when.
 
-    Args:
-        device: Where flags lie.
-        nonfinite: ``"skip"`` (count and warn) or ``"raise"`` (at once: waits for the device).
-
-    Attributes:
-        attempts: Steps begun.
-        skipped: Steps known to have been skipped.
-        vetoed: Those of them that the divergence guard refused.
-        veto_at: The first attempt that it refused since somebody set this to None.
-        on_replays: Told how many steps replayed graphs have taken.
-        scaler_is_told: Whether the GradScaler learns what other ranks' gradients are like.
+    ``nonfinite`` is "skip" (count and warn) or "raise" (at once: waits for the device).
     """
 
     def __init__(self, device: torch.device, nonfinite: str) -> None:
-        self.attempts = 0
-        self.skipped = 0
-        self.vetoed = 0
-        self.veto_at: int | None = None
+        self.attempts = 0  # steps begun
+        self.skipped = 0  # those known to have been skipped
+        self.vetoed = 0  # those of them that the divergence guard refused
+        self.veto_at: int | None = None  # the first that it refused since somebody set this to None
         self._arrived = 0
         self._skips: deque[int] = deque(maxlen=4)  # the last attempts that were
         self._warned_at = 0
         self._warned_of_drift = False
         self._replays: Tensor | None = None
         self._replayed = False
-        self.scaler_is_told = False
-        self.on_replays: Callable[[int], None] | None = None
+        self.scaler_is_told = False  # whether the GradScaler learns what other ranks' gradients are like
+        self.on_replays: Callable[[int], None] | None = None  # told how many steps replayed graphs have taken
         self._nonfinite = nonfinite
         self._mirror = HostMirror(device, depth=1 if device.type == "cuda" else 0)
 
@@ -56,21 +46,16 @@ class Outcomes:
         return self.attempts - self.skipped
 
     def resume(self, updates: int, skipped: int) -> None:
-        """Takes the counts of a checkpoint."""
+        """Take the counts of a checkpoint."""
         self._mirror.flush()
         self.attempts, self.skipped = updates + skipped, skipped
         self._arrived = self.attempts
 
     def record(self, flags: Tensor, describe: Describe) -> None:
-        """Takes a step's flags, int32 [1].
+        """Take the flags, int32 [1], of the step that has just ended; what they tell of is raised on every rank.
 
-        Args:
-            flags: Of the step that has just ended.
-            describe: Called with MISMATCH or VETO for the details. Not kept: it belongs to an optimizer, which
-                would then be part of a reference cycle.
-
-        Raises:
-            NonFiniteGradientError, AbortedStepError, OutOfStepError: on every rank.
+        ``describe`` is called with MISMATCH or VETO for the details. It is not kept: it belongs to an optimizer, which
+        would then be part of a reference cycle.
         """
         for arrived in self._mirror.push(flags):
             self._act(int(arrived), describe)
@@ -91,11 +76,7 @@ class Outcomes:
         self._replays = torch.zeros(4, dtype=torch.int64, device=device)
 
     def absorb_replays(self) -> None:
-        """Takes over what replayed graphs have counted; waits for the device.
-
-        Raises:
-            OutOfStepError: if ranks were out of step in any.
-        """
+        """Take over what replayed graphs have counted; wait for the device. OutOfStepError if any was out of step."""
         if self._replays is None or not self._replayed:
             return
         steps, skipped, vetoed, bad = self._replays.tolist()
@@ -120,10 +101,7 @@ class Outcomes:
             self._count(int(arrived))
 
     def was_skipped(self, attempt: int) -> bool | None:
-        """Whether one of the last attempts was skipped; None until all ranks know, however early one has looked.
-
-        Asked between two steps.
-        """
+        """Return whether one of the last attempts was skipped; None until all ranks know, however early one looks."""
         return self.seems_skipped(attempt) if self.attempts >= attempt + self._mirror.depth else None
 
     def seems_skipped(self, attempt: int) -> bool:

@@ -48,35 +48,20 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 class ParameterList:
     """The trainable parameters of all groups, in order, as the ops want them.
 
-    Parameters stay where they are; of a DTensor only this rank's shard is looked at.
-    One whose elements do not fill a contiguous piece of memory
-    (a strided view) has a dense copy, which is written back after each update; so has, with master
-    weights, one of 16 bits: a copy in float32, which then is the truth.
-
-    Args:
-        groups: ``param_groups`` of the optimizer.
-        master_weights: Whether parameters of 16 bits have such copies.
+    Parameters stay where they are; of a DTensor only this rank's shard is looked at. One whose elements do not fill a
+    contiguous piece of memory (a strided view) has a dense copy, which is written back after each update; so has, with
+    master weights, one of 16 bits: a copy in float32, which then is the truth.
 
     Raises:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
-
-    Attributes:
-        owners: The parameters that require gradients, as given.
-        params: What this rank holds of each: its shard of a DTensor, else the parameter itself.
-        mesh: The mesh over which all are sharded, or None.
-        group_of: Index of the group of each.
-        index_of: Index of each among all parameters of all groups (as in a ``state_dict``).
-        names: For messages: ``"parameter 3"`` and its name where the user gave one.
-        dense: What the ops write: the parameters themselves, or their dense copies.
-        sizes: Elements of each.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool = False) -> None:
-        self.owners: list[Tensor] = []
+        self.owners: list[Tensor] = []  # those that require gradients, as given
         self.frozen: list[Tensor] = []
         self.group_of: list[int] = []
-        self.index_of: list[int] = []
-        self.names: list[str] = []
+        self.index_of: list[int] = []  # of each among all parameters of all groups, as in a ``state_dict``
+        self.names: list[str] = []  # for messages: "parameter 3", and its name where the user gave one
         index = -1
         seen: set[int] = set()
         for number, group in enumerate(groups):
@@ -96,9 +81,10 @@ class ParameterList:
                 else:
                     self.frozen.append(p)
         self.mesh = shard_mesh(self.owners, self.names)
-        self.params = [local(p) for p in self.owners]
+        self.params = [local(p) for p in self.owners]  # what this rank holds of each
         self._check_together()
         self.sizes = tuple(p.numel() for p in self.params)
+        # What the ops write: the parameters themselves, or their dense copies.
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
         self.masters = [i for i, p in enumerate(self.params) if master_weights and p.dtype != torch.float32]
         for i in self.masters:
@@ -171,11 +157,7 @@ class ParameterList:
     _unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result's
 
     def usable(self, given: Sequence[Tensor], nothing: Tensor) -> list[Tensor]:
-        """Checks gradients and brings them into the memory order of ``dense``.
-
-        Args:
-            given: What ``gradients`` has returned.
-            nothing: What stands for none there.
+        """Check what ``gradients`` has returned, and bring it into the memory order of ``dense``.
 
         Raises:
             RuntimeError: if a parameter was moved, cast or (un)frozen since construction.
@@ -187,11 +169,10 @@ class ParameterList:
             if g.numel() == 0:
                 grads.append(nothing)
                 continue
-            if g.layout is not torch.strided or g.shape != p.shape or g.device != p.device:
+            strange = g.layout is not torch.strided or g.shape != p.shape or g.device != p.device
+            if strange or g.dtype not in SUPPORTED_DTYPES:
                 _refuse_gradient(g, p, self.names[i])
-            if g.dtype not in SUPPORTED_DTYPES:
-                _refuse_gradient(g, p, self.names[i])
-            if not g.data_ptr() and g.numel():
+            if not g.data_ptr():
                 raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
             if g.stride() != self._strides[i]:
                 g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)

@@ -56,13 +56,7 @@ def gradient_norm(
     """Return the norm of a gradient without its bad elements, which drop out elsewhere: float32 [], unscaled.
 
     Squares are added in float64. So a bad element, or a sum beyond float32, never lets the rest pass unclipped.
-
-    Args:
-        grads: Of ``layout``'s sizes, read once.
-        layout: Of a gradient, or of whatever it was flattened into.
-        shards: The ranks that hold the rest of it.
-        loss_scale: What it is multiplied with: float32 [], or None.
-        largest: What counts, unscaled.
+    ``grads`` are of ``layout``'s sizes; ``largest`` is what counts, unscaled.
     """
     device = grads[0].device
     bound = torch.full((1,), largest, device=device)
@@ -114,21 +108,12 @@ def agree_on_scaling(
     largest: float = LARGEST_GRADIENT,
     earlier: Tensor | None = None,
 ) -> Agreed:
-    """Decides what is multiplied with what in a compressed step, by at most one collective of a few numbers.
+    """Decide what is multiplied with what in a compressed step, by at most one collective of a few numbers.
 
     Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
     local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
-    direction of their mean, which clipping each by its own norm does not.
-
-    Args:
-        grads: Local gradients, read once where a norm is asked for.
-        loss_scale: From the GradScaler.
-        max_grad_norm: Or None.
-        transport: Between the ranks.
-        shards: The ranks that hold the rest of the gradients.
-        layout: Of the gradients.
-        largest: What an element may be at most, unscaled; beyond it drops out (``Reducer.largest_gradient``).
-        earlier: Above 0 where this rank has found an inf since ranks have last met: float32 [1]. None: no.
+    direction of their mean, which clipping each by its own norm does not. ``earlier``, float32 [1], is above 0 where
+    this rank has found an inf since ranks have last met.
     """
     factor, found_inf = loss_scale.factor(), loss_scale.found_inf
     if found_inf is None and max_grad_norm is None:

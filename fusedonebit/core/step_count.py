@@ -25,12 +25,7 @@ _Mark = tuple[weakref.ref[Tensor], int]
 
 
 class StepCount:
-    """Counts sets of gradients.
-
-    Args:
-        owners: The parameters.
-        device: Where a captured CUDA graph counts its replays; None: nothing is captured.
-    """
+    """Counts sets of gradients of ``owners``; on ``device`` where a CUDA graph may be captured."""
 
     def __init__(self, owners: Sequence[Tensor], device: torch.device | None) -> None:
         self._total = self._before = 0
@@ -52,14 +47,9 @@ class StepCount:
         return self._total + 1 + self._dropped
 
     def take(self, owners: Sequence[Tensor], given: Sequence[Tensor] | None = None) -> bool:
-        """Counts the step that begins.
+        """Count the step that begins; return whether it uses gradients that the last one has used.
 
-        Args:
-            owners: The parameters.
-            given: The step's gradients where a compiler has passed them: they may not be those of the parameters.
-
-        Returns:
-            Whether it uses gradients that the last one has used.
+        ``given`` are gradients that a compiler has passed: they may not be those of the parameters.
         """
         first, known = _first(owners), self._all
         self._all = _signature(owners)

@@ -24,10 +24,6 @@ class HostMirror:
 
     ``push`` returns the values that were pushed ``depth`` calls ago (none, at first). On CUDA each
     is copied to pinned memory behind an event; after ``depth`` steps that event has long passed.
-
-    Args:
-        device: Where the tensors lie.
-        depth: How many pushes a value stays under way.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:

@@ -128,12 +128,7 @@ def is_own(keeper: Keeper, header: Mapping[str, Any]) -> bool:
 
 
 def check(keeper: Keeper, header: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first thing that a header can't say.
-
-    Args:
-        keeper: The optimizer that is to go on from it.
-        header: Of any optimizer of this package.
-    """
+    """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
     fields = {**BASE, **keeper.header_fields}
     must, own = ["phase", "updates", "skipped"], is_own(keeper, header)  # then all must be there that it reads
     if own and (has_lines(header) or not any(keeper.phases.values())):

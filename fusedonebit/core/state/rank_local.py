@@ -20,13 +20,7 @@ from ..sharding import is_dtensor, local, with_own_storage
 
 
 class Rows:
-    """The grid of ranks, replicas by shards, and this rank's place in it.
-
-    Args:
-        transport: Between the replicas.
-        shards: Between the shards of each.
-        device: Where tensors lie.
-    """
+    """The grid of ranks, replicas by shards, and this rank's place in it."""
 
     def __init__(self, transport: Transport, shards: ShardGroup, device: torch.device) -> None:
         self._transport, self._shards, self._device = transport, shards, device
@@ -86,13 +80,7 @@ class Rows:
         return torch.tensor([replica * self.shape[1] + shard], device=self._device)
 
     def check(self, rows: Tensor, rank: Tensor, replicas: int) -> None:
-        """Raises ValueError if this rank can't go on from rows of ``of_each`` that another run has saved.
-
-        Args:
-            rows: What this rank has of them.
-            rank: As much of the rows of ``rank``.
-            replicas: How many the run had.
-        """
+        """Raise ValueError if this rank can't go on from what it has of rows, and of the rows of ``rank``, of a run."""
         if replicas != self.shape[0]:
             if not self.has_all(rows, replicas):
                 raise ValueError(
@@ -122,15 +110,9 @@ class Rows:
         return part[:, self.place[1] if part.shape[1] == self.shape[1] else 0]
 
     def mean(self, rows: Tensor, replicas: int, inside: int = 1) -> Tensor:
-        """The mean over another run's replicas of what each had; every rank calls it.
+        """Return the mean over another run's replicas of what each had, [...]; every rank calls it.
 
-        Args:
-            rows: As ``of_each`` has made them, all of which are here or on the other ranks.
-            replicas: How many the run had.
-            inside: How many of them, one after the other, had a part each of one vector.
-
-        Returns:
-            [...] as each had, or [inside * n] of parts [n].
+        Of ``inside`` of them, one after the other, each had a part [n] of one vector: then it is [inside * n].
         """
         part = self.of_this_shard(rows)
         placements: Any = rows.placements if is_dtensor(rows) else ()  # type: ignore[attr-defined]
