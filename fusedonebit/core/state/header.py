@@ -82,36 +82,36 @@ class Field(NamedTuple):
 
 Fields = Mapping[str, Field]
 
-BASE: Fields = {
-    "format": Field(INT, False),
-    "algorithm": Field(_TEXT, False),
-    "trained": Field(list_of(COUNT), False),
-    "phase": Field(_TEXT, False),
-    "lines": Field(FLAG, False),
-    "updates": Field(COUNT, False),
-    "skipped": Field(COUNT, False),
-    "steps": Field(COUNT, False),
-    "world_size": Field(POSITIVE, False),
-    "rank": Field(COUNT, False),
-    "shards": Field(POSITIVE, False),
-    "block_size": Field(POSITIVE, False),
-    "line": Field(POSITIVE, False),
-    "strides": Field(list_of(list_of(COUNT)), False),
-    "masks": Field(TABLE, False),
-    "options": Field(TABLE, False),
-    "bytes_total": Field(COUNT, False),
-    "buckets": Field(POSITIVE, False),
-    "inside": Field(POSITIVE, False),
-    "checksums": Field(_COLUMNS, False),
-    "names": Field(list_of(_TEXT), False),
-    "between": Field(list_of(_SUMS), False),
+BASE: dict[str, Rule] = {
+    "format": INT,
+    "algorithm": _TEXT,
+    "trained": list_of(COUNT),
+    "phase": _TEXT,
+    "lines": FLAG,
+    "updates": COUNT,
+    "skipped": COUNT,
+    "steps": COUNT,
+    "world_size": POSITIVE,
+    "rank": COUNT,
+    "shards": POSITIVE,
+    "block_size": POSITIVE,
+    "line": POSITIVE,
+    "strides": list_of(list_of(COUNT)),
+    "masks": TABLE,
+    "options": TABLE,
+    "bytes_total": COUNT,
+    "buckets": POSITIVE,
+    "inside": POSITIVE,
+    "checksums": _COLUMNS,
+    "names": list_of(_TEXT),
+    "between": list_of(_SUMS),
 }
 """What any checkpoint may have."""
 
 _OF_LINES = ("shards", "block_size", "line", "strides", "masks", "options", "buckets", "inside")
 
 LINES: Fields = {
-    **{key: BASE[key]._replace(required=True) for key in _OF_LINES},
+    **{key: Field(BASE[key]) for key in _OF_LINES},
     "digests": Field(Rule(lambda value: list_of(INT32).holds(value) and bool(value), "a list of ints of 32 bits")),
 }
 """What the checkpoint of a compressed stage has."""
@@ -129,23 +129,22 @@ def is_own(keeper: Keeper, header: Mapping[str, Any]) -> bool:
 
 def check(keeper: Keeper, header: Mapping[str, Any]) -> None:
     """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
-    fields = {**BASE, **keeper.header_fields}
     must, own = ["phase", "updates", "skipped"], is_own(keeper, header)  # then all must be there that it reads
     if own and (has_lines(header) or not any(keeper.phases.values())):
         must += [key for key, field in keeper.header_fields.items() if field.required]
     for key in must:
         if key not in header:
             raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
-    check_each(header, {key: field.rule for key, field in fields.items()}, "")
+    check_each(header, BASE | {key: field.rule for key, field in keeper.header_fields.items()}, "")
     if own:
-        _check_own(keeper, header, fields)
+        _check_own(keeper, header)
 
 
-def _check_own(keeper: Keeper, header: Mapping[str, Any], fields: Fields) -> None:
+def _check_own(keeper: Keeper, header: Mapping[str, Any]) -> None:
     if header.get("trained") and "step" not in header.get("names", ["step"]):
         _damaged("names", "have step", header["names"])
     tensors, groups = len(keeper.parameters), len(keeper.param_groups)
-    for key, field in fields.items():
+    for key, field in keeper.header_fields.items():
         told = header.get(key)
         if not field.one_per or not isinstance(told, list):
             continue
