@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -37,23 +37,19 @@ def read_once(group: dict[str, Any]) -> None:
 
 
 def check_group(group: dict[str, Any], name: str = "") -> None:
-    """Checks the hyper-parameters of one parameter group, ``numbers`` of which were taken.
+    """Check the hyper-parameters of one parameter group, ``numbers`` of which were taken.
 
     Raises:
         ValueError: naming the argument, its value and what is expected.
     """
     where = f" in {name}" if name else ""
     check_lr(group["lr"], where)
-    if "momentum" in group and not is_share(group["momentum"]):
-        raise ValueError(f"momentum must be a number in [0, 1), got {group['momentum']!r}{where}")
-    betas = _betas(group)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(is_share(b) for b in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}{where}")
-    for key in ("eps", "weight_decay"):
-        if key in group and (not _fits_float32(group[key]) or group[key] < 0):
-            raise ValueError(f"{key} must be a finite number >= 0, got {_shown(group[key])}{where}")
-    if not isinstance(group["maximize"], bool):
-        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}{where}")
+    for key, (holds, expected) in _OF_GROUPS.items():
+        if key in group and not holds(group[key]):
+            raise ValueError(f"{key} must be {expected}, got {_shown(group[key])}{where}")
+    for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
+        if {low, high} <= group.keys() and group[low] > group[high]:
+            raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
@@ -62,22 +58,6 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
 
 LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
 """Hyper-parameters of a group that LAMB and 1-bit LAMB add."""
-
-
-def check_lamb_group(group: dict[str, Any], name: str = "") -> None:
-    """Checks what LAMB adds to a parameter group; raises as ``check_group`` does."""
-    where = f" in {name}" if name else ""
-    for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
-        if low not in group or high not in group:
-            continue
-        for key, least in ((low, ">="), (high, ">")):
-            if not is_number(group[key]) or group[key] < 0 or (group[key] == 0 and least == ">"):
-                raise ValueError(f"{key} must be a finite number {least} 0, got {group[key]!r}{where}")
-        if group[low] > group[high]:
-            raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
-    for key in ("beta3", "r_threshold"):
-        if key in group and not is_share(group[key]):
-            raise ValueError(f"{key} must be a number in [0, 1), got {group[key]!r}{where}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -137,6 +117,19 @@ def _shown(value: object) -> str:
     too_large = is_number(value) and not _fits_float32(value)
     return f"{value!r}{', which is infinite in float32' * too_large}"
 
+
+_OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "betas": (
+        lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(map(is_share, v)),
+        "two numbers in [0, 1)",
+    ),
+    "maximize": (lambda v: isinstance(v, bool), "True or False"),
+    **dict.fromkeys(("momentum", "beta3", "r_threshold"), (is_share, "a number in [0, 1)")),
+    **dict.fromkeys(("eps", "weight_decay"), (lambda v: _fits_float32(v) and v >= 0, "a finite number >= 0")),
+    **dict.fromkeys(("c_min", "r_min"), (lambda v: is_number(v) and v >= 0, "a finite number >= 0")),
+    **dict.fromkeys(("c_max", "r_max", "global_ratio"), (lambda v: is_number(v) and v > 0, "a finite number > 0")),
+}
+"""What hyper-parameters of a group must be."""
 
 _STILL = dict.fromkeys(
     (Coef.ONE_MINUS_BETA2, Coef.STEP_SIZE, Coef.LR, Coef.UNBIAS1, Coef.WEIGHT_DECAY, Coef.GLOBAL_RATIO), 0.0

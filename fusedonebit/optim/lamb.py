@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.options import check_lamb_group
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
@@ -43,10 +42,6 @@ class LambUpdate(AveragingOptimizer):
         self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
         self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
-
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        check_lamb_group(group, name)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         params, layout, live = self.parameters.dense, self.layout, self.live

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -92,9 +91,6 @@ class RoundOptimizer(DistributedOptimizer):
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)
         where = f" in {name}" if name else ""
-        ratio = group["global_ratio"]
-        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) < torch.inf:
-            raise ValueError(f"global_ratio must be a finite number > 0, got {ratio!r}{where}")
         if self._built and not self.exp_avg.numel() and group.get("momentum"):
             raise ValueError(
                 f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
