@@ -17,10 +17,8 @@ from torch import Tensor
 
 from ..comm import CollectiveError, Flag, Told, Transport, make_transport
 from ..triton_kernels import Coef, block_table
-from ..triton_kernels.tables import tables_of
-from . import consensus as construction
-from . import copies, inspection, step_op
-from . import reducers as cuts
+from ..triton_kernels.tables import capturing, tables_of
+from . import consensus, copies, inspection, reducers, step_op
 from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
@@ -32,7 +30,7 @@ from .state import loading, saving
 from .state.keeper import Keeper
 from .state.rank_local import Rows
 from .step_count import StepCount, as_word
-from .telemetry import capturing, upload
+from .telemetry import upload
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -73,7 +71,7 @@ class DistributedOptimizer(Keeper):
         params, error = materialise(params)
         self.device = first_device(params)
         self.transport = make_transport(group_of(process_group), self.device)
-        self.shards = construction.shards_of(first_mesh(params), self.device)
+        self.shards = consensus.shards_of(first_mesh(params), self.device)
         self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
         wire = WIRE
         try:
@@ -89,17 +87,17 @@ class DistributedOptimizer(Keeper):
             self.param_groups[0][saving.KEY] = ""
             self.put_lr_on_the_device()
             self.parameters = ParameterList(self.param_groups, options.master_weights)
-            construction.check_shards(self)
+            consensus.check_shards(self)
             masks = settings.get("numerics", NUMERICS).mask or {}
-            construction.check_masks(masks, self.parameters)
-            construction.check_rounding(options.stochastic_rounding, self.parameters)
+            consensus.check_masks(masks, self.parameters)
+            consensus.check_rounding(options.stochastic_rounding, self.parameters)
             self.masks = dict(masks)
-            construction.check_device(self.device)
-            self.levels = cuts.levels_of(self, wire.hierarchy)
+            consensus.check_device(self.device)
+            self.levels = reducers.levels_of(self, wire.hierarchy)
             self.inside = self.inside if self.levels is None else self.levels[1]
         except Exception as caught:
             error = caught
-        construction.agree_on_everything(self, error, wire.broadcast_parameters)
+        consensus.agree_on_everything(self, error, wire.broadcast_parameters)
         self.set_up()
 
     # ---------------------------------------------------------------- construction
@@ -126,10 +124,10 @@ class DistributedOptimizer(Keeper):
     def build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self.parameters, self.device
-        self.layout = construction.layout_of(self, self._chunks)
+        self.layout = consensus.layout_of(self, self._chunks)
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
-        self.live = construction.live_of(self)
+        self.live = consensus.live_of(self)
         self._make_buffers()
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
@@ -200,7 +198,7 @@ class DistributedOptimizer(Keeper):
                 "construct a new optimizer"
             )
         self._refuse_if_broken()
-        construction.add_group(self, param_group, super().add_param_group)
+        consensus.add_group(self, param_group, super().add_param_group)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
@@ -391,7 +389,7 @@ class DistributedOptimizer(Keeper):
         if not captured:
             with self._breaking():
                 if self.just_loaded:
-                    construction.agree_on_loaded(self)
+                    consensus.agree_on_loaded(self)
                 self.just_loaded = False
         self.transport.traffic.start_step()
         self.inside.traffic.start_step()

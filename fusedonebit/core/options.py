@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, Coef
-from .telemetry import capturing, upload
+from ..triton_kernels.tables import capturing
+from .telemetry import upload
 
 _LR = 0  # column of the uploaded rows
 

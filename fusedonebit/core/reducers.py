@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..comm import (
@@ -60,12 +59,3 @@ def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
         optimizer.transport_apart = own.apart() if isinstance(own, TorchTransport) else own
     optimizer.overlap = OverlappedAllReduce(optimizer, optimizer.transport_apart, **shared)
     return optimizer.overlap
-
-
-def check_digests(optimizer: OneBitOptimizer, header: Mapping[str, Any]) -> None:
-    """Raises ValueError if a checkpoint that is cut alike has not a digest of each part."""
-    if optimizer.cut_alike(header) and len(header["digests"]) != (count := len(optimizer.reducer.digests)):
-        raise ValueError(
-            f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; load "
-            "another checkpoint"
-        )

@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels.tables import capturing
-
-__all__ = ["HostMirror", "capturing", "upload"]
-
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Small host values as a tensor on ``device``, from pinned memory, so that nobody waits."""
