@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveError, ShardGroup, agree, checksum, make_transport
+from ..comm import CollectiveError, ShardGroup, Transport, agree, checksum, make_transport
 from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout, LiveTable, choose_block_size, live_table
 from .options import numbers, stated
 from .params import ParameterList, materialise_group
-from .sharding import check_groups, local
+from .sharding import check_groups, levels, local
 from .state.keeper import Keeper
 
 if TYPE_CHECKING:
@@ -32,6 +32,20 @@ def check_device(device: torch.device) -> None:
 def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
     """The ranks that hold the other shards of parameters sharded over ``mesh``."""
     return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
+
+
+def levels_of(optimizer: Keeper, hierarchy: Any) -> tuple[Transport, Transport] | None:
+    """Return the ranks between nodes and those inside one, or None.
+
+    Raises:
+        TypeError, ValueError: if ``hierarchy`` is not to be had.
+    """
+    if hierarchy is None:
+        return None
+    optimizer.check_levels()
+    if optimizer.shards.count > 1:
+        raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
+    return levels(hierarchy, optimizer.transport, optimizer.device)
 
 
 def check_shards(optimizer: Keeper) -> None:

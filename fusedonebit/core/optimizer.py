@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import CollectiveError, Flag, Told, Transport, make_transport
 from ..triton_kernels import Coef, block_table
 from ..triton_kernels.tables import capturing, tables_of
-from . import consensus, copies, inspection, reducers, step_op
+from . import consensus, copies, inspection, step_op
 from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
@@ -93,7 +93,7 @@ class DistributedOptimizer(Keeper):
             consensus.check_rounding(options.stochastic_rounding, self.parameters)
             self.masks = dict(masks)
             consensus.check_device(self.device)
-            self.levels = reducers.levels_of(self, wire.hierarchy)
+            self.levels = consensus.levels_of(self, wire.hierarchy)
             self.inside = self.inside if self.levels is None else self.levels[1]
         except Exception as caught:
             error = caught

@@ -1,4 +1,4 @@
-"""Compressing and sending in the backward pass: each bucket of gradients as soon as it is complete."""
+"""What averages momenta; and compressing and sending in the backward pass, each bucket as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import BucketedAllReduce, CollectiveError, TorchTransport, Transport
+from ..comm import (
+    BucketedAllReduce,
+    CollectiveError,
+    CompressedAllReduce,
+    FeedbackReducer,
+    HierarchicalAllReduce,
+    TorchTransport,
+    Transport,
+)
 from ..comm.reducer import Compress, Told
 from .scaling import LossScale
 from .step_count import as_word
@@ -21,17 +29,40 @@ if TYPE_CHECKING:
     from ..optim.two_stage import OneBitOptimizer
 
 
+def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
+    """Make what averages momenta, in the storage that the warm-up's momentum has; and ``overlap`` anew."""
+    options, layout = optimizer.options, optimizer.layout
+    shared: dict[str, Any] = {
+        "device": optimizer.device,
+        "scale_norm": options.scale_norm,
+        "scale_scope": options.scale_scope,
+        "compensated": optimizer.exp_avg,
+        "live": optimizer.live,
+        "ternary": options.ternary,
+        "shards": optimizer.shards,
+    }
+    if optimizer.levels is not None:
+        return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
+    if not options.overlap and options.bucket_count == 1:
+        return CompressedAllReduce(layout, optimizer.transport, **shared)
+    if not options.overlap:
+        return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
+    if optimizer.overlap is not None:
+        optimizer.overlap.close()
+    if optimizer.transport_apart is None:  # so that nothing else comes between buckets
+        own = optimizer.transport
+        optimizer.transport_apart = own.apart() if isinstance(own, TorchTransport) else own
+    optimizer.overlap = OverlappedAllReduce(optimizer, optimizer.transport_apart, **shared)
+    return optimizer.overlap
+
+
 class OverlappedAllReduce(BucketedAllReduce):
     """Watches gradients arrive, and starts buckets, the last first, while the backward pass goes on.
 
     On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
     process group of its own, so that whatever else is sent in the meantime comes not between them. The
-    first bucket, which is complete when the backward pass is over, is left to the step.
-
-    Args:
-        optimizer: Its hooks hold it weakly.
-        transport: How messages travel.
-        options: See ``CompressedAllReduce``.
+    first bucket, which is complete when the backward pass is over, is left to the step. Hooks hold
+    the optimizer weakly.
     """
 
     def __init__(self, optimizer: OneBitOptimizer, transport: Transport, **options: Any) -> None:

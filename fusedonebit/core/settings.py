@@ -139,7 +139,7 @@ class Wire:
             raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
         if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
-        if self.buckets is not None and (type(self.buckets) is not int or self.buckets < 1):
+        if self.buckets is not None and not (is_int(self.buckets) and self.buckets >= 1):
             raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
 
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import LocalTransport, ShardGroup, Transport, agree, make_transport
 from ..core.consensus import failure
 from ..core.optimizer import DistributedOptimizer
+from ..core.options import is_int
 from ..core.sharding import group_of, local
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def broadcast_buffers(
             raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
         if process_group is not None:
             raise ValueError("process_group must be None where optimizer is given: its ranks are meant")
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        if every is not None and not (is_int(every) and every >= 1):
             raise ValueError(f"every must be an int >= 1 or None, got {every!r}")
         ranks, inside, device = optimizer.transport, optimizer.shards, optimizer.device
     _broadcast(named, ranks, inside, device)

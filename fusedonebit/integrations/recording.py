@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.options import check_count, is_int
 from ..core.settings import Options
 
 METRICS = "metrics.jsonl"
@@ -86,7 +87,7 @@ class Recorder:
         bytes_before: int | None = None,
     ) -> None:
         for argument, value, least in (("every", every, 1), ("layers_every", layers_every, 0)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and not (is_int(value) and value >= least):
                 raise ValueError(f"{argument} must be an int >= {least}, got {value!r}")
         self.folder, self.name = Path(folder), name or type(optimizer).__name__
         self._optimizer, self._every, self._layers_every = optimizer, every, layers_every
@@ -126,8 +127,7 @@ class Recorder:
         """
         if self._closed:
             raise ValueError(f"this Recorder of {self.folder} is closed; make a new one to go on")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an int >= 0, got {step!r}")
+        check_count("step", step)
         if self._last < 0 or step <= self._last:
             self._begin(step)
         self._last = step

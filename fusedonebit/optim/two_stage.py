@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..comm import Flag, Told, Transport
 from ..comm.reducer import Compress
-from ..core import inspection, reducers
+from ..core import inspection
 from ..core.consensus import live_of
-from ..core.overlap import OverlappedAllReduce
+from ..core.overlap import OverlappedAllReduce, make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
     AMOUNT,
@@ -71,7 +71,7 @@ class OneBitOptimizer(AveragingOptimizer):
         super().build()
         options, device = self.options, self.device
         self._phase = "warmup"
-        self.reducer = reducers.make_reducer(self)
+        self.reducer = make_reducer(self)
         self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None

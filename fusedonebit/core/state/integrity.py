@@ -91,21 +91,20 @@ def between(states: Sequence[State]) -> list[list[Any]]:
 
 def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[tuple[int, int]]]]:
     """The memory in which tensors lie, uint8, by its first tensor; and the ranges of it that belong to none."""
-    memories: dict[int, tuple[str, int, Tensor]] = {}
-    taken: dict[int, list[tuple[int, int]]] = {}
+    memories: dict[int, tuple[str, int, Tensor, list[tuple[int, int]]]] = {}
     for i, state in enumerate(states):
         for key in sorted(k for k, value in state.items() if isinstance(value, Tensor)):
             part = local(state[key]).detach()
             storage = part.untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8, device=part.device).set_(storage)
-            memories.setdefault(storage.data_ptr(), (key, i, memory))
+            taken = memories.setdefault(storage.data_ptr(), (key, i, memory, []))[-1]
             start, size = int(part.storage_offset()) * part.element_size(), part.element_size()
             span = 1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
             if part.numel() and part.numel() == span:  # else there may be gaps within it
-                taken.setdefault(storage.data_ptr(), []).append((start, start + span * size))
-    for where, (key, i, memory) in memories.items():
+                taken.append((start, start + span * size))
+    for key, i, memory, taken in memories.values():
         end, gaps = 0, []
-        for start, stop in [*sorted(taken.get(where, [])), (len(memory), len(memory))]:
+        for start, stop in [*sorted(taken), (len(memory), len(memory))]:
             if start > end:
                 gaps.append((end, start))
             end = max(end, stop)

@@ -68,6 +68,7 @@ class Keeper(torch.optim.Optimizer):
     publish_state: Callable[[], None]
     put_lr_on_the_device: Callable[[], None]
     check_group: Callable[..., None]
+    check_levels: Callable[[], None]
 
     @property
     def phase(self) -> str:
