@@ -1,30 +1,15 @@
 """``state_dict``: exact, tensors and plain values only.
 
 In full precision the ``state`` is AdamW's own (``step``, ``exp_avg``, ``exp_avg_sq`` per parameter), equal on all
-ranks. What else there is the optimizers declare (``StateSpec``). 1-bit Adam has in the compression stage per parameter
+ranks. With ``master_weights=True`` each parameter of 16 bits also has its ``master``, float32, in all stages: what it
+is the rounded value of. Loading takes that up exactly, whether the model is loaded before or after; where by the next
+step a parameter is not the rounded value of its master, the parameter counts. Where the checkpoint has none masters
+begin as their parameters.
 
-    step               float64 []: updates in which some rank had a gradient of it
-    exp_avg_sq         float32, the parameter's shape: the frozen variance
-
-and with the first parameter, along the flat index space (P elements, padding included; ``FlatLayout``), as rows of
-each of the W replicas, or S shards (``Rows``):
-
-    exp_avg_bits       uint8 [S, P / 8]: signs of the momentum
-    exp_avg_nonzero    uint8 [S, P / 8]: where it is not zero; only with ``ternary=True``
-    exp_avg_scale      float32 [S, blocks]: its magnitudes
-    worker_error       float32 [W, S, P]: each rank's residual
-    server_error       float32 [W, S, P / W]: residual of the elements that each rank serves
-    rank               int64 [W, S, 1]: whose row it is
-
-Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of them
+What else there is the optimizers declare (``StateSpec``): with each parameter, or, along the flat index space, with the
+first, as rows of each of W replicas and S shards (``Rows``) beside ``rank``, int64 [W, S, 1], which says whose row it
+is. Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of them
 (``fusedonebit.dcp``). ``torch.save`` works as well: then each rank saves, and loads, its own file.
-
-With ``master_weights=True`` each parameter of 16 bits has in all stages, equal on all ranks:
-
-    master             float32, the parameter's shape: what it is the rounded value of
-
-Loading takes that up exactly, whether the model is loaded before or after; where by the next step a parameter is not
-the rounded value of its master, the parameter counts. Where the checkpoint has none masters begin as their parameters.
 
 Momentum and residuals are in the unit in which they are compressed. The header, all that is no tensor, is JSON in the
 first of the ``param_groups``; it has a checksum of each tensor, and of itself (``integrity``), which takes one pass
