@@ -22,17 +22,9 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one contiguous piece of memory, in any order, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if size == 0:
-            return True
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    """Return whether the elements fill one contiguous piece of memory, in any order, each once."""
+    span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not tensor.numel() or (span == tensor.numel() and not _overlaps_itself(tensor))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ class StepCount:
     """Counts sets of gradients of ``owners``; on ``device`` where a CUDA graph may be captured."""
 
     def __init__(self, owners: Sequence[Tensor], device: torch.device | None) -> None:
-        self._total = self._before = 0
+        self.total = self._before = 0  # steps so far, those of this rank's user
         self._known: _Mark | None = _mark(_first(owners))  # of gradients that a step or zero_grad() has dealt with
         self._all = 0  # of the gradients that the last step has used
         self._consumed = False
@@ -37,14 +37,9 @@ class StepCount:
         self._of_replays = None if device is None else torch.zeros((), dtype=torch.int32, device=device)
 
     @property
-    def total(self) -> int:
-        """Steps so far, those of this rank's user."""
-        return self._total
-
-    @property
     def coming(self) -> int:
         """What ``total`` will be in a step on the gradients that a backward pass is making."""
-        return self._total + 1 + self._dropped
+        return self.total + 1 + self._dropped
 
     def take(self, owners: Sequence[Tensor], given: Sequence[Tensor] | None = None) -> bool:
         """Count the step that begins; return whether it uses gradients that the last one has used.
@@ -55,13 +50,13 @@ class StepCount:
         self._all = _signature(owners)
         fresh = first is not None and not self._is_known(first)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
-        self._before = self._total
+        self._before = self.total
         # Who clears what is bad and takes part with nothing has skipped none.
-        self._total += (not repeats) + (self._dropped and fresh)
+        self.total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._dropped = _mark(first), True, False
         self._unsure = given is not None and not _same_memory(owners, given)
         if self._of_replays is not None:
-            self._of_replays.fill_(as_word(self._total))
+            self._of_replays.fill_(as_word(self.total))
         return repeats
 
     def clear(self, owners: Sequence[Tensor]) -> None:
@@ -81,9 +76,9 @@ class StepCount:
 
     def fail(self) -> None:
         """Called after a step that this rank could not take, of which all ranks have heard: to them it is one step."""
-        self._total = self._before + 1
+        self.total = self._before + 1
         if self._of_replays is not None:
-            self._of_replays.fill_(as_word(self._total))
+            self._of_replays.fill_(as_word(self.total))
 
     def capture(self) -> Tensor:
         """Counts each replay of the graph that is being captured: int32 [], on the device."""
@@ -94,12 +89,12 @@ class StepCount:
 
     def replayed(self, steps: int) -> None:
         """Takes over what replays have counted."""
-        self._total += steps
+        self.total += steps
         self.forget()
 
     def resume(self, total: int) -> None:
         """Takes up a checkpoint's count."""
-        self._total, self._dropped = total, False
+        self.total, self._dropped = total, False
         if self._of_replays is not None:
             self._of_replays.fill_(as_word(total))
 

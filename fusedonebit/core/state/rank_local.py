@@ -24,18 +24,10 @@ class Rows:
 
     def __init__(self, transport: Transport, shards: ShardGroup, device: torch.device) -> None:
         self._transport, self._shards, self._device = transport, shards, device
+        self.shape = transport.world_size, shards.count  # replicas and shards
+        self.place = transport.rank, shards.transport.rank  # this rank's
         if self._groups():
             import torch.distributed.tensor  # noqa: F401  # torch.load() asks for it where a file has DTensors
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Replicas and shards."""
-        return self._transport.world_size, self._shards.count
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank's replica and shard."""
-        return self._transport.rank, self._shards.transport.rank
 
     def of_each(self, here: Tensor) -> Tensor:
         """What each rank has of its own, [...]: a row of [replicas, shards, ...]."""
