@@ -158,12 +158,13 @@ def failure(call: Callable[[], object]) -> Exception | None:
 
 def facts(optimizer: Keeper) -> list[tuple[str, str]]:
     """Everything but values that must be equal on all ranks."""
-    options, plist, masks = optimizer.options, optimizer.parameters, optimizer.masks
+    options, plist = optimizer.options, optimizer.parameters
     groups = [
-        (f"{key} of group {i}", repr(_plain(group[key])))
+        (f"{key} of group {i}", repr(value.tolist() if isinstance(value := group[key], Tensor) else value))
         for i, group in enumerate(map(numbers, optimizer.param_groups))
         for key in optimizer.hyper_parameters
     ]
+    checksums = {p: f"checksum {checksum(local(mask).contiguous())}" for p, mask in optimizer.masks.items()}
     named = list(zip(plist.owners, plist.names, strict=True))
     return [
         ("the optimizer", type(optimizer).__name__),
@@ -173,16 +174,8 @@ def facts(optimizer: Keeper) -> list[tuple[str, str]]:
         ("the number of groups", str(len(optimizer.param_groups))),
         *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
         *groups,
-        *((f"the mask of {name}", _describe_mask(masks.get(p))) for p, name in named),
+        *((f"the mask of {name}", checksums.get(p, "none")) for p, name in named),
     ]
-
-
-def _describe_mask(mask: Tensor | None) -> str:
-    return "none" if mask is None else f"checksum {checksum(local(mask).contiguous())}"
-
-
-def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:

@@ -37,15 +37,11 @@ def stats(optimizer: DistributedOptimizer) -> dict[str, Any]:
         "averaged_already": bool(optimizer.averaged_elsewhere),
         "collectives_inside": optimizer.inside.traffic.collectives_step,
         "bytes_inside": optimizer.inside.traffic.bytes_step,
-        "bytes_fp32": fp32_bytes(layout.real_numel, transport.world_size),
+        # Of a ring all-reduce of float32 gradients.
+        "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
         "state_bytes": state_bytes(optimizer),
         "grad_norm": None if optimizer.options.max_grad_norm is None else float(optimizer.last_grad_norm),
     }
-
-
-def fp32_bytes(parameters: int, world_size: int) -> int:
-    """What one rank sends in a ring all-reduce of float32 gradients."""
-    return 2 * 4 * parameters * (world_size - 1) // world_size
 
 
 def state_bytes(optimizer: DistributedOptimizer) -> int:

@@ -171,14 +171,15 @@ class OverlappedAllReduce(BucketedAllReduce):
         self._run(lambda: self.start(bucket, compress, told))
 
     def _run(self, job: Callable[[], None]) -> None:
+        job = torch.no_grad()(job)  # of each thread
         if self._thread is not None:
-            self._pending.append(self._thread.submit(_without_grad, job))
+            self._pending.append(self._thread.submit(job))
         elif self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
-                _without_grad(job)
+                job()
         else:
-            _without_grad(job)
+            job()
 
     def _note_versions(self) -> None:
         if (optimizer := self._optimizer()) is not None:
@@ -238,11 +239,6 @@ def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
             found()
 
     engine.queue_callback(lambda: engine.queue_callback(call))
-
-
-def _without_grad(job: Callable[[], None]) -> None:
-    with torch.no_grad():  # of each thread
-        job()
 
 
 def _hook(overlap: weakref.ref[OverlappedAllReduce], i: int) -> Callable[[Tensor], None]:

@@ -55,8 +55,7 @@ class StepCount:
         self.total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._dropped = _mark(first), True, False
         self._unsure = given is not None and not _same_memory(owners, given)
-        if self._of_replays is not None:
-            self._of_replays.fill_(as_word(self.total))
+        self._tell_device()
         return repeats
 
     def clear(self, owners: Sequence[Tensor]) -> None:
@@ -77,8 +76,7 @@ class StepCount:
     def fail(self) -> None:
         """Called after a step that this rank could not take, of which all ranks have heard: to them it is one step."""
         self.total = self._before + 1
-        if self._of_replays is not None:
-            self._of_replays.fill_(as_word(self.total))
+        self._tell_device()
 
     def capture(self) -> Tensor:
         """Counts each replay of the graph that is being captured: int32 [], on the device."""
@@ -95,8 +93,11 @@ class StepCount:
     def resume(self, total: int) -> None:
         """Takes up a checkpoint's count."""
         self.total, self._dropped = total, False
+        self._tell_device()
+
+    def _tell_device(self) -> None:
         if self._of_replays is not None:
-            self._of_replays.fill_(as_word(total))
+            self._of_replays.fill_(as_word(self.total))
 
     def __getstate__(self) -> dict[str, Any]:
         """Weak references can't be copied: of a copy's gradients nothing is known."""

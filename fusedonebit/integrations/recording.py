@@ -247,7 +247,6 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     options: Any = getattr(optimizer, "options", None)
     settings = dataclasses.asdict(options) if isinstance(options, Options) else {}
-    started = dist.is_available() and dist.is_initialized()
     return {
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -258,7 +257,7 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in params),
         "backend": stats.get("backend"),
         "transport": stats.get("transport"),
-        "world_size": stats.get("world_size", dist.get_world_size() if started else 1),
+        "world_size": stats.get("world_size", dist.get_world_size() if dist.is_initialized() else 1),
         "device": _device(params[0].device) if params else None,
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "triton", "fusedonebit")},
@@ -282,7 +281,7 @@ def _version(name: str) -> str | None:
 
 
 def _rank(optimizer: torch.optim.Optimizer) -> int:
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
     return getattr(getattr(optimizer, "transport", None), "rank", 0)
 
