@@ -91,7 +91,7 @@ def test_several_threads_give_the_bits_of_one():
 def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkeypatch):
     with using("native"), pytest.raises(RuntimeError, match="C kernels work on CPU tensors, got cuda"):
         triton_kernels.backends.chosen("cuda")
-    monkeypatch.setattr(native, "_library", lambda: "no C compiler was found")
+    monkeypatch.setattr(native, "_library", lambda: (None, "no C compiler was found"))
     with pytest.raises(RuntimeError, match="no C kernels here: no C compiler was found; use 'plain'"), using("native"):
         pass
 

@@ -49,14 +49,12 @@ def declare(name: str, parameters: Sequence[Parameter], printed: str = "") -> No
 
 def library() -> Mapping[str, Kernel] | None:
     """The C kernels, built if need be; None where there are none: ``reason`` says why."""
-    found = _library()
-    return None if isinstance(found, str) else found
+    return _library()[0]
 
 
 def reason() -> str:
     """Why there are no C kernels."""
-    found = _library()
-    return found if isinstance(found, str) else ""
+    return _library()[1]
 
 
 def shared_library() -> Path:
@@ -65,14 +63,14 @@ def shared_library() -> Path:
 
 
 @cache
-def _library() -> Mapping[str, Kernel] | str:
+def _library() -> tuple[Mapping[str, Kernel] | None, str]:
     try:
         loaded = ctypes.CDLL(str(shared_library()))
-        return {name: Kernel(loaded, name, parameters) for name, parameters in _parameters.items()}
+        return {name: Kernel(loaded, name, parameters) for name, parameters in _parameters.items()}, ""
     except (OSError, UnavailableError) as error:
-        return str(error)
+        return None, str(error)
     except Exception as error:  # nobody's step may fail for want of a faster kernel, whatever is wrong here
-        return repr(error)
+        return None, repr(error)
 
 
 # ---------------------------------------------------------------- calls

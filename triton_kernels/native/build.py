@@ -70,11 +70,12 @@ def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> Path:
         raise UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     command = _command()
     name = f"kernels-{_fingerprint(command, printed)}"
-    folders, refused = _folders()
-    for folder in folders:
-        if kept := _kept(folder, name):
-            return kept
+    refused = []
+    for folder in _candidates():
         try:
+            _make_own(folder)
+            if kept := _kept(folder, name):
+                return kept
             with _locked(folder / "lock"):
                 return _kept(folder, name) or _build(folder, name, command, names, printed)
         except OSError as error:
@@ -200,22 +201,8 @@ def _processor() -> Iterable[str]:
 # ---------------------------------------------------------------- where they are kept
 
 
-def _folders() -> tuple[list[Path], list[str]]:
-    """The user's cache, and one of this user's own among the temporary files; and which of them can't be used, why."""
-    usable, refused = [], []
-    for folder in _candidates():
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_mine(folder.lstat(), stat.S_ISDIR):
-                raise PermissionError("it is a link, or others may write to it")
-        except OSError as error:
-            refused.append(f"{folder} ({error.strerror or error})")
-        else:
-            usable.append(folder)
-    return usable, refused
-
-
 def _candidates() -> Iterator[Path]:
+    """The user's cache, and one of this user's own among the temporary files."""
     cache, home = Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.environ.get("HOME", ""))
     if cache.is_absolute():
         yield cache / "fusedonebit"
@@ -223,6 +210,12 @@ def _candidates() -> Iterator[Path]:
         yield home / ".cache" / "fusedonebit"
     with contextlib.suppress(OSError):  # not even temporary files can be written
         yield Path(tempfile.gettempdir()) / f"fusedonebit-{os.getuid()}"
+
+
+def _make_own(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_mine(folder.lstat(), stat.S_ISDIR):
+        raise PermissionError("it is a link, or others may write to it")
 
 
 def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
