@@ -26,23 +26,14 @@ TILE_NUMEL = {"cpu": 1 << 16}
 
 
 class Tile(NamedTuple):
-    """Some consecutive blocks of one chunk.
-
-    Attributes:
-        chunk: Index of the chunk.
-        blocks: Slice of the block tables.
-        bytes: Slice of the chunk's packed bits.
-        numel: Elements, padding included.
-        start: Flat index of the first element.
-        spans: Parts of tensors in the tile.
-    """
+    """Some consecutive blocks of one chunk."""
 
     chunk: int
-    blocks: slice
-    bytes: slice
-    numel: int
-    start: int
-    spans: tuple[Span, ...]
+    blocks: slice  # of the block tables
+    bytes: slice  # of the chunk's packed bits
+    numel: int  # padding included
+    start: int  # flat index
+    spans: tuple[Span, ...]  # of tensors
 
 
 def tiles(
@@ -123,12 +114,7 @@ def _sign_table(device: torch.device) -> Tensor:
 
 
 def scaled(bits: Tensor, scale: Tensor) -> Tensor:
-    """What bits stand for, float32 [blocks, block_size]: scale and -scale, and 0 for zeros where ternary.
-
-    Args:
-        bits: uint8 [bytes], or [2, bytes] where ternary; see ``compress``.
-        scale: float32 [blocks, 1].
-    """
+    """What ``compress`` made bits of, float32 [blocks, block_size]: scale [blocks, 1] and -scale; zeros if ternary."""
     ternary = bits.dim() == 2
     values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale)
     return tl.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
@@ -195,11 +181,8 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """Rounds float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
 
-    What bfloat16 can represent stays as it is, infinities and NaN too. Above the largest finite
-    bfloat16 the upper neighbour is infinity, as it is for rounding to nearest from half-way on.
-
-    Args:
-        bits: int32 of x's shape, uniform in [0, 2^16): added below the bits that are kept, they carry.
+    ``bits``, int32 of x's shape, are uniform in [0, 2^16): added below the bits that are kept, they carry.
+    See ``rules.bfloat16``; NaN stays as it is.
     """
     kept = rules.bfloat16(x.view(torch.int32), bits) << 16
     return tl.where(x.isnan(), x, kept.view(torch.float32))

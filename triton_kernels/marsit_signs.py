@@ -237,11 +237,7 @@ def bernoulli(threshold: int, seed: int, words: Tensor) -> Tensor:
 
     By the binary digits of the probability, from the last: or-ing with a fair bit halves the
     distance to 1, and-ing halves the probability. Digits that are zero at the end cost nothing.
-
-    Args:
-        threshold: In [0, 2^32).
-        seed: 31 bits.
-        words: Places, int64 [n] in [0, 2^32).
+    ``words`` are places, int64 [n] in [0, 2^32).
     """
     first, drawn = trailing_zeros(threshold), torch.zeros_like(words)
     digits = torch.arange(first + 1, DIGITS + 1, device=words.device)

@@ -38,17 +38,11 @@ def capturing(device: torch.device) -> bool:
 
 
 class Pointers(NamedTuple):
-    """A list of tensors as kernels see it.
+    """A list of tensors as kernels see it."""
 
-    Attributes:
-        table: int64 [2, tensors]: address (0: zeros) and dtype of each.
-        stored: The dtype of all, or 3 where they differ; 4 more where all are aligned.
-        host: What the table was uploaded from.
-    """
-
-    table: Tensor
-    stored: int
-    host: Tensor
+    table: Tensor  # int64 [2, tensors]: address (0: zeros) and dtype of each
+    stored: int  # the dtype of all, or _MIXED; _ALIGNED more where all are aligned
+    host: Tensor  # what the table was uploaded from
 
 
 _MOST_TABLES = 256

@@ -90,14 +90,8 @@ class Kernel:
     def run(self, programs: int, given: Sequence[Any], blocks: int, block_size: int) -> None:
         """Runs programs 0 to ``programs`` on torch's number of threads; none depends on another.
 
-        Args:
-            programs: Their number.
-            given: In the order of the parameters; None where a tensor is left out.
-            blocks, block_size: How many blocks the tensors must be long enough for, of how many elements: C would
-                not notice that it goes beyond their end.
-
-        Raises:
-            TypeError, ValueError: for a tensor of another dtype, whose rows have gaps, or that is too short.
+        Raises TypeError or ValueError for a tensor of another dtype, whose rows have gaps, or that is too short for
+        so many blocks: C would not notice that it goes beyond its end.
         """
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")

@@ -27,17 +27,11 @@ _TYPES = {
 
 
 class Spec(NamedTuple):
-    """A tensor that an op takes.
+    """A tensor that an op takes."""
 
-    Attributes:
-        dtype: None where it is float32 or bfloat16: C kernels are told which.
-        per: What it has at least one of each for.
-        dense: Along its last dimension.
-    """
-
-    dtype: torch.dtype | None
-    per: Literal["", "element", "block"] = ""
-    dense: bool = True
+    dtype: torch.dtype | None  # None where it is float32 or bfloat16: C kernels are told which
+    per: Literal["", "element", "block"] = ""  # what it has at least one of each for
+    dense: bool = True  # along its last dimension
 
     @property
     def pointer(self) -> str:

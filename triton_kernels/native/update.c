@@ -2,6 +2,8 @@
 
 #include "block_io.h"
 
+#define EACH_MOVING_BLOCK(b) for (int64_t b = begin; b < end; b++) if (!*skip && live_row[b] != EMPTY)
+
 /* Moves the elements of a block that count. */
 static void move(struct place at, const float *restrict update, int64_t b, const int64_t *rounding,
                  const uint8_t *live, int64_t row, int64_t n)
@@ -37,9 +39,7 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 KERNEL(apply_momentum)
 {
     float update[MOST], v[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        if (*skip || live_row[b] == EMPTY)
-            continue;
+    EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         scaled(update, packed, plane, plain_scale(exp_avg_scale[b], at.k), TERNARY, BLOCK_SIZE);
@@ -53,9 +53,7 @@ KERNEL(apply_momentum)
 KERNEL(adam_update)
 {
     float update[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        if (*skip || live_row[b] == EMPTY)
-            continue;
+    EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
@@ -68,9 +66,7 @@ KERNEL(adam_update)
 KERNEL(add_values)
 {
     float x[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        if (*skip || live_row[b] == EMPTY)
-            continue;
+    EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params, tensors, NULL, block_tensor, block_start, PARAMS);
         if (!REPLACES)
             load_user(x, at, live, live_row[b], BLOCK_SIZE);
@@ -83,9 +79,7 @@ KERNEL(add_values)
 KERNEL(lamb_update)
 {
     float x[MOST], u[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        if (*skip || live_row[b] == EMPTY)
-            continue;
+    EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
@@ -107,9 +101,7 @@ KERNEL(lamb_update)
 KERNEL(lamb_move)
 {
     float update[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        if (*skip || live_row[b] == EMPTY)
-            continue;
+    EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
         precondition(update, exp_avg + b * BLOCK_SIZE, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
