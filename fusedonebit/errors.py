@@ -11,7 +11,7 @@ class FusedOneBitWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warns, pointing at the user's line: the first that lies neither here nor in torch."""
+    """Warn, pointing at the user's line: the first that lies neither here nor in torch."""
     level, frame = 1, sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fusedonebit", "torch"):
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]

@@ -51,14 +51,14 @@ T = TypeVar("T")
 
 
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """What ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
+    """Return what ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
     _check_round(optimizer, optimizer.plain_state())
     return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
 def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
-    """Saves model and optimizer; every rank calls it.
+    """Save model and optimizer; every rank calls it.
 
     Args:
         model: Bare, in DDP or in FSDP2.
@@ -99,7 +99,7 @@ def async_save(
 def _to_save(
     model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckedWriter]:
-    """What is saved, and what writes it; that sums up what it writes, which need not be done twice."""
+    """Return what is saved, and what writes it; that sums up what it writes, which need not be done twice."""
     optimizer.sums_up = False
     try:
         state = {**state_of(model, optimizer), **more}
@@ -114,7 +114,7 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
-    """A ``Future`` that ends as ``future`` does, but with an ``Exception``."""
+    """Return a ``Future`` that ends as ``future`` does, but with an ``Exception``."""
     told: Future[Any] = Future()
 
     def end(done: Any) -> None:
@@ -136,7 +136,7 @@ def load(
     weights_only: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
-    """Loads what ``save`` has saved, on any number of ranks; every rank calls it.
+    """Load what ``save`` has saved, on any number of ranks; every rank calls it.
 
     On as many ranks as saved it the run goes on bit for bit. On others each new worker takes the mean of
     the old workers' residuals, and servers theirs of the elements they serve now: what was compressed
@@ -275,7 +275,7 @@ def _room_for(
 
 
 def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
-    """Raises ValueError, on all ranks alike, if state was saved of a parameter that the model has not."""
+    """Raise ValueError, on all ranks alike, if state was saved of a parameter that the model has not."""
     start, known = f"{prefix}.state.", tuple(f"{name}." for name in get_model_state_dict(model))
     for name in sorted(saved):
         if name.startswith(start) and not name.removeprefix(start).startswith(known):
@@ -285,7 +285,7 @@ def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
 
 
 def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
-    """What ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
+    """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
     agree_on(optimizer, [], error=error)
@@ -294,7 +294,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
 
 @contextmanager
 def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
+    """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
     transport = optimizer.transport if optimizer.shards.count == 1 else TorchTransport(None, optimizer.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
@@ -306,7 +306,7 @@ def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os
 
 
 def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
-    """The first rank that has failed, and its error."""
+    """Return the first rank that has failed, and its error."""
     rank, (error, _) = min(failed.failures.items())
     return rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 

@@ -212,7 +212,7 @@ class _Sealing:
 
 
 def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
-    """The CRC-32 of each entry's bytes in its file."""
+    """Return the CRC-32 of each entry's bytes in its file."""
     sums = []
     for entry in entries:
         with storage.fs.create_stream(storage.fs.concat_path(storage.path, entry.relative_path), "rb") as file:

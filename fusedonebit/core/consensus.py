@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises RuntimeError if there are no kernels for ``device``."""
+    """Raise RuntimeError if there are no kernels for ``device``."""
     if device.type == "cuda" and torch.version.hip is None:
         try:
             import triton  # noqa: F401
@@ -30,7 +30,7 @@ def check_device(device: torch.device) -> None:
 
 
 def shards_of(mesh: DeviceMesh | None, device: torch.device) -> ShardGroup:
-    """The ranks that hold the other shards of parameters sharded over ``mesh``."""
+    """Return the ranks that hold the other shards of parameters sharded over ``mesh``."""
     return ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
 
 
@@ -49,7 +49,7 @@ def levels_of(optimizer: Keeper, hierarchy: Any) -> tuple[Transport, Transport] 
 
 
 def check_shards(optimizer: Keeper) -> None:
-    """Raises ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+    """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
     params, transport = optimizer.parameters, optimizer.transport
     if params.mesh is None:
         return
@@ -62,7 +62,7 @@ def check_shards(optimizer: Keeper) -> None:
 
 
 def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
-    """Raises TypeError or ValueError for the first mask that fits no trainable parameter."""
+    """Raise TypeError or ValueError for the first mask that fits no trainable parameter."""
     if not isinstance(masks, Mapping):
         raise TypeError(f"mask must map parameters to bool tensors, got {type(masks).__name__}")
     known = {id(p) for p in params.owners}
@@ -81,7 +81,7 @@ def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
 
 
 def check_rounding(stochastic: bool, params: ParameterList) -> None:
-    """Raises ValueError if stochastic rounding was asked for and can't be had for every 16-bit parameter."""
+    """Raise ValueError if stochastic rounding was asked for and can't be had for every 16-bit parameter."""
     if not stochastic:
         return
     for p, name in zip(params.params, params.names, strict=True):
@@ -106,7 +106,7 @@ def agree_on(
 
 
 def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: bool) -> None:
-    """Returns on all ranks if all mean the same and none has an ``error``; else raises on all.
+    """Return on all ranks if all mean the same and none has an ``error``; else raise on all.
 
     Values come last. Those of different shards differ; all else they have in common.
     """
@@ -127,7 +127,7 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
 
 
 def agree_on_values(optimizer: Keeper, hint: str) -> None:
-    """Returns on all ranks if all have the same parameters; else raises on all, naming the first that differs."""
+    """Return on all ranks if all have the same parameters; else raise on all, naming the first that differs."""
     agree_on(optimizer, optimizer.parameters.values(), hint=hint)
 
 
@@ -146,7 +146,7 @@ def agree_on_loaded(optimizer: Keeper) -> None:
 
 
 def failure(call: Callable[[], object]) -> Exception | None:
-    """The exception that a call raises, to be raised where all ranks can."""
+    """Return the exception that a call raises, to be raised where all ranks can."""
     try:
         call()
     except CollectiveError:
@@ -157,7 +157,7 @@ def failure(call: Callable[[], object]) -> Exception | None:
 
 
 def facts(optimizer: Keeper) -> list[tuple[str, str]]:
-    """Everything but values that must be equal on all ranks."""
+    """Return everything but values that must be equal on all ranks."""
     options, plist = optimizer.options, optimizer.parameters
     groups = [
         (f"{key} of group {i}", repr(value.tolist() if isinstance(value := group[key], Tensor) else value))
@@ -179,7 +179,7 @@ def facts(optimizer: Keeper) -> list[tuple[str, str]]:
 
 
 def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
-    """Lays everything out anew, with one more group, and keeps all state; ``add`` is torch's own part of it."""
+    """Lay everything out anew, with one more group, and keep all state; ``add`` is torch's own part of it."""
     optimizer.catch_up()
     optimizer.parameters.refresh_masters()
     kept = {
@@ -217,7 +217,7 @@ def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dic
 
 
 def layout_of(optimizer: Keeper, chunks: int) -> FlatLayout:
-    """The flat index space; as long for each shard, so that checkpoints are rectangular."""
+    """Return the flat index space; as long for each shard, so that checkpoints are rectangular."""
     sizes = optimizer.parameters.sizes
     given = optimizer.options.block_size or optimizer.given_block_size
     block_size = given or choose_block_size(sizes, chunks)

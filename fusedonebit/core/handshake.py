@@ -58,7 +58,7 @@ class Marks:
             self._present[i] = 0.0
 
     def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> None:
-        """Writes this rank's words to ``tail`` float32 [TAIL + tensors]."""
+        """Write this rank's words to ``tail`` float32 [TAIL + tensors]."""
         words = [0.0, float(abort), *self._compared]
         words += [0.0] * (TAIL - len(words))
         tail.copy_(upload(words + self._present, torch.float32, tail.device))
@@ -67,7 +67,7 @@ class Marks:
         self._expected = tail[_COMPARED] * self._world_size
 
     def add_values(self, tail: Tensor, values: Tensor) -> None:
-        """Makes ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
+        """Make ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
         tag = (tail[Mark.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
         tail[Mark.TAG], tail[Mark.TAG_SQUARED] = tag, tag * tag
         self._expected = tail[_COMPARED] * self._world_size

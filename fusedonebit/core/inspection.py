@@ -56,7 +56,7 @@ def state_bytes(optimizer: DistributedOptimizer) -> int:
 
 
 def scratch_of(optimizer: Keeper) -> list[Tensor]:
-    """What only serves within a step."""
+    """Return what only serves within a step."""
     return [vars(optimizer)[name] for name in optimizer.scratch if name in vars(optimizer)]
 
 

@@ -30,7 +30,7 @@ def _number(value: Any) -> Any:
 
 
 def read_once(group: dict[str, Any]) -> None:
-    """Replaces hyper-parameters that lie on another device by numbers, as no step must wait to read them."""
+    """Replace hyper-parameters that lie on another device by numbers, as no step must wait to read them."""
     for key, value in group.items():
         of_group = value if key == "betas" and isinstance(value, (tuple, list)) else (value,)
         if key not in ("lr", "params") and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in of_group):
@@ -62,19 +62,19 @@ LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ValueError unless ``value`` is one of ``choices``."""
+    """Raise ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is True or False."""
+    """Raise ValueError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_count(name: str, value: object, alternative: str | None = None) -> None:
-    """Raises ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
+    """Raise ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
     if alternative is not None and isinstance(value, str) and value == alternative:
         return
     if not is_int(value) or value < 0:  # type: ignore[operator]
@@ -83,7 +83,7 @@ def check_count(name: str, value: object, alternative: str | None = None) -> Non
 
 
 def check_lr(lr: object, where: str) -> None:
-    """Raises ValueError unless ``lr`` is a number >= 0, or a tensor of one, as far as the host can see."""
+    """Raise ValueError unless ``lr`` is a number >= 0, or a tensor of one, as far as the host can see."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
@@ -105,7 +105,7 @@ def is_number(value: object) -> bool:
 
 
 def _fits_float32(value: object) -> bool:
-    """Whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
+    """Return whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
     return is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
 
 
@@ -246,7 +246,7 @@ class CoefficientTable:
         return self._rows
 
     def freeze_variance(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes note that the variance is done: its correction stays what it is with these groups."""
+        """Take note that the variance is done: its correction stays what it is with these groups."""
         self.variance_betas = [float(_betas(group)[1]) for group in groups]
 
     def _host_value(self, lr: float | Tensor) -> float:
@@ -256,6 +256,6 @@ class CoefficientTable:
 
 
 def stated(value: object) -> str:
-    """What ranks compare, and checkpoints keep, of a policy: its ``repr``, unless that tells its address."""
+    """Return what ranks compare, and checkpoints keep, of a policy: its ``repr``, unless that tells its address."""
     own = type(value).__repr__ is not object.__repr__
     return repr(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"

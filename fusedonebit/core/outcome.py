@@ -42,7 +42,7 @@ class Outcomes:
 
     @property
     def updates(self) -> int:
-        """Steps that changed the parameters, as far as known."""
+        """Return the steps that changed the parameters, as far as known."""
         return self.attempts - self.skipped
 
     def resume(self, updates: int, skipped: int) -> None:
@@ -72,7 +72,7 @@ class Outcomes:
         self._replays += torch.stack([torch.ones_like(seen), (seen != 0).long(), vetoed.long(), bad.long()])
 
     def count_replays(self, device: torch.device) -> None:
-        """Makes the counters of ``record_captured``: steps, skipped, vetoed, out of step."""
+        """Make the counters of ``record_captured``: steps, skipped, vetoed, out of step."""
         self._replays = torch.zeros(4, dtype=torch.int64, device=device)
 
     def absorb_replays(self) -> None:
@@ -105,15 +105,15 @@ class Outcomes:
         return self.seems_skipped(attempt) if self.attempts >= attempt + self._mirror.depth else None
 
     def seems_skipped(self, attempt: int) -> bool:
-        """Whether one of the last attempts was skipped, as far as this rank knows."""
+        """Return whether one of the last attempts was skipped, as far as this rank knows."""
         return attempt in self._skips
 
     def veto_is_due(self) -> bool:
-        """Whether the last veto is known to all ranks by now, however early one has looked."""
+        """Return whether the last veto is known to all ranks by now, however early one has looked."""
         return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
 
     def catch_up(self, describe: Describe) -> None:
-        """Waits for what is under way and acts on it; raises as ``record`` does."""
+        """Wait for what is under way and act on it; raise as ``record`` does."""
         self.absorb_replays()
         for arrived in self._mirror.flush():
             self._act(int(arrived), describe)
@@ -152,7 +152,7 @@ class Outcomes:
         self._act_on_nonfinite()
 
     def _act_on_overflow(self, flags: int) -> None:
-        """A GradScaler's skips are its business, unless scalers part ways."""
+        """Leave a GradScaler's skips to it, unless scalers part ways."""
         if flags & Flag.LOCAL and not self.scaler_is_told and not self._warned_of_drift:
             self._warned_of_drift = True
             warn(

@@ -102,7 +102,7 @@ class OverlappedAllReduce(BucketedAllReduce):
         self.error = error
 
     def close(self) -> None:
-        """Takes the hooks away, and ends the thread once it is done."""
+        """Take the hooks away, and end the thread once it is done."""
         self._finalizer()
         if self._thread is not None:
             self._thread.shutdown()
@@ -187,7 +187,7 @@ class OverlappedAllReduce(BucketedAllReduce):
             self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
 
     def _check_gradients(self) -> None:
-        """Notes an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
+        """Note an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
         optimizer = self._optimizer()
         assert optimizer is not None
         for i, (grad, version) in self._left_behind.items():
@@ -200,7 +200,7 @@ class OverlappedAllReduce(BucketedAllReduce):
                 return
 
     def _catch_up(self) -> None:
-        """Waits for the buckets on their way (on CUDA: what is launched next does).
+        """Wait for the buckets on their way (on CUDA: what is launched next does).
 
         Raises:
             CollectiveError: if one of them failed.
@@ -231,7 +231,7 @@ def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None
 
 
 def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Calls it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
+    """Call it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
     engine: Any = torch.autograd.Variable._execution_engine
 
     def call() -> None:

@@ -111,18 +111,18 @@ class ParameterList:
                 )
 
     def gradients(self, nothing: Tensor) -> list[Tensor]:
-        """The gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
+        """Return the gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
         if self.mesh is None:
             return [nothing if p.grad is None else p.grad for p in self.params]
         return [nothing if p.grad is None else local(p.grad) for p in self.owners]
 
     def gradient(self, i: int, nothing: Tensor) -> Tensor:
-        """That of parameter ``i`` alone; see ``gradients``."""
+        """Return that of parameter ``i`` alone; see ``gradients``."""
         grad = self.owners[i].grad
         return nothing if grad is None else local(grad)
 
     def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
-        """Of which parameters there is no gradient among what ``gradients`` has returned."""
+        """Return of which parameters there is no gradient among what ``gradients`` has returned."""
         empty = (i for i, g in enumerate(given) if not g.numel())
         # Of an empty parameter, or shard, that of no elements is one.
         return tuple(i for i in empty if self.sizes[i] or self.owners[i].grad is None)
@@ -202,7 +202,7 @@ class ParameterList:
                 )
 
     def _current(self, i: int, owner: Tensor) -> Tensor:
-        """What this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
+        """Return what this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
         if self.mesh is None:
             return owner
         before, now = self.params[i], local(owner)
@@ -214,7 +214,7 @@ class ParameterList:
 
     @contextmanager
     def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Updates ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
+        """Update ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
         if all(map(operator.is_, tensors, self.params)):
             yield
             return
@@ -233,7 +233,7 @@ class ParameterList:
             self.dense, self._staged, self._targets = dense, staged, self.params
 
     def before_update(self) -> None:
-        """Brings the dense copies up to date."""
+        """Bring the dense copies up to date."""
         for i in self._staged:
             self.dense[i].copy_(self._targets[i])
         self.refresh_masters()
@@ -243,7 +243,7 @@ class ParameterList:
         return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
 
     def load_master(self, i: int, saved: Tensor | None) -> None:
-        """Fills the master of parameter ``i``; with the parameter's values where none was saved.
+        """Fill the master of parameter ``i``; with the parameter's values where none was saved.
 
         The parameter may be loaded before or after: by the next update it is looked at once more.
         """
@@ -251,7 +251,7 @@ class ParameterList:
         self._seen = []
 
     def refresh_masters(self) -> None:
-        """Takes over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        """Take over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
         if self._seen == self._versions():
             return
         for i in self.masters:
@@ -259,7 +259,7 @@ class ParameterList:
         self._seen = self._versions()
 
     def after_update(self) -> None:
-        """Writes the dense copies back."""
+        """Write the dense copies back."""
         for i in self._staged:
             self._targets[i].copy_(self.dense[i])
         if self.masters:
@@ -267,7 +267,7 @@ class ParameterList:
             self._seen = self._versions()
 
     def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:
-        """The elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""
+        """Return the elements of parameter ``i`` in a flat tensor, as a view of its shape and strides."""
         part = flat[offset : offset + self.sizes[i]]
         return part.as_strided(self.dense[i].shape, self._strides[i])
 
@@ -276,11 +276,11 @@ class ParameterList:
         return like(self.owners[i], part)
 
     def strides(self) -> list[list[int]]:
-        """Strides of each parameter's memory order, for checkpoints."""
+        """Return the strides of each parameter's memory order, for checkpoints."""
         return [list(stride) for stride in (self._strides if self.mesh is None else [p.stride() for p in self.owners])]
 
     def facts(self) -> list[Fact]:
-        """What must be equal on all ranks: count, dtypes, shapes and memory order."""
+        """Return what must be equal on all ranks: count, dtypes, shapes and memory order."""
         described = [
             (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} in memory order {stride}")
             for p, name, stride in zip(self.params, self.names, self._strides, strict=True)
@@ -288,20 +288,20 @@ class ParameterList:
         return [("the number of trainable parameters", str(len(self))), *described]
 
     def values(self) -> list[Fact]:
-        """Checksums of what the next update begins from, which must be equal on all ranks; changes nothing."""
+        """Return checksums of what the next update begins from, which must be equal on all ranks; change nothing."""
         return [
             (f"the checksum of {name}'s values", str(checksum(self._standing(i)))) for i, name in enumerate(self.names)
         ]
 
     def _standing(self, i: int) -> Tensor:
-        """What ``before_update`` would make of ``dense[i]``."""
+        """Return what ``before_update`` would make of ``dense[i]``."""
         if i in self.masters:
             return self._refreshed(i)
         dense = self.dense[i].detach()
         return dense.clone().copy_(self._targets[i]) if i in self._staged else dense
 
     def _refreshed(self, i: int) -> Tensor:
-        """A master that has taken over what somebody has written into its parameter."""
+        """Return a master that has taken over what somebody has written into its parameter."""
         p, master = self._targets[i].detach(), self.dense[i]
         return torch.where(master.to(p.dtype) == p, master, p.float())
 
@@ -345,7 +345,7 @@ def materialise(params: Any) -> tuple[list[Any], Exception | None]:
 
 
 def materialise_group(group: Any) -> dict[str, Any]:
-    """A copy of one group, its ``params`` a list; TypeError or ValueError if it has none."""
+    """Return a copy of one group, its ``params`` a list; TypeError or ValueError if it has none."""
     if not isinstance(group, dict):
         raise TypeError(f'a parameter group must be a dict, got {type(group).__name__}; pass {{"params": [...]}}')
     if "params" not in group:
@@ -362,7 +362,7 @@ def materialise_group(group: Any) -> dict[str, Any]:
 
 
 def _tensors(params: Sequence[Any]) -> Iterator[Tensor]:
-    """All tensors of the ``params`` argument, checked or not."""
+    """Return all tensors of the ``params`` argument, checked or not."""
     for entry in params:
         for p in entry.get("params", ()) if isinstance(entry, dict) else (entry,):
             tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
@@ -371,12 +371,12 @@ def _tensors(params: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def first_device(params: Sequence[Any]) -> torch.device:
-    """The device of the first tensor with memory, CPU where there is none."""
+    """Return the device of the first tensor with memory, CPU where there is none."""
     return next((p.device for p in _tensors(params) if p.device.type != "meta"), torch.device("cpu"))
 
 
 def first_mesh(params: Sequence[Any]) -> DeviceMesh | None:
-    """The mesh of one dimension over which the first sharded parameter is; known before any is checked.
+    """Return the mesh of one dimension over which the first sharded parameter is; known before any is checked.
 
     Ranks that find something wrong must tell those with other shards, so all must know of them by then.
     """

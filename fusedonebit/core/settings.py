@@ -352,7 +352,7 @@ class OneBitOptions(Options):
         return preconditioned if self.variance_floor is None else self.variance_floor
 
     def latest_freeze(self, beta2: float) -> int:
-        """The number of updates after which v is frozen at the latest."""
+        """Return the number of updates after which v is frozen at the latest."""
         if self.freeze_step != "auto":
             return self.freeze_step
         settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))

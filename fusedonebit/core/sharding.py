@@ -19,13 +19,13 @@ _WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and process_group=mesh["rep
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; whoever has made one has imported them."""
+    """Return whether it is a DTensor; whoever has made one has imported them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, or the tensor itself where it is whole."""
+    """Return what this rank holds of a tensor: its shard, or the tensor itself where it is whole."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -34,12 +34,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_own_storage(part: Tensor) -> Tensor:
-    """The same memory, seen from its first element on: a DTensor of any other view ``torch.save`` can't save."""
+    """Return the same memory, seen from its first element on: a DTensor of any other view ``torch.save`` can't save."""
     return torch.from_dlpack(part)
 
 
 def plain(state: Any) -> Any:
-    """A ``state_dict`` with this rank's plain tensors instead of DTensors, for one file per rank.
+    """Return a ``state_dict`` with this rank's plain tensors instead of DTensors, for one file per rank.
 
     For libraries that can't load DTensors from files; ``load_state_dict`` takes it as well.
     """
@@ -68,7 +68,7 @@ def like(owner: Tensor, part: Tensor) -> Tensor:
 
 
 def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | None:
-    """The mesh over which parameters are sharded; None where they are whole.
+    """Return the mesh over which parameters are sharded; None where they are whole.
 
     Raises:
         ValueError: if some are and some are not, or not over one dimension.
@@ -112,7 +112,7 @@ def group_of(process_group: Any) -> Any:
 
 
 def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Transport, Transport]:
-    """The ranks between nodes and those inside one, from a ``DeviceMesh`` of two dimensions or two groups.
+    """Return the ranks between nodes and those inside one, from a ``DeviceMesh`` of two dimensions or two groups.
 
     Raises:
         TypeError, ValueError: if it is neither, or the two do not make up ``world``, node by node.
@@ -143,7 +143,7 @@ def levels(hierarchy: Any, world: Transport, device: torch.device) -> tuple[Tran
 
 
 def _check_levels(between: Transport, inside: Transport, world: Transport) -> None:
-    """Raises ValueError if some rank has its place in the two groups, but not among the ranks that belong there."""
+    """Raise ValueError if some rank has its place in the two groups, but not among the ranks that belong there."""
     ranks, nodes = list(range(world.world_size)), inside.world_size
     if isinstance(world, TorchTransport):
         ranks = dist.get_process_group_ranks(world.group)
@@ -161,7 +161,7 @@ def _check_levels(between: Transport, inside: Transport, world: Transport) -> No
 
 
 def check_groups(sharded_over: dist.ProcessGroup, averaged_over: dist.ProcessGroup | None, world_size: int) -> None:
-    """Raises ValueError if ranks that hold different shards are to average them."""
+    """Raise ValueError if ranks that hold different shards are to average them."""
     if world_size == 1:
         return
     shards = dist.get_process_group_ranks(sharded_over)

@@ -38,7 +38,7 @@ class StepCount:
 
     @property
     def coming(self) -> int:
-        """What ``total`` will be in a step on the gradients that a backward pass is making."""
+        """Return what ``total`` will be in a step on the gradients that a backward pass is making."""
         return self.total + 1 + self._dropped
 
     def take(self, owners: Sequence[Tensor], given: Sequence[Tensor] | None = None) -> bool:
@@ -79,19 +79,19 @@ class StepCount:
         self._tell_device()
 
     def capture(self) -> Tensor:
-        """Counts each replay of the graph that is being captured: int32 [], on the device."""
+        """Count each replay of the graph that is being captured: int32 [], on the device."""
         assert self._of_replays is not None  # allocated before the capture, or each replay would zero it
         self._of_replays += 1
         self.forget()
         return self._of_replays
 
     def replayed(self, steps: int) -> None:
-        """Takes over what replays have counted."""
+        """Take over what replays have counted."""
         self.total += steps
         self.forget()
 
     def resume(self, total: int) -> None:
-        """Takes up a checkpoint's count."""
+        """Take up a checkpoint's count."""
         self.total, self._dropped = total, False
         self._tell_device()
 

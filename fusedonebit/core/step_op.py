@@ -29,7 +29,7 @@ _LIBRARY.define("step(Tensor(a!)[] params, Tensor[] grads, int optimizer, bool c
 
 
 def number_of(optimizer: DistributedOptimizer) -> int:
-    """Registers an optimizer; the number by which the op finds it, while it lives."""
+    """Register an optimizer; return the number by which the op finds it, while it lives."""
     number = next(_numbers)
     _optimizers[number] = optimizer
     return number

@@ -28,7 +28,7 @@ class HostMirror:
         self._queue: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def push(self, value: Tensor) -> list[Tensor]:
-        """Sends ``value`` on its way; returns what has arrived, in order."""
+        """Send ``value`` on its way; return what has arrived, in order."""
         if self._cuda:
             host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             host.copy_(value, non_blocking=True)
@@ -43,18 +43,18 @@ class HostMirror:
         return arrived
 
     def flush(self) -> list[Tensor]:
-        """Waits for everything under way and returns it."""
+        """Wait for everything under way and return it."""
         return [self._take() for _ in range(len(self._queue))]
 
     def flush_pending(self) -> list[Tensor]:
-        """What is under way, without taking it; waits."""
+        """Wait for what is under way, and return it without taking it."""
         for _, event in self._queue:
             if event is not None:
                 event.synchronize()
         return [host.clone() for host, _ in self._queue]
 
     def refill(self, values: Sequence[Tensor]) -> None:
-        """Puts back what ``flush_pending`` returned."""
+        """Put back what ``flush_pending`` returned."""
         self._queue = deque((value.clone(), None) for value in values)
 
     def _take(self) -> Tensor:

@@ -27,7 +27,7 @@ def broadcast_buffers(
     every: int | None = None,
     process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
 ) -> RemovableHandle | None:
-    """Overwrites the buffers of ``model`` with rank 0's, as ``DistributedDataParallel`` does; all ranks call it.
+    """Overwrite the buffers of ``model`` with rank 0's, as ``DistributedDataParallel`` does; all ranks call it.
 
     Without DDP each rank's BatchNorm follows its own data, and running statistics part from rank to rank. Buffers of
     all dtypes travel as bytes in one message, after 32 bytes in which ranks compare names, shapes and dtypes.

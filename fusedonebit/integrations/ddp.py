@@ -13,7 +13,7 @@ from ..core.optimizer import DistributedOptimizer
 
 
 def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
-    """Makes DDP average gradients only while the optimizer wants averaged ones.
+    """Make DDP average gradients only while the optimizer wants averaged ones.
 
     In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32; 16-bit
     gradients are rounded again afterwards), and the optimizer does not do it again. It only compares a

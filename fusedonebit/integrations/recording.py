@@ -115,7 +115,7 @@ class Recorder:
         self.close()
 
     def log(self, step: int, *, loss: float | Tensor | None = None, **more: Any) -> dict[str, Any] | None:
-        """Records a step that has been taken, if it is its turn.
+        """Record a step that has been taken, if it is its turn.
 
         Args:
             step: Its number; the first one's is 1.
@@ -138,7 +138,7 @@ class Recorder:
         return self._record(step, given)
 
     def close(self) -> None:
-        """Records the last step, if it was not; nothing can be logged afterwards."""
+        """Record the last step, if it was not; nothing can be logged afterwards."""
         if self._unwritten is not None:
             self._record(*self._unwritten)
         if self._file is not None:
@@ -183,7 +183,7 @@ class Recorder:
         return turn
 
     def _begin(self, step: int) -> None:
-        """Drops what is about to be made again, and notes that the run goes on from here."""
+        """Drop what is about to be made again, and note that the run goes on from here."""
         self._layers_at = -1 if step <= 1 else step
         if not self._writes:
             return
@@ -198,7 +198,7 @@ class Recorder:
         self._file = (self.folder / METRICS).open("a", buffering=1, encoding="utf-8")
 
     def _keep(self, name: str, keep: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any] | None:
-        """Drops this run's lines that are not to be kept, and torn ones; returns its last that is."""
+        """Drop this run's lines that are not to be kept, and torn ones; return its last that is."""
         path, lines, last, dropped = self.folder / name, [], None, False
         if not path.exists():
             return None
@@ -217,7 +217,7 @@ class Recorder:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields each line that is not empty and the record in it: None where it is damaged, as a torn last one is.
+    """Yield each line that is not empty and the record in it: None where it is damaged, as a torn last one is.
 
     A line of more than ``LONGEST_LINE`` bytes is damaged, and yielded without its text.
     """
@@ -302,11 +302,11 @@ def _number(value: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """A float to 6 significant digits."""
+    """Return a float to 6 significant digits."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _layer_name(value: Any) -> Any:
-    """The name that the user gave, where a parameter is told as ``parameter 3 (blocks.0.weight)``."""
+    """Return the name that the user gave, where a parameter is told as ``parameter 3 (blocks.0.weight)``."""
     named = re.fullmatch(r"parameter \d+ \((.*)\)", value) if isinstance(value, str) else None
     return named.group(1) if named else value

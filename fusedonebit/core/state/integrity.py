@@ -39,13 +39,13 @@ def crc32(tensor: Tensor) -> int:
 
 
 def sealed(header: Mapping[str, Any]) -> str:
-    """The header as JSON, the checksum of all else as its last key."""
+    """Return the header as JSON, the checksum of all else as its last key."""
     body = json.dumps(header)
     return f'{body[:-1]}, "{_SEAL}": {zlib.crc32(body.encode())}}}'
 
 
 def read_header(text: Any) -> dict[str, Any]:
-    """The header from its JSON; ValueError if it is none, or not as it was written."""
+    """Return the header from its JSON; ValueError if it is none, or not as it was written."""
     try:
         header = dict(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ def read_header(text: Any) -> dict[str, Any]:
 
 
 def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | None]]:
-    """The columns of checksums of what this rank saves."""
+    """Return the columns of checksums of what this rank saves."""
     whose = {"rank": int(keeper.rows.rank()), "shards": keeper.shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
@@ -75,12 +75,12 @@ def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | N
 
 
 def of_names(states: Sequence[State], names: Collection[str]) -> list[State]:
-    """The entries that are the optimizer's own; what others keep beside them is theirs to change."""
+    """Return the entries that are the optimizer's own; what others keep beside them is theirs to change."""
     return [{key: value for key, value in state.items() if key in names} for state in states]
 
 
 def between(states: Sequence[State]) -> list[list[Any]]:
-    """Of each piece of memory: its first tensor's key and index, its bytes, those in no tensor, and their CRC-32."""
+    """Return of each memory its first tensor's key and index, its bytes, those in no tensor, and their CRC-32."""
     found = []
     for key, i, memory, gaps in _memories(states):
         if gaps:
@@ -90,7 +90,7 @@ def between(states: Sequence[State]) -> list[list[Any]]:
 
 
 def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[tuple[int, int]]]]:
-    """The memory in which tensors lie, uint8, by its first tensor; and the ranges of it that belong to none."""
+    """Return the memory in which tensors lie, uint8, by its first tensor; and the ranges of it that belong to none."""
     memories: dict[int, tuple[str, int, Tensor, list[tuple[int, int]]]] = {}
     for i, state in enumerate(states):
         for key in sorted(k for k, value in state.items() if isinstance(value, Tensor)):
@@ -112,7 +112,7 @@ def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[
 
 
 def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
-    """Raises ValueError for the first tensor that is not as it was saved.
+    """Raise ValueError for the first tensor that is not as it was saved.
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
@@ -156,7 +156,7 @@ def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Seq
 
 
 def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
-    """What the header's checksum is of; None if that is not here."""
+    """Return what the header's checksum is of; None if that is not here."""
     rows, shards = keeper.rows, keeper.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
     spec = entries.declared(keeper).get(key)
@@ -173,7 +173,7 @@ def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Ten
 
 
 def check_values(keeper: Keeper, states: Sequence[State], header: State) -> None:
-    """Raises ValueError for the first tensor with values that no run can have had."""
+    """Raise ValueError for the first tensor with values that no run can have had."""
     signs = {spec.name: spec.not_negative for spec in keeper.kept} | {"exp_avg_sq": True}
     for state, name in zip(states, keeper.parameters.names, strict=True):
         for key, value in state.items():

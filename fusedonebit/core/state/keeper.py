@@ -72,12 +72,12 @@ class Keeper(torch.optim.Optimizer):
 
     @property
     def phase(self) -> str:
-        """The stage of the last step taken."""
+        """Return the stage of the last step taken."""
         raise NotImplementedError
 
     @property
     def compressed(self) -> bool:
-        """Whether it keeps what is declared for the "compressed" stage."""
+        """Return whether it keeps what is declared for the "compressed" stage."""
         return self.phases.get(self.phase, False)
 
     def specs(self, compressed: bool | None = None) -> list[StateSpec]:
@@ -92,7 +92,7 @@ class Keeper(torch.optim.Optimizer):
 
     @property
     def between_rounds(self) -> bool:
-        """Whether all ranks have the same parameters now."""
+        """Return whether all ranks have the same parameters now."""
         return True
 
     def cut(self) -> dict[str, int]:

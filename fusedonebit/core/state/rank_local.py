@@ -30,11 +30,11 @@ class Rows:
             import torch.distributed.tensor  # noqa: F401  # torch.load() asks for it where a file has DTensors
 
     def of_each(self, here: Tensor) -> Tensor:
-        """What each rank has of its own, [...]: a row of [replicas, shards, ...]."""
+        """Return what each rank has of its own, [...]: a row of [replicas, shards, ...]."""
         return self._distributed(here[None, None], (0, 1))
 
     def of_each_shard(self, here: Tensor) -> Tensor:
-        """What all replicas have alike, [...]: a row of [shards, ...]."""
+        """Return what all replicas have alike, [...]: a row of [shards, ...]."""
         return self._distributed(here[None], (None, 0))
 
     def spread(self, replicas: int, here: Tensor) -> Tensor:
@@ -53,21 +53,21 @@ class Rows:
         return self._distributed(here.new_zeros((replicas, 1, *here.shape)), (None, 1))
 
     def own(self, rows: Tensor) -> Tensor | None:
-        """This rank's row of what ``of_each`` has made, here or in an earlier run; None if it has another number."""
+        """Return this rank's row of ``of_each``, here or in an earlier run; None if that had other numbers."""
         part = local(rows)
         if part.shape[:2] == (1, 1) and (not is_dtensor(rows) or rows.shape[:2] == self.shape):
             return part[0, 0]
         return part[self.place] if part.shape[:2] == self.shape else None
 
     def own_of_shard(self, rows: Tensor) -> Tensor | None:
-        """This rank's row of what ``of_each_shard`` has made; None if it has another number."""
+        """Return this rank's row of what ``of_each_shard`` has made; None if it has another number."""
         part = local(rows)
         if part.shape[0] == 1:
             return part[0]
         return part[self.place[1]] if part.shape[0] == self.shape[1] else None
 
     def rank(self) -> Tensor:
-        """This rank's number among all, int64 [1]: saved as a row, it says whose file a file is."""
+        """Return this rank's number among all, int64 [1]: saved as a row, it says whose file a file is."""
         replica, shard = self.place
         return torch.tensor([replica * self.shape[1] + shard], device=self._device)
 
@@ -90,14 +90,14 @@ class Rows:
             )
 
     def has_all(self, rows: Tensor, replicas: int) -> bool:
-        """Whether these ranks have between them the rows of all of another run's replicas."""
+        """Return whether these ranks have between them the rows of all of another run's replicas."""
         if local(rows).shape[0] == replicas:
             return True
         mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
         return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0] and len(rows) == replicas
 
     def of_this_shard(self, rows: Tensor) -> Tensor:
-        """Those of the replicas' rows that are here, this rank's shard of each."""
+        """Return those of the replicas' rows that are here, this rank's shard of each."""
         part = local(rows)
         return part[:, self.place[1] if part.shape[1] == self.shape[1] else 0]
 
@@ -132,14 +132,14 @@ class Rows:
         return [p for p, count in zip(placed, self.shape, strict=True) if count > 1]
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        """Those of the sides longer than 1; none where a side's ranks are not known to ``torch.distributed``."""
+        """Return those of the sides longer than 1; none where a side's ranks are not known to ``torch.distributed``."""
         sides = [side for side in (self._transport, self._shards.transport) if side.world_size > 1]
         groups: list[Any] = [getattr(side, "group", None) for side in sides]
         return groups if all(isinstance(group, dist.ProcessGroup) for group in groups) else []
 
     @cached_property
     def mesh(self) -> Any:
-        """The ranks as a ``DeviceMesh`` of the dimensions longer than 1; None where there is none to be had."""
+        """Return the ranks as a ``DeviceMesh`` of the dimensions longer than 1; None where there is none to be had."""
         groups = self._groups()
         if not groups:
             return None

@@ -62,7 +62,7 @@ class StateSpec:
 
     @property
     def by_parameter(self) -> bool:
-        """Whether it is saved with each parameter; else with the first, along the flat index space."""
+        """Return whether it is saved with each parameter; else with the first, along the flat index space."""
         return self.per in ("element", "tensor")
 
     @property
@@ -71,19 +71,19 @@ class StateSpec:
         return {"bit": torch.uint8, "rank": torch.int64}.get(self.per, torch.float32)
 
     def applies(self, owner: object, compressed: bool) -> bool:
-        """Whether ``owner`` keeps it in this stage."""
+        """Return whether ``owner`` keeps it in this stage."""
         return (self.stage == "both" or (self.stage == "compressed") == compressed) and self.wanted(owner)
 
     def wanted(self, owner: object) -> bool:
-        """Whether ``owner`` keeps it in any stage."""
+        """Return whether ``owner`` keeps it in any stage."""
         return not self.when or bool(attrgetter(self.when)(owner))
 
     def shown(self, compressed: bool) -> bool:
-        """Whether it is published in this stage."""
+        """Return whether it is published in this stage."""
         return self.published is True or (self.published == "full" and not compressed)
 
     def tensor(self, owner: object) -> Tensor:
-        """What ``owner`` has of it: float32 [P] of elements, else of the shape in which it is kept."""
+        """Return what ``owner`` has of it: float32 [P] of elements, else of the shape in which it is kept."""
         found: Tensor = attrgetter(self.at)(owner)
         return found[:, self.plane] if self.per == "bit" and found.dim() == 3 else found
 
@@ -96,7 +96,7 @@ class StateSpec:
         setattr(owner, self.at, torch.zeros(shape if self.wanted(owner) else 0, device=device))
 
     def is_in(self, header: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with this header has it."""
+        """Return whether a checkpoint with this header has it."""
         return not self.only or bool(header[self.only])
 
 
