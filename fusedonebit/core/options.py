@@ -19,7 +19,7 @@ _LR = 0  # column of the uploaded rows
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group in which what tensors of one element say are numbers; but for ``lr``, which may stay one."""
+    """Return a copy of a group in which tensors of one element are numbers; but for ``lr``, which may stay one."""
     return {key: value if key in ("lr", "params") else _number(value) for key, value in group.items()}
 
 
@@ -213,7 +213,7 @@ class CoefficientTable:
         return table
 
     def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:
-        """The table with coefficients that leave tensors without a gradient, ``absent`` bool [tensors], as they are."""
+        """Return the table with coefficients that leave the ``absent`` tensors, bool [tensors], as they are."""
         return coef if absent is None else torch.where(absent[:, None], self._still, coef)
 
     def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:

@@ -128,7 +128,7 @@ class ParameterList:
         return tuple(i for i in empty if self.sizes[i] or self.owners[i].grad is None)
 
     def fits(self, given: Sequence[Tensor]) -> bool:
-        """Whether ``usable`` would return ``given`` as it is; a compiler can follow it, and guards what it has seen."""
+        """Return whether ``usable`` would leave ``given`` as it is; a compiler follows it, and guards what it saw."""
         if not self._unchanged():
             return False
         if not all(p.requires_grad for p in self.owners):
@@ -334,7 +334,7 @@ def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
 
 
 def materialise(params: Any) -> tuple[list[Any], Exception | None]:
-    """The optimizer's ``params`` argument with all iterators run out, groups copied; or what is wrong with it."""
+    """Return the ``params`` argument with all iterators run out, groups copied; or what is wrong with it."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         kind = type(params).__name__
         return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; pass a list")

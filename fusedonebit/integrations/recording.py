@@ -242,7 +242,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a run was made with: date, optimizer and its options, versions, where and on how many ranks it runs."""
+    """Return what a run was made with: date, optimizer, its options, versions, where and on how many ranks it runs."""
     stats: dict[str, Any] = getattr(optimizer, "stats", dict)()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     options: Any = getattr(optimizer, "options", None)
