@@ -41,9 +41,9 @@ from .transport import LocalTransport, Transport
 
 
 class ErrorFeedback:
-    """What a worker, or a server, could not send: the compensated values c, their scales s, so e = c - s*sign(c).
+    """Keeps what a worker, or a server, could not send: e = c - s*sign(c), of compensated values c and scales s.
 
-    sign(0) is 0 where ternary.
+    e is formed when it is next read. sign(0) is 0 where ternary.
 
     Args:
         compensated: float32 [n], c; zeros at the start.
