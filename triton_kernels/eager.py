@@ -7,7 +7,6 @@ per block is [blocks, 1].
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -199,22 +198,9 @@ def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, roundin
         flat[own] = stochastic(flat[own], bits[own])
 
 
-_held = threading.local()  # simulated ranks are threads
-
-
-def _widened(x: Tensor) -> Tensor:
-    """x in float64, to be overwritten; on a CPU in memory that is used again: fresh pages cost more than sums."""
-    if x.device.type != "cpu":
-        return x.double()
-    room: Tensor | None = getattr(_held, "room", None)
-    if room is None or room.numel() < x.numel():
-        room = _held.room = torch.empty(x.numel(), dtype=torch.float64)
-    return room[: x.numel()].view(x.shape).copy_(x)
-
-
 def square_sum(x: Tensor) -> Tensor:
     """Of each row of x float32 [rows, n] the sum of squares, float64 [rows]."""
-    wide = _widened(x)
+    wide = x.double()
     return wide.mul_(wide).sum(1)
 
 
@@ -223,7 +209,7 @@ def write_partials(c: Tensor, partials: Tensor) -> bool:
 
     Where ``partials`` has a fourth row, it is the number of elements that are not zero.
     """
-    wide = _widened(c).abs_()
+    wide = c.double().abs_()
     partials[ABS] = wide.sum(1)
     partials[SQUARE] = wide.mul_(wide).sum(1)
     partials[DROPPED] = 0.0
@@ -232,12 +218,7 @@ def write_partials(c: Tensor, partials: Tensor) -> bool:
     return bool(torch.isfinite(partials[SQUARE]).all())
 
 
-def pack(x: Tensor, bits: Tensor) -> None:
-    """See ``compress.pack``."""
-    pack_where(torch.ge, x, bits)
-
-
-def pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
+def pack(x: Tensor, bits: Tensor, compare: Callable[..., Tensor] = torch.ge) -> None:
     """Sets the bits of elements that compare so with 0."""
     if numpy is not None and x.device.type == "cpu" and x.dtype is torch.float32:
         ones = {torch.ge: numpy.greater_equal, torch.ne: numpy.not_equal}[compare](x.numpy(), 0)
@@ -251,4 +232,4 @@ def pack_where(compare: Callable[..., Tensor], x: Tensor, bits: Tensor) -> None:
 def compress(c: Tensor, bits: Tensor) -> None:
     """Packs c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
     for compare, plane in zip((torch.ge, torch.ne), bits.view(-1, bits.shape[-1]), strict=False):
-        pack_where(compare, c.view(-1), plane)
+        pack(c.view(-1), plane, compare)
