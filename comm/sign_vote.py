@@ -26,11 +26,15 @@ class SignVote(CompressedAllReduce):
         arguments: ``layout`` and ``transport``, as for ``CompressedAllReduce``.
         aggregation: "majority" or "mean".
         options: As for ``CompressedAllReduce``. ``compensated`` is left alone.
+
+    Attributes:
+        found: int32 [1], ``Flag`` bits that ``compress`` sets.
     """
 
     def __init__(self, *arguments: Any, aggregation: Aggregation, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, scale_norm="contractive", scale_scope="block", **options)
         self.aggregation = aggregation
+        self.found = self._no_flags.clone()
         if aggregation == "majority":  # nothing is left of a vote
             self.server.compensated = self.server.compensated.new_empty(0)
 
@@ -41,7 +45,8 @@ class SignVote(CompressedAllReduce):
         self.to_servers.scales.copy_(weight.expand_as(self.to_servers.scales))
 
     def _finish(self) -> None:
-        self.to_servers.words[:, Word.FLAGS] = 0  # scales are the weights of votes
+        self.to_servers.words[:, Word.FLAGS] = self.found  # scales are the weights of votes
+        self.found.zero_()
 
     def _serve(self) -> None:
         super()._serve()

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core.sharding import local
-from fusedonebit.optim.rounds import RoundOptimizer
+from fusedonebit.optim.marsit import MarsitOptimizer
 from fusedonebit.reference import marsit
 
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
@@ -58,7 +58,7 @@ class Moment:
     g: list[np.ndarray] = field(default_factory=list)
 
 
-def look(optimizer: RoundOptimizer) -> Moment:
+def look(optimizer: MarsitOptimizer) -> Moment:
     params, saved = parameters(optimizer), optimizer.state_dict()["state"]
     names = ("exp_avg", "exp_avg_sq", "step") if isinstance(optimizer, MarsitAdam) else ("momentum_buffer",)
     states = [
@@ -75,7 +75,7 @@ def look(optimizer: RoundOptimizer) -> Moment:
 
 
 Groups = Callable[[list[Parameter]], Any]
-Schedule = Callable[[RoundOptimizer, int], None]
+Schedule = Callable[[MarsitOptimizer, int], None]
 
 
 def run(
@@ -283,7 +283,7 @@ def test_the_compensation_is_clipped_in_units_of_the_global_step(name, limit):
 @pytest.mark.parametrize("kind", ["float", "tensor"])
 @EACH
 def test_both_stepsizes_follow_a_schedule(name, kind):
-    def schedule(optimizer: RoundOptimizer, step: int) -> None:
+    def schedule(optimizer: MarsitOptimizer, step: int) -> None:
         rate = 1e-2 * 0.8**step
         if kind == "tensor":
             optimizer.param_groups[0]["lr"].fill_(rate)

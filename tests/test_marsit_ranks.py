@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.optim.rounds import RoundOptimizer
+from fusedonebit.optim.marsit import MarsitOptimizer
 
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
@@ -34,14 +34,14 @@ def make() -> list[Parameter]:
     return params
 
 
-def step_once(optimizer: RoundOptimizer, rank: int, step: int) -> None:
+def step_once(optimizer: MarsitOptimizer, rank: int, step: int) -> None:
     for i, p in enumerate(parameters(optimizer)):
         generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
         p.grad = (torch.randn(p.shape, generator=generator) + 0.3).to(p.dtype)
     optimizer.step()
 
 
-def compensations(optimizer: RoundOptimizer) -> list[torch.Tensor]:
+def compensations(optimizer: MarsitOptimizer) -> list[torch.Tensor]:
     return [optimizer.compensation(p) for p in parameters(optimizer)]
 
 

@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_one_arguments import lion_arguments
 
 from fusedonebit import dcp, ddp
-from fusedonebit.comm import SignVote
-from fusedonebit.core.optimizer import DistributedOptimizer
-from fusedonebit.core.state.header import LINES
+from fusedonebit.comm import SignVote, Told
+from fusedonebit.core.compressing import FeedbackOptimizer
 from fusedonebit.core.state.spec import StateSpec
-from fusedonebit.triton_kernels import apply_momentum, rule, rules, using, vote_op
+from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
@@ -38,13 +37,13 @@ def heavy_ball(m, g, k):
 toy_vote = vote_op("toy_vote", heavy_ball)
 
 
-class Signum(DistributedOptimizer):
+class Signum(FeedbackOptimizer):
     """SignSGD with momentum by majority vote."""
 
     kept = (StateSpec("exp_avg", "element", "exp_avg", of_rank=True),)
     phases: ClassVar = {"one-bit": True}
-    header_fields = LINES
     takes_shards = False
+    reducer: SignVote
 
     def __init__(self, params: Any, lr: float = LR, *, process_group: Any = None) -> None:
         defaults = {"lr": lr, "betas": (BETA, 0.99), "weight_decay": DECAY}
@@ -54,42 +53,18 @@ class Signum(DistributedOptimizer):
         super().build()
         where = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
         self.reducer = SignVote(self.layout, self.transport, aggregation="majority", **where)
-        self.bad = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._phase = "one-bit"
 
-    averages_gradients = False
+    def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
+        scaled = agreed.scaled(coef)
 
-    def _exchange(self, grads: Any, coef: torch.Tensor, abort: bool) -> torch.Tensor:
-        reducer, live, blocks = self.reducer, self.live, (self.layout.sizes, self.layout.block_size)
-        agreed = self._scaling(grads, reducer.largest_gradient)
-        coef = agreed.scaled(coef)
-        tables = self._block_tensor, live.bits, live.row
-
-        def compress(part: SignVote) -> None:
-            hold = torch.ones_like(self.bad) if abort else part.hold
-            toy_vote(
-                grads, *blocks, self.exp_avg, coef, *tables, self.updates, hold, part.to_servers.bits, self.bad.zero_()
-            )
+        def vote(part: SignVote) -> None:
+            hold = part.hold + 1 if told.abort else part.hold
+            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.found)
+            toy_vote(grads, *self._places, self.exp_avg, scaled, *where)
             part.vote(self.updates)
 
-        more = {"hold": agreed.hold, "pending": self.bad}
-        reducer.synchronise(compress, self.told(abort, self._step_number, self._missing, **more))
-        self._absent = reducer.absent
-        coef = self.coefficients.still(coef, self._absent)
-        voted = reducer.bits, reducer.scale, None, False
-        apply_momentum(self.parameters.dense, *blocks, *voted, coef, *tables, reducer.flags, None)
-        if self._absent is not None:
-            reducer.restore(self._absent)
-        return reducer.flags
-
-    def _describe(self, flag: Any) -> str:
-        return self._say_where(self.reducer.describe())
-
-    def plain_state(self) -> dict[str, Any]:
-        return {"digests": self.reducer.digests}
-
-    def resume(self, header: Any) -> None:
-        self.reducer.resume(header["digests"] if header["world_size"] == self.transport.world_size else [0])
+        self._apply_momentum(self._synchronise(vote, told, coef))
 
 
 # ---------------------------------------------------------------- what it is

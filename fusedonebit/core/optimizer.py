@@ -1,8 +1,7 @@
 """What all distributed optimizers share: construction, agreement, the step's frame, counters, checkpoints.
 
 A subclass says with ``_exchange`` what ranks do with each other's gradients: ``averaging.AveragingOptimizer``
-averages them, ``onebit.OneBitOptimizer`` adds the stage in which bits travel instead, and
-``rounds.RoundOptimizer`` lets workers update by themselves and agree in rounds.
+averages them, and ``compressing.CompressingOptimizer`` hands a reducer what is to be compressed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import CollectiveError, Flag, Told, Transport, make_transport
+from ..comm import CollectiveError, Flag, Transport, make_transport
 from ..triton_kernels import Coef, block_table
 from ..triton_kernels.tables import capturing, tables_of
 from . import consensus, copies, inspection, step_op
@@ -23,14 +22,13 @@ from .handshake import ddp_averages, warn_of_averages
 from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
-from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, agree_on_scaling
+from .scaling import SCALER_ATTRIBUTES
 from .settings import NUMERICS, WIRE, Options, Params, Ranks
 from .sharding import group_of
 from .state import loading, saving
 from .state.keeper import Keeper
 from .state.rank_local import Rows
 from .step_count import StepCount, as_word
-from .telemetry import upload
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -54,6 +52,7 @@ class DistributedOptimizer(Keeper):
     """Whether less is sent than DDP would send."""
 
     _built: bool = False
+    _late_error: Exception | None = None
     exp_avg: Tensor
 
     def __init__(
@@ -128,7 +127,7 @@ class DistributedOptimizer(Keeper):
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
         self.live = consensus.live_of(self)
-        self._make_buffers()
+        self.allocate()
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
         self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
@@ -159,14 +158,20 @@ class DistributedOptimizer(Keeper):
         """Into how many ranges, one for each rank to serve, the line is cut."""
         return self.transport.world_size
 
-    def _make_buffers(self) -> None:
-        """Allocate what is kept from step to step."""
-        self.allocate()
-
     @property
     def _rounding(self) -> Tensor | None:
         """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
         return self.updates if self.options.stochastic_rounding else None
+
+    @property
+    def _places(self) -> tuple[tuple[int, ...], int]:
+        """Where tensors lie in the flat index space, for ops: their sizes, and the block size."""
+        return self.layout.sizes, self.layout.block_size
+
+    @property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each block's tensor, and which elements count, for ops."""
+        return self._block_tensor, self.live.bits, self.live.row
 
     def publish_state(self) -> None:
         """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
@@ -359,7 +364,8 @@ class DistributedOptimizer(Keeper):
 
     def _error_due(self, error: Exception | None) -> Exception | None:
         """What this step raises, if this rank had an error: all ranks know of it now."""
-        return error
+        late, self._late_error = self._late_error, None
+        return error or late
 
     def _captured(self) -> bool:
         """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
@@ -407,7 +413,10 @@ class DistributedOptimizer(Keeper):
             coef = self.coefficient_table()
             self.outcomes.attempts += not captured
             with self._breaking(begun=not captured):
-                return self._exchange(grads, coef, abort)
+                self.parameters.before_update()
+                flags = self._exchange(grads, coef, abort)
+                self.parameters.after_update()
+                return flags
         finally:
             self._begun = self.averaged = False
 
@@ -424,32 +433,6 @@ class DistributedOptimizer(Keeper):
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
         return self.coefficients(self._taken, self.own_steps)
-
-    def _scaling(self, grads: Sequence[Tensor], largest: float, transport: Transport | None = None) -> Agreed:
-        """What gradients are multiplied with, and flags for which nothing may change; of ``transport``'s ranks."""
-        most, where = self.options.max_grad_norm, (transport or self.transport, self.shards, self.layout)
-        agreed = agree_on_scaling(grads, LossScale.of(self), most, *where, largest=largest)
-        if agreed.hold is not None:
-            self.overflowed = (agreed.hold > 0).float()
-        if agreed.grad_norm is not None:
-            self.last_grad_norm = agreed.grad_norm
-        return agreed
-
-    def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
-        """What this rank tells the others; who can't take the step claims to have all gradients."""
-        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
-
-    def _note_missing(self, first: bool) -> None:
-        """Takes note of which tensors this rank has no gradient in a step of a round, maybe the ``first``."""
-        self._missed = tuple(i for i in self._missing if first or i in self._missed)
-
-    def _leaving_out(self, coef: Tensor, missing: Sequence[int]) -> Tensor:
-        """The table of a rank that moves alone, and leaves tensors without a gradient as they are."""
-        if not missing:
-            return coef
-        chosen = set(missing)
-        still = upload([i in chosen for i in range(len(self.parameters))], torch.bool, self.device)
-        return self.coefficients.still(coef, still)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
@@ -506,7 +489,7 @@ class DistributedOptimizer(Keeper):
     @property
     def averages_gradients(self) -> bool:
         """Whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
-        return self._phase != "compression"
+        return not self.compressed
 
     def stats(self) -> dict[str, Any]:
         """Where training stands. Waits for the device.

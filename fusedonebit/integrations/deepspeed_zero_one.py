@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.scaling import LossScale
+from ..comm import Told
+from ..core.scaling import Agreed
 from ..core.state.header import FLAG, Field, Fields
 from ..optim.policies import DeepSpeedVariance
 from ..optim.zero_one import ZeroOneAdam
-from ..optim.zero_one_state import DECAY
 from ..triton_kernels import LARGEST_GRADIENT, Coef, rebuild_momentum
 
 
@@ -25,6 +25,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
+
+    leaks: ClassVar = True
 
     _was_frozen: bool
 
@@ -64,71 +66,41 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         super().resume(header)
         self._was_frozen = header.get("was_frozen", False)
 
-    def _synchronise(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        if self._is_frozen():
-            return self._synchronise_momentum(grads, coef, abort)
-        return self._synchronise_gradient(grads, coef, abort)
-
-    def _synchronise_gradient(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Adam's step with the average of compressed gradients, and with the variance that is."""
-        agreed, layout, reduce = self._rescaling(grads, alone=False), self.layout, self.reducer
-        plain = reduce.plain_coefficients()
-        plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
-        plain = agreed.scaled(plain)
-        missing = () if abort else self._missing
-        reduce(grads, coef=plain, tag=self._mixed_tag(), abort=abort, hold=agreed.hold, missing=missing)
-        self._absent = reduce.absent
-        scale = reduce.scale
-        if self._absent is not None:
-            scale = torch.where(self._absent[self._block_tensor], 0.0, scale)
-            reduce.restore(self._absent)
-        where = coef, self._block_tensor, self.live.bits, self.live.row
-        rebuild_momentum(layout.sizes, layout.block_size, reduce.bits, scale, None, False, *where, self._anchor)
-        for column, value in self._stays.items():
-            coef[:, column] = value
-        self.parameters.before_update()
-        self._update(self._anchor, self.coefficients.still(coef, self._absent), reduce.flags)
-        self.parameters.after_update()
-        self._drop_bits()
-        self._end_round()
-        self._as_floats = True
-        return reduce.flags
-
-    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
-        self.parameters.before_update()
-        self._step_alone(grads, coef)
-        self.parameters.after_update()
-        self._tag = self._mixed_tag()
-        self._local += 1
-        self._done = self._done._replace(steps=self._done.steps + 1)
-        return self._none.clone()
-
-    def _step_alone(self, grads: Sequence[Tensor], coef: Tensor) -> None:
-        if self._local == 0:
-            self._begin_round()
-        self._note_missing(first=self._local == 0)
-        agreed = self._rescaling(grads, alone=True)
-        self._add_alone(grads, agreed.scaled(coef), agreed.hold, last=False, leaks=True)
-        self._sum_up(coef)
-        self._moved[DECAY] = 1.0  # decay is in what was added up
-
-    def _synchronise_momentum(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """The last step of a round is as the others; what all have added up is compressed apart."""
-        self.parameters.before_update()
-        self._step_alone(grads, coef)
-        if LossScale.of(self).found_inf is not None:
+    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
+        if alone or not self._is_frozen():
+            return super()._scaling(grads, alone)
+        agreed = super()._scaling(grads, alone=True)
+        if agreed.hold is not None:
             ranks = self._lost.clone()
             self.transport.all_reduce(ranks)
             self._tell_scaler(ranks, alone=False)
-        nothing, reduce = [self.nothing] * len(grads), self.reducer
-        reduce(
-            nothing,
-            coef=reduce.plain_coefficients(),
-            tag=self._mixed_tag(),
-            abort=abort,
-            pending=self._pending,
-            missing=() if abort else self._missed,
-        )
-        self._leave_absent()
-        self._apply(coef, None, moved=True)
-        return reduce.flags
+        return agreed
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        if not self._is_frozen():
+            self._average_gradient(grads, agreed, told, coef)
+            return
+        # The last step of a round is as the others; what all have added up is compressed apart.
+        if self._local == 0:
+            self._begin_round()
+        self._step_alone(grads, agreed, coef)
+        plain, nothing = self.reducer.plain_coefficients(), [self.nothing] * len(grads)
+        told = told._replace(hold=None, pending=self._pending)
+        self._synchronise(lambda part: part.compress(nothing, plain), told, coef)
+        self._apply(coef, None)
+
+    def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Adam's step with the average of compressed gradients, and with the variance that is."""
+        reducer, plain = self.reducer, self.reducer.plain_coefficients()
+        plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
+        plain = agreed.scaled(plain)
+        self._synchronise(lambda part: part.compress(grads, plain), told, coef)
+        if self._absent is not None:
+            reducer.scale.masked_fill_(self._absent[self._block_tensor], 0.0)
+        where = (coef, *self._tables, self._anchor)
+        rebuild_momentum(*self._places, reducer.bits, reducer.scale, None, False, *where)
+        for column, value in self._stays.items():
+            coef[:, column] = value
+        self._update(self._anchor, self.coefficients.still(coef, self._absent), reducer.flags)
+        self._drop_bits()
+        self._end_round(self._round)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ..comm import Told
-from ..comm.reducer import Compress
+from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
 from ..integrations.deepspeed import FromDeepSpeed, onebit_adam_arguments
-from ..triton_kernels import apply_momentum
 from .averaging import AdamUpdate
 from .two_stage import OneBitOptimizer
 
@@ -80,7 +80,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
 
-    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
 
         1. Each worker makes m_i = beta1*m + (1 - beta1)*g_i, compresses m_i + e_i, and keeps what that loses (6, 7).
@@ -88,21 +88,5 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
            every worker gets the result, m (8 to 12).
         3. x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen (13).
         """
-        reducer, layout, live = self.reducer, self.layout, self.live
-        reducer.synchronise(compress, told)  # 1 and 2
-        coef = self._accepted(coef)
-        apply_momentum(  # 3
-            params=self.parameters.dense,
-            sizes=layout.sizes,
-            block_size=layout.block_size,
-            exp_avg_bits=reducer.bits,
-            exp_avg_scale=reducer.scale,
-            exp_avg_sq=None if self.options.precondition else self.exp_avg_sq,
-            eps_inside_sqrt=self.options.eps_inside_sqrt,
-            coef=coef,
-            block_tensor=self._block_tensor,
-            live=live.bits,
-            live_row=live.row,
-            skip=reducer.flags,
-            rounding=self._rounding,
-        )
+        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1 and 2
+        self._apply_momentum(coef, self._frozen_variance, self.options.eps_inside_sqrt)  # 3

@@ -40,7 +40,10 @@ class AveragingOptimizer(DistributedOptimizer):
         self._line_tables = tables_of(self._line, self.device)  # kept, because launches share what somebody keeps
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``DistributedOptimizer``: one all-reduce, or none where DDP has averaged."""
+        return self._average(grads, coef, abort)
+
+    def _average(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """See ``_exchange``: one all-reduce, or none where DDP has averaged."""
         layout, loss_scale = self.layout, LossScale.of(self)
         if self._grad is None:
             self._grad = self._make_grad()
@@ -48,14 +51,8 @@ class AveragingOptimizer(DistributedOptimizer):
         marks = self._make_marks()
         marks.write(tail, abort, loss_scale.found_inf)
         # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
-        flatten(
-            grads,
-            layout.sizes,
-            layout.block_size,
-            1.0 if self.averaged else 1 / self.transport.world_size,
-            loss_scale.factor(),
-            self._grad[: layout.numel + TAIL],
-        )
+        share = 1.0 if self.averaged else 1 / self.transport.world_size
+        flatten(grads, *self._places, share, loss_scale.factor(), self._grad[: layout.numel + TAIL])
         if self.averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
             marks.add_values(tail, values)
         self.transport.all_reduce(tail if self.averaged else self._grad)
@@ -69,9 +66,7 @@ class AveragingOptimizer(DistributedOptimizer):
         if self.options.max_grad_norm is not None:
             self.last_grad_norm = gradient_norm([values], self._line, self.shards)
             values *= clip_factor(self.last_grad_norm, self.options.max_grad_norm)
-        self.parameters.before_update()
         self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
-        self.parameters.after_update()
         return flags
 
     def _make_marks(self, skips: bool = False) -> Marks:
@@ -120,6 +115,9 @@ class AveragingOptimizer(DistributedOptimizer):
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _describe(self, flag: Flag) -> str:
+        return self._describe_marks()
+
+    def _describe_marks(self) -> str:
         steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
         if self.ddp_attached:
@@ -138,19 +136,5 @@ class AdamUpdate(AveragingOptimizer):
     """One whose update is AdamW's."""
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        layout = self.layout
-        adam_update(
-            self.parameters.dense,
-            layout.sizes,
-            layout.block_size,
-            grad,
-            self.exp_avg,
-            self.exp_avg_sq,
-            coef,
-            self._block_tensor,
-            self.live.bits,
-            self.live.row,
-            skip,
-            self._exp_avg_sq_sums,
-            self._rounding,
-        )
+        dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
+        adam_update(dense, *self._places, grad, m, v, coef, *self._tables, skip, sums, self._rounding)

@@ -44,15 +44,13 @@ class LambUpdate(AveragingOptimizer):
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        params, layout, live = self.parameters.dense, self.layout, self.live
-        where = (coef, self._block_tensor, live.bits, live.row, skip)
-        moments = (self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt)
-        sums = self._exp_avg_sq_sums
-        lamb_update(params, layout.sizes, layout.block_size, grad, *moments, *where, sums, self._norms)
-        sums, start = self._by_layer(self._norms)
+        dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
+        where, sums = (coef, *self._tables, skip), self._exp_avg_sq_sums
+        lamb_update(dense, *self._places, grad, m, v, inside, *where, sums, self._norms)
+        norms, start = self._by_layer(self._norms)
         with self._layers_kept():
-            lamb_coefficient(sums, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(params, layout.sizes, layout.block_size, *moments, *where, self._rounding)
+            lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
+        lamb_move(dense, *self._places, m, v, inside, *where, self._rounding)
 
     @contextmanager
     def _layers_kept(self) -> Iterator[None]:
@@ -84,8 +82,7 @@ class LambUpdate(AveragingOptimizer):
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
         """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
         partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        live = self.live
-        square_sums(self.layout.sizes, self.layout.block_size, flat, live.bits, live.row, partials)
+        square_sums(*self._places, flat, self.live.bits, self.live.row, partials)
         return self._segments(partials, "sum")
 
     def stats(self, layers: bool = False) -> dict[str, Any]:

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from ..comm import Flag, SignVote
+from ..comm import SignVote, Told
 from ..comm.sign_vote import Aggregation
-from ..core.optimizer import DistributedOptimizer
+from ..core.compressing import FeedbackOptimizer
 from ..core.options import check_choice
+from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
-from ..core.state.header import LINES
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import Coef, apply_momentum, lion_compress
+from ..triton_kernels import Coef, lion_compress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +26,18 @@ class LionOptions(Options):
     takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
     told: ClassVar = (*Options.told, "aggregation")
 
+    @property
+    def servers_keep(self) -> bool:
+        """Whether servers have residuals."""
+        return self.aggregation == "mean"
+
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
         super().check()
         check_choice("aggregation", self.aggregation, ("majority", "mean"))
 
 
-class OneBitLion(DistributedOptimizer):
+class OneBitLion(FeedbackOptimizer):
     r"""Lion whose workers vote on each coordinate's direction: one bit per parameter, from the first step on.
 
     .. math::
@@ -65,10 +69,10 @@ class OneBitLion(DistributedOptimizer):
     takes_shards: ClassVar = False
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="_servers_keep"),
+        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="options.servers_keep"),
     )
     phases: ClassVar = {"one-bit": True}
-    header_fields: ClassVar = LINES
+    reducer: SignVote
 
     def __init__(
         self,
@@ -91,17 +95,8 @@ class OneBitLion(DistributedOptimizer):
     def build(self) -> None:
         super().build()
         where: dict[str, Any] = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
-        kind, norm, scope = self.options.aggregation, "contractive", "block"
-        self.reducer = SignVote(
-            self.layout, self.transport, aggregation=kind, scale_norm=norm, scale_scope=scope, **where
-        )
-        self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._aborted = torch.ones_like(self._flags)
+        self.reducer = SignVote(self.layout, self.transport, aggregation=self.options.aggregation, **where)
         self._phase = "one-bit"
-
-    @property
-    def _servers_keep(self) -> bool:
-        return self.options.aggregation == "mean"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before the first step. Every rank must call it."""
@@ -109,49 +104,19 @@ class OneBitLion(DistributedOptimizer):
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
         super().add_param_group(param_group)
 
-    @property
-    def averages_gradients(self) -> bool:
-        """False: workers vote with their own."""
-        return False
-
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        layout, reducer, live = self.layout, self.reducer, self.live
-        agreed = self._scaling(grads, reducer.largest_gradient)
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
         # Negative where the objective is maximised, as the other share of the gradient is.
         coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
-        coef = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
-        where = layout.sizes, layout.block_size
-        tables = self._block_tensor, live.bits, live.row
+        scaled = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
 
-        def compress(part: SignVote) -> None:
-            hold = self._aborted if abort else part.hold
-            bits, flags = part.to_servers.bits, self._flags.zero_()
-            lion_compress(grads, *where, self.exp_avg, coef, *tables, self.updates, hold, bits, flags)
+        def vote(part: SignVote) -> None:
+            hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
+            bits, where = part.to_servers.bits, (scaled, *self._tables, self.updates, hold)
+            lion_compress(grads, *self._places, self.exp_avg, *where, bits, part.found)
             part.vote(self.updates)
 
-        more = {"hold": agreed.hold, "pending": self._flags}
-        reducer.synchronise(compress, self.told(abort, self._step_number, self._missing, **more))
-        self._absent = reducer.absent
-        self.parameters.before_update()
-        update, coef = (reducer.bits, reducer.scale), self.coefficients.still(coef, self._absent)
-        apply_momentum(
-            self.parameters.dense, *where, *update, None, False, coef, *tables, reducer.flags, self._rounding
-        )
-        self.parameters.after_update()
-        if self._absent is not None:
-            reducer.restore(self._absent)
-        return reducer.flags
-
-    def _describe(self, flag: Flag) -> str:
-        return self._say_where(self.reducer.describe())
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def settle(self) -> None:
-        self.reducer.settle()
-
-    def plain_state(self) -> dict[str, Any]:
-        return {"digests": self.reducer.digests}
+        self._apply_momentum(self._synchronise(vote, told, coef))
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header.get("algorithm") != type(self).__name__:
@@ -163,14 +128,6 @@ class OneBitLion(DistributedOptimizer):
                 "the checkpoint must have exp_avg of each parameter, but a version that saved momenta as worker_error "
                 "has written it; resume with that version"
             )
-
-    def resume(self, header: Mapping[str, Any]) -> None:
-        same = header["world_size"] == self.transport.world_size
-        self.reducer.resume(header["digests"] if same else [0])
-
-    def stats(self) -> dict[str, Any]:
-        """What ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        return super().stats() | {"wire_bytes": self.reducer.wire_bytes}
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}"]

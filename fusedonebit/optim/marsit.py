@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ..comm import MarsitAllReduce, Part, Topology, Transport
+from ..comm import MarsitAllReduce, Part, Told, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.ring_topology import TOPOLOGIES
+from ..comm.rounds import RoundAllReduce
 from ..core.options import check_choice, check_count
+from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
-from .rounds import RoundOptimizer, RoundOptions
+from ..triton_kernels import Coef, add_values, apply_momentum, block_table
+from .marsit_state import LocalOptions, MarsitState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +61,17 @@ ROUNDS = Rounds()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarsitOptions(RoundOptions, Rounds):
+class MarsitOptions(LocalOptions, Rounds):
     """Settings of ``MarsitSGD``."""
 
     topology: Topology
     global_ratio: float = 0.3
 
-    objects: ClassVar = {**RoundOptions.objects, "rounds": Rounds}
-    takes: ClassVar = RoundOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
-    grouped: ClassVar = ("global_ratio", *RoundOptions.grouped)
+    objects: ClassVar = {**LocalOptions.objects, "rounds": Rounds}
+    takes: ClassVar = LocalOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
+    grouped: ClassVar = ("global_ratio", *LocalOptions.grouped)
     told: ClassVar = (
-        *(*RoundOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
+        *(*LocalOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
         *("compensation_limit", "seed"),
     )
 
@@ -86,8 +91,8 @@ class MarsitAdamOptions(MarsitOptions):
     takes: ClassVar = MarsitOptions.takes | {"bias_correction"}
 
 
-class MarsitOptimizer(RoundOptimizer):
-    """What ``MarsitSGD`` and ``MarsitAdam`` share: all but the local update."""
+class MarsitOptimizer(MarsitState):
+    """All of ``MarsitSGD`` and ``MarsitAdam`` but the local update."""
 
     settings: ClassVar[type[Options]] = MarsitOptions
     options: MarsitOptions
@@ -97,28 +102,85 @@ class MarsitOptimizer(RoundOptimizer):
         options, world_size = self.options, self.transport.world_size
         check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
-    def _make_reduce(self, transport: Transport, part: Part) -> MarsitAllReduce:
-        options = self.options
-        return MarsitAllReduce(
-            part.layout,
-            transport,
-            device=self.device,
-            live=self.live,
-            part=part,
-            topology=options.topology,
-            rows=options.rows,
-            full_precision_every=options.full_precision_every,
-            compensation_limit=options.compensation_limit,
-            seed=options.seed,
-        )
+    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+        names = ("topology", "rows", "full_precision_every", "compensation_limit", "seed")
+        how: dict[str, Any] = {name: getattr(self.options, name) for name in names}
+        return MarsitAllReduce(part.layout, transport, device=self.device, live=self.live, part=part, **how)
+
+    def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
+        """x = x - u, and u into what will be agreed on."""
+        self._add(self.reducer, grads, self._leaving_out(agreed.limited(coef)), self.reducer.everything, agreed, True)
+        self.reducer.formed()
+        self._phase = "local"
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Take the last step of a round (lines as ``fusedonebit.reference`` numbers them).
+
+        1. Each worker adds its update, eta_l * g or what SGD or Adam make of g, to its compensation (Algorithm 1,
+           line 1). On their way from worker to worker the signs of all become one sign per coordinate (2 to 9); in
+           rounds of full precision the mean of all is taken (11). That is g_t (Algorithm 2, line 5).
+        2. x = x - g_t (Algorithm 2, line 6); of several local steps from the x that all had before.
+        3. Each keeps what g_t has not taken from its v, c = v - g_t (10): ``scale`` and bits say it, and it is formed
+           when v is next read. After full precision c = 0 (12).
+        """
+        reducer, several = self.reducer, self.options.local_steps > 1
+        own = self._leaving_out(agreed.limited(coef)) if several else agreed.limited(coef)
+        moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
+        told = told._replace(changed=moments, goes=self._global_step(coef))
+        self._synchronise(lambda part, chunks: self._add(part, grads, own, chunks, agreed), told, coef)  # 1
+        self._apply()  # 2
+        reducer.forget()  # 3
+        self._phase = "uncompressed" if reducer.full_precision else "one-bit"
+        self._end_round(reducer.full_precision)
+
+    def _global_step(self, coef: Tensor) -> Tensor:
+        """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
+        each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
+        return each[self._block_tensor]
+
+    def _add(
+        self,
+        part: RoundAllReduce,
+        grads: Sequence[Tensor],
+        coef: Tensor,
+        chunks: slice,
+        agreed: Agreed,
+        moves: bool = False,
+    ) -> None:
+        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
+        hold = self._no_flags if agreed.hold is None else agreed.hold
+        exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
+        decays = any(group["weight_decay"] for group in self._taken)
+        part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+
+    def _apply(self) -> None:
+        layout, reducer, live = self.layout, self.reducer, self.live
+        several, mask = self.options.local_steps > 1, (live.bits, live.row)
+        target, places, tables = self.parameters.dense, self._places, self._tables
+        rounding = self._rounding
+        if several:
+            target, places, rounding = [self._round_start], (self._line.sizes, layout.block_size), None
+            tables = (block_table(self._line, self.device), *mask)
+        if reducer.values is not None:
+            values = self._going(reducer.values.view(layout.n_blocks, -1)).view(-1)
+            add_values(target, *places, values, False, *mask, reducer.flags, rounding)
+        else:
+            update, coef = (reducer.bits, self._going(reducer.scale)), self._as_it_is
+            apply_momentum(target, *places, *update, None, False, coef, *tables, reducer.flags, rounding)
+        if several:  # also where the round was skipped
+            add_values(self.parameters.dense, *self._places, self._round_start, True, *mask, self._no_flags, None)
+
+    def _going(self, by_block: Tensor) -> Tensor:
+        """A global update [B, ...], 0 in tensors that no worker has a gradient of."""
+        if self._absent is None:
+            return by_block
+        still = self._absent[self._block_tensor]
+        return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
 
     def _described(self) -> list[str]:
         options = self.options
         often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
-        return [
-            f"topology: {options.topology}, full precision {often}",
-            f"local_steps: {options.local_steps}",
-        ]
+        return [f"topology: {options.topology}, full precision {often}", f"local_steps: {options.local_steps}"]
 
 
 class MarsitSGD(MarsitOptimizer):

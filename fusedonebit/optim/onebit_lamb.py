@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..comm import Told
 from ..comm.absent import Kept, absence
-from ..comm.reducer import Compress
 from ..core.options import LAMB_KEYS
+from ..core.scaling import Agreed
 from ..core.settings import (
     FAULTS,
     LAYERWISE,
@@ -34,7 +34,7 @@ from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..integrations.deepspeed import FromDeepSpeed, onebit_lamb_arguments
-from ..triton_kernels import Coef, Layer, apply_momentum, lamb_ratio, lamb_rescale, live_variance
+from ..triton_kernels import Coef, Layer, lamb_ratio, lamb_rescale, live_variance
 from .lamb import LambUpdate
 from .two_stage import OneBitOptimizer
 
@@ -237,7 +237,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         shards = self.shards
         live = shards.sum(self._segments(self.live.numel.double(), "sum")).clamp(min=1.0)
         sums = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        live_variance(self.layout.sizes, self.layout.block_size, self.exp_avg_sq, sums)
+        live_variance(*self._places, self.exp_avg_sq, sums)
         variance = shards.sum(self._segments(sums[0], "sum")) / live
         squares = shards.sum(self._sum_of_squares(self.exp_avg))
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
@@ -247,7 +247,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         mean = (size * counted).sum() / counted.sum().clamp(min=1)
         return torch.where(size > 0, mean / size, 1.0).float()
 
-    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
 
         1. Workers and servers average the momenta, scaled to one size, at one bit per element (6 to 13; section 4.3).
@@ -256,33 +256,15 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         3. r is clipped, in its change and in its range (18, 19), and c = r * c_avg (20).
         4. x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen (21).
         """
-        reducer = self.reducer
-        reducer.synchronise(compress, told)  # 1
-        coef, skip = self._accepted(coef), reducer.flags
-        params, layout, live = self.parameters.dense, self.layout, self.live
-        eps_inside_sqrt, bits, scale = self.options.eps_inside_sqrt, reducer.bits, reducer.scale
-        tables = (coef, self._block_tensor, live.bits, live.row, skip)
-        kept = self._last_kept() if self._adaptive else None
+        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1
+        skip, kept = self.reducer.flags, self._last_kept() if self._adaptive else None
         if self._adaptive:
             norms = self._norms if self._deepspeed else None
-            lamb_ratio(  # 2
-                params,
-                layout.sizes,
-                layout.block_size,
-                bits,
-                scale,
-                self._last_bits,
-                self._last_scale,
-                self.exp_avg_sq,
-                self._fresh,
-                self._started,
-                eps_inside_sqrt,
-                self.options.precondition,
-                self._deepspeed,
-                *tables,
-                self._largest,
-                norms,
-            )
+            new, last = (self.reducer.bits, self.reducer.scale), (self._last_bits, self._last_scale)
+            momenta = (*new, *last, self.exp_avg_sq, self._fresh, self._started)
+            inside, precondition = self.options.eps_inside_sqrt, self.options.precondition
+            flags, where = (inside, precondition, self._deepspeed), (coef, *self._tables, skip, self._largest)
+            lamb_ratio(self.parameters.dense, *self._places, *momenta, *flags, *where, norms)  # 2
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
             with self._layers_kept():  # 3
@@ -291,9 +273,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
-        v = None if self.options.precondition else self.exp_avg_sq
-        moved = (params, layout.sizes, layout.block_size, bits, scale, v, eps_inside_sqrt)
-        apply_momentum(*moved, *tables, self._rounding)  # 4
+        self._apply_momentum(coef, self._frozen_variance, self.options.eps_inside_sqrt)  # 4
         if kept is not None and self._absent is not None:
             kept.restore(self._absent)
 
@@ -305,7 +285,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         if self._absent is None:
             return None
         rows = absence(self.layout, self._missing, self.device).rows
-        return Kept(rows, self.reducer.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
+        return Kept(rows, self._block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- checkpoints
 

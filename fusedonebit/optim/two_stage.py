@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Flag, Told, Transport
 from ..comm.reducer import Compress
-from ..core import inspection
+from ..core.compressing import FeedbackOptimizer
 from ..core.consensus import live_of
 from ..core.overlap import OverlappedAllReduce, make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
@@ -45,7 +45,7 @@ from .guard import DivergenceGuard
 from .warm_start import warm_start as take_warm_start
 
 
-class OneBitOptimizer(AveragingOptimizer):
+class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``.
 
     Args:
@@ -57,7 +57,6 @@ class OneBitOptimizer(AveragingOptimizer):
     options: OneBitOptions
     overlap: OverlappedAllReduce | None = None
     transport_apart: Transport | None = None
-    _late_error: Exception | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
         freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
@@ -142,47 +141,26 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
-            return super()._exchange(grads, coef, abort)
-        agreed = self._scaling(grads, self.reducer.largest_gradient)
-        told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
-        self._compressed_step(self.compressing(grads, agreed.scaled(coef)), told, coef)
-        self.parameters.after_update()
-        return self.reducer.flags
+            return self._average(grads, coef, abort)
+        return super()._exchange(grads, coef, abort)
 
-    def _compressed_step(self, compress: Compress, told: Told, coef: Tensor) -> None:
-        """Synchronise momenta as ``compress`` makes messages of them, and move the parameters.
-
-        Args:
-            compress: Writes this rank's momentum, with its gradient in it, into its messages.
-            told: What else goes with them.
-            coef: float32 [tensors, columns of ``Coef``].
-        """
-        raise NotImplementedError
-
-    def _accepted(self, coef: Tensor) -> Tensor:
-        """Judge what was synchronised, and make ready for the update; returns its coefficients.
-
-        The guard refuses an update that is far too large; tensors that no rank has a gradient of stay as they are.
-        """
-        reducer = self.reducer
-        self._absent, self._late_error = reducer.absent, reducer.error
-        coef = self.coefficients.still(coef, self._absent)
-        if self.options.guard != "off":
-            refused = self._guard.refuses(reducer.scale, coef[:, Coef.UNBIAS1][reducer.block_tensor], self.shards)
-            reducer.refuse(refused.int() * int(Flag.VETO))
-        if self._absent is not None:
-            reducer.restore(self._absent)
-        self.parameters.before_update()
-        return coef
+    @property
+    def _frozen_variance(self) -> Tensor | None:
+        """v, by whose root updates are divided; None where what travels has been divided already."""
+        return None if self.options.precondition else self.exp_avg_sq
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """What compresses this rank's momentum, with these gradients in it."""
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
         return lambda part: part.compress(grads, coef, v, inside)
 
-    def _error_due(self, error: Exception | None) -> Exception | None:
-        late, self._late_error = self._late_error, None
-        return super()._error_due(error or late)
+    def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
+        """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
+        coef = super()._synchronise(compress, told, coef)
+        if self.options.guard != "off":
+            refused = self._guard.refuses(self.reducer.scale, coef[:, Coef.UNBIAS1][self._block_tensor], self.shards)
+            self.reducer.refuse(refused.int() * int(Flag.VETO))
+        return coef
 
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
@@ -193,8 +171,8 @@ class OneBitOptimizer(AveragingOptimizer):
         if flag & Flag.VETO:
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
-            return super()._describe(flag)
-        return self._say_where(self.reducer.describe())
+            return self._describe_marks()
+        return super()._describe(flag)
 
     # ---------------------------------------------------------------- freeze and thaw
 
@@ -231,8 +209,8 @@ class OneBitOptimizer(AveragingOptimizer):
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
             )
-        layout, options, block_tensor = self.layout, self.options, self.reducer.block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
+        layout, options = self.layout, self.options
+        dead = DeadCoordinates(layout, self._block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
@@ -244,19 +222,9 @@ class OneBitOptimizer(AveragingOptimizer):
         if options.precondition:
             floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
             least = torch.maximum(least, floor)
-        freeze(
-            layout.sizes,
-            layout.block_size,
-            self.exp_avg,
-            self.exp_avg_sq,
-            options.eps_inside_sqrt,
-            options.precondition,
-            coef,
-            block_tensor,
-            None if keep else dead.mean,
-            least,
-            options.frozen_dtype is torch.bfloat16,
-        )
+        m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
+        filled, half = None if keep else dead.mean, options.frozen_dtype is torch.bfloat16
+        freeze(*self._places, m, v, inside, precondition, coef, self._block_tensor, filled, least, half)
         self.exp_avg_sq = self.exp_avg_sq.to(options.frozen_dtype)
         self.reducer.begin()
         self._phase = "compression"
@@ -289,22 +257,11 @@ class OneBitOptimizer(AveragingOptimizer):
         backlog = self._grad[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
-        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][reduce.block_tensor, None])
+        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self._block_tensor, None])
         self.exp_avg.copy_(reduce.result()).add_(backlog)
         self.exp_avg_sq = self.exp_avg_sq.float()
-        thaw(
-            layout.sizes,
-            layout.block_size,
-            self.exp_avg,
-            self.exp_avg_sq,
-            options.eps_inside_sqrt,
-            options.precondition,
-            coef,
-            reduce.block_tensor,
-            self.live.bits,
-            self.live.row,
-            after_veto,
-        )
+        m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
+        thaw(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
         self._behind.fill_(-math.inf)  # v is corrected
         self._variance_steps = self.coefficients.variance_betas = None
@@ -318,22 +275,20 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Of each block, the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
-        layout, live, options = self.layout, self.live, self.options
-        sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=self.device)
-        where = (self.reducer.block_tensor, live.bits, live.row)
-        update_sums(layout.sizes, layout.block_size, x, self.exp_avg_sq, options.eps_inside_sqrt, coef, *where, sums)
+        sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables, sums)
         return sums
 
     def _last_update_norm(self, coef: Tensor) -> Tensor:
         """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self.reducer.block_tensor]
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
         return self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
 
     def _arm_guard(self, reference: Tensor) -> None:
         """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
         if self.options.guard == "off":
             return
-        owner, live = self.reducer.block_tensor, self.live.numel.double()
+        owner, live = self._block_tensor, self.live.numel.double()
         coef = self.coefficient_table().double()
         factor, beta1 = self._layer_factor().double().square()[owner], coef[:, Coef.BETA1][owner]
         weight = live if self.options.precondition else self._update_sums(None, coef.float())
@@ -394,9 +349,8 @@ class OneBitOptimizer(AveragingOptimizer):
 
     def plain_state(self) -> dict[str, Any]:
         entered = self.own_steps - self._behind if self._variance_steps is None else self._variance_steps
-        return {
+        return super().plain_state() | {
             "settled": self._settled(),
-            "digests": self.reducer.digests,
             "variance_step": one_or_each(entered),
             "variance_betas": self.coefficients.variance_betas,
             "freeze_step": self._frozen_at,
@@ -460,8 +414,7 @@ class OneBitOptimizer(AveragingOptimizer):
             self.coefficients.freeze_variance(self._taken)
         self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
-        digests, count = header["digests"], self.options.bucket_count
-        self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)
+        super().resume(header)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
@@ -504,7 +457,6 @@ class OneBitOptimizer(AveragingOptimizer):
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": over_momentum,
-            "wire_bytes": reduce.wire_bytes + sum(t.nbytes for t in inspection.scratch_of(self)),
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
@@ -525,7 +477,7 @@ class OneBitOptimizer(AveragingOptimizer):
         if not self.compressed:
             return [0.0] * tensors
         squares = torch.zeros(2, tensors, dtype=torch.float64, device=self.device)
-        error, momentum = squares.index_add_(1, reduce.block_tensor, reduce.squares_by_block())
+        error, momentum = squares.index_add_(1, self._block_tensor, reduce.squares_by_block())
         return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
 
     def worker_error(self, param: Tensor) -> Tensor:

@@ -1,19 +1,28 @@
-"""0/1 Adam (Lu et al., 2022) as a plain ``torch.optim.Optimizer``."""
+"""0/1 Adam (Lu et al., 2022) as a plain ``torch.optim.Optimizer``: rounds that renew the variance, rounds of bits.
+
+Between steps the momentum is either floats, ``exp_avg``, or, after a round of bits, those bits and their scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..comm import Flag, Told, agree
+from ..comm.absent import Kept, absence
+from ..core.consensus import failure
+from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..integrations.deepspeed import zero_one_adam_arguments
-from .policies import DoublingVariance, SyncPolicy, VariancePolicy
-from .zero_one_rounds import ZeroOneOptimizer
+from ..triton_kernels import Coef, add_values, local_step
+from .policies import DoublingVariance, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
+from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 
 
-class ZeroOneAdam(ZeroOneOptimizer):
+class ZeroOneAdam(ZeroOneState):
     r"""Adam whose workers talk in some steps only, and then mostly in one bit per parameter.
 
     A round begins with parameters x, momentum m and variance v that are equal on all ranks. Either it renews the
@@ -59,6 +68,9 @@ class ZeroOneAdam(ZeroOneOptimizer):
         optimizer.step()
     """
 
+    leaks: ClassVar = False
+    """Whether weight decay is part of what workers add up, and each step's update is compressed apart."""
+
     def __init__(
         self,
         params: Params,
@@ -88,3 +100,159 @@ class ZeroOneAdam(ZeroOneOptimizer):
         from ..integrations.deepspeed_zero_one import DeepSpeedZeroOneAdam
 
         return DeepSpeedZeroOneAdam(params, **zero_one_adam_arguments(config, **options), process_group=process_group)
+
+    def check_levels(self) -> None:
+        raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
+
+    # ---------------------------------------------------------------- rounds
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
+        if self._begun:
+            return self._phase == "uncompressed"
+        if self._local:
+            return False
+        self._take_back_skipped()
+        return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
+
+    def _enter_phase(self) -> None:
+        """Takes up the next round where one begins; the same on all ranks."""
+        self._take_back_skipped()
+        if self._local == 0:
+            if not self._plan:
+                self._plan_from(self._done)
+            self._round = self._plan.pop(0)
+            self._tag = self._round.steps
+        last = self._local == self._round.steps - 1
+        if last and not self._plan:
+            # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
+            failure(lambda: self._plan_from(self._done.after(self._round, self._round.steps)))
+        self._phase = "uncompressed" if self._round.renews else "one-bit" if last else "local"
+
+    def _plan_from(self, done: Progress) -> None:
+        """Asks for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        plan: list[Round] = []
+        error: Exception | None = None
+        try:
+            plan = planned(*self._policies, done)
+        except Exception as caught:
+            error = caught
+        facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
+        hint = "policies must answer alike on all ranks, as functions of their argument alone"
+        agree(self.transport, facts, self.device, error, hint)
+        self._plan = plan
+
+    # ---------------------------------------------------------------- the step
+
+    def coefficient_table(self) -> Tensor:
+        if self._phase != "uncompressed":
+            return self._floored(self.coefficients(self._taken, self.own_steps, self._entered))
+        # AdamW's step, whose correction follows betas[1]; in other steps it stays that of the last renewal.
+        kept, self.coefficients.variance_betas = self.coefficients.variance_betas, None
+        coef = self.coefficients(self._taken, self.own_steps, self._entered + 1)
+        self.coefficients.variance_betas = kept
+        return coef
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        if self._phase == "uncompressed":
+            return self._renew(grads, coef, abort)
+        return super()._exchange(grads, coef, abort)
+
+    def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
+        self._make_floats(renews=True)
+        flags = self._average(grads, coef, abort)
+        taken = flags[0] == 0
+        self._entered += taken if self._absent is None else taken & ~self._absent
+        self.coefficients.freeze_variance(self._taken)
+        self._mean_sq = self._means()
+        self._as_floats = True
+        self._end_round(self._round)
+        return flags
+
+    def _begin_round(self) -> None:
+        self._make_floats(renews=False)
+        super()._begin_round()
+        self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
+
+    def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
+        """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
+        scaled, last = agreed.scaled(coef), self._local == self._round.steps - 2 and not self.leaks
+        if not self._missing:
+            self._add(grads, scaled, agreed.hold, moves=True, last=last)
+        else:
+            # Their coefficients leave parameters and moments; what has been added up is put back.
+            worker = self.reducer.worker
+            worker.settle()
+            rows = absence(self.layout, self._missing, self.device).rows
+            kept = Kept(rows, self._block_tensor, lines=[worker.compensated])
+            self._add(grads, self._leaving_out(scaled), agreed.hold, moves=True, last=False)
+            kept.restore(torch.ones(len(self.parameters), dtype=torch.bool, device=self.device))
+            if last:
+                self._add(grads, scaled, agreed.hold, moves=False, last=True)
+        self._sum_up(coef)
+
+    def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
+        worker, dense, v = self.reducer.worker, self.parameters.dense, self.exp_avg_sq
+        inside, precondition = self._eps_inside_sqrt, self.options.precondition
+        where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
+        told = (moves, last, self.leaks)
+        local_step(dense, grads, *self._places, self.exp_avg, v, inside, precondition, *where, *told, self._pending)
+        worker.scale.zero_()
+
+    def _sum_up(self, coef: Tensor) -> None:
+        """How far a step of the round goes, and how much is left of the parameters."""
+        self._moved[STEP_SIZE] += coef[:, Coef.STEP_SIZE]
+        if not self.leaks:
+            self._moved[DECAY] *= coef[:, Coef.DECAY]
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Take the last step of a round: its update is compressed with those before it (lines 8 to 11)."""
+        steps = self._round.steps
+        if steps == 1 and self._as_floats:
+            self._add(grads, coef, None, moves=False, last=True)
+        compressed = agreed.scaled(coef.clone())
+        compressed[:, Coef.BETA1] /= self._summed  # of no account where the momentum is in ``compensated`` already
+        v, inside = self.exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
+        told = told._replace(pending=self._pending)
+        self._synchronise(lambda part: part.compress(grads, compressed, v, inside), told, coef)
+        if steps > 1:
+            self._sum_up(coef)
+        self._apply(coef, agreed.hold)
+
+    def _apply(self, coef: Tensor, hold: Tensor | None) -> None:
+        """x = x0 - mean step size * sum of the updates, from the x0 that all had (line 10); and the round ends."""
+        steps = self._round.steps
+        if steps > 1 or self.leaks:
+            coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / steps
+            coef[:, Coef.DECAY] = self._moved[DECAY]
+            where = (self.live.bits, self.live.row, self._no_flags)
+            add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
+        v = None if self.options.precondition else self.exp_avg_sq
+        self._apply_momentum(self.coefficients.still(coef, self._absent), v, self._eps_inside_sqrt)
+        summed = torch.full_like(self._summed, steps)
+        if self._absent is not None:
+            summed = torch.where(self._absent, self._summed, summed)
+        self._summed = summed if hold is None else torch.where(hold == 0, summed, self._summed)
+        self._pending.zero_()
+        self._as_floats = False
+        self._end_round(self._round)
+
+    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
+        agreed = super()._scaling(grads, alone)
+        if agreed.hold is not None and agreed.overflowed is not None:
+            self._tell_scaler(agreed.overflowed, alone)
+        return agreed
+
+    def _tell_scaler(self, ranks: Tensor, alone: bool) -> None:
+        """That ``ranks`` of all have found an inf; while a worker is alone it keeps that to itself, or scales part."""
+        if alone:
+            self._lost += ranks
+            self.overflowed.zero_()
+        else:
+            self.overflowed = (ranks > 0).float().reshape(1)
+            self._lost.zero_()
+
+    def _describe(self, flag: Flag) -> str:
+        return self._describe_marks() if self._phase == "uncompressed" else super()._describe(flag)

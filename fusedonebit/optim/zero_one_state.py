@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm import CompressedAllReduce
 from ..comm.message import Word
+from ..core.compressing import FeedbackOptimizer
 from ..core.options import check_choice, stated
 from ..core.settings import Options
 from ..core.state.header import (
@@ -35,6 +36,7 @@ from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from .averaging import AdamUpdate
 from .freezing import denominator
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
+from .rounds import RoundOptimizer, RoundOptions
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
 
@@ -46,7 +48,7 @@ _ROUND = Rule(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOneOptions(Options):
+class ZeroOneOptions(RoundOptions):
     """Settings of 0/1 Adam. See ``ZeroOneAdam`` for their meaning."""
 
     variance_policy: VariancePolicy
@@ -65,17 +67,13 @@ class ZeroOneOptions(Options):
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         super().check()
         check_policies(self.variance_policy, self.sync_policy)
-        if self.capturable:
-            raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
 
-class ZeroOneState(AdamUpdate):
-    """All of ``zero_one.ZeroOneOptimizer`` but the step."""
+class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
+    """All of ``ZeroOneAdam`` but the step."""
 
     settings: ClassVar[type[Options]] = ZeroOneOptions
     options: ZeroOneOptions
-    takes_shards: ClassVar = False
-    masters_of_rank: ClassVar = True
     kept: ClassVar[Specs] = (
         # The momentum is mostly bits: users don't see it here.
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True, only="floats", optional=True),
@@ -98,50 +96,41 @@ class ZeroOneState(AdamUpdate):
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
         **LINES,
+        **RoundOptimizer.header_fields,
         "settled": Field(TABLE),
         "done": Field(list_of(COUNT, 4)),
         "uncounted": Field(COUNT, False),
         "round": Field(_ROUND),
-        "local": Field(COUNT),
-        "tag": Field(INT),
         "floats": Field(FLAG),
         "entered": Field(AMOUNT_OF_EACH, one_per="updates"),
         "summed": Field(AMOUNT_OF_EACH, one_per="tensor"),
         "pending": Field(INT),
-        "missed": Field(list_of(COUNT), False, one_per="index"),
         "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
     }
     _moved: Tensor
+    _lost: Tensor
+    reducer: CompressedAllReduce
 
     def build(self) -> None:
         super().build()
         layout, options, device = self.layout, self.options, self.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
         self._grad = self._make_grad()
+        self._anchor = self._grad[: layout.numel + TAIL]
         self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         self._exp_avg_sq_sums = self._sums
-        self.reducer = CompressedAllReduce(
-            layout,
-            self.transport,
-            device=device,
-            scale_norm=options.scale_norm,
-            scale_scope=options.scale_scope,
-            live=self.live,
-        )
+        scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
+        self.reducer = CompressedAllReduce(layout, self.transport, device=device, live=self.live, **scale)
         tensors = max(1, len(layout.sizes))
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
-        self._local = self._tag = 0
-        self._done = Progress(0, 0, 0, 0)
-        self._confirmed, self._unsettled = self._done, list[tuple[int, Round]]()
+        self._confirmed = Progress(0, 0, 0, 0)  # what was done in rounds of which all ranks know how they ended
         self._as_floats = True
         self._entered = torch.zeros_like(self.own_steps)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
-        self._none = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
-        self._held_error: Exception | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, while all rounds have renewed the variance. Every rank must call it."""
@@ -156,42 +145,43 @@ class ZeroOneState(AdamUpdate):
         self.catch_up()
         done, momenta = self._progress(), {p: self.momentum(p) for p in self.parameters.owners}
         super().add_param_group(param_group)
-        self._confirmed = self._done = done
+        self._confirmed = done
         self._entered = self.own_steps.clone()
         for p, m in momenta.items():
             i = self._index(p)
             self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).copy_(m)
         self._sum_variance()
 
-    def _take_back_skipped(self) -> None:
-        """Skipped rounds do not count: as soon as all ranks know of one, policies are asked again without it."""
-        again = False
-        while self._unsettled and (skipped := self.outcomes.was_skipped(self._unsettled[0][0])) is not None:
-            _, this = self._unsettled.pop(0)
-            self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
-            again = again or skipped
-        if again:
-            self._done, self._plan = self._progress(looking=False), []
+    def _settle_round(self, this: Round, skipped: bool) -> None:
+        """Skipped rounds do not count: policies are asked again without them."""
+        self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
+        if skipped:
+            self._plan = []
 
-    def _progress(self, looking: bool = True) -> Progress:
-        """What was done, without the rounds that were skipped, as far as this rank knows.
+    @property
+    def _done(self) -> Progress:
+        """What was done before this round, as far as all ranks know. Only that may decide which round comes next."""
+        done = self._confirmed
+        for _, this in self._unsettled:
+            done = done.after(this, this.steps)
+        return done
 
-        Not ``looking``: as far as all ranks know. Only that may decide which round comes next.
-        """
+    def _progress(self) -> Progress:
+        """What was done, without the rounds that were skipped, as far as this rank knows."""
         done = self._confirmed
         for attempt, this in self._unsettled:
-            skipped = looking and self.outcomes.seems_skipped(attempt)
+            skipped = self.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
 
     @property
     def synchronised(self) -> bool:
         """Whether all ranks have the same parameters now: between two rounds, not within one."""
-        return self._local == 0
+        return self.between_rounds
 
     @property
-    def between_rounds(self) -> bool:
-        return self.synchronised
+    def _round_steps(self) -> int:
+        return self._round.steps
 
     @property
     def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
@@ -242,19 +232,10 @@ class ZeroOneState(AdamUpdate):
         layout, reduce, options = self.layout, self.reducer, self.options
         own = self.coefficients(self._taken, self.own_steps, self._entered)
         floored = self._floored(own.clone())
-        rebuild_momentum(
-            layout.sizes,
-            layout.block_size,
-            reduce.bits,
-            reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor],
-            self.exp_avg_sq if options.precondition else None,
-            self._eps_inside_sqrt and not renews,
-            own if renews else floored,
-            self._block_tensor,
-            self.live.bits,
-            self.live.row,
-            self.exp_avg,
-        )
+        scale = reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor]
+        v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
+        where = (own if renews else floored, *self._tables, self.exp_avg)
+        rebuild_momentum(*self._places, reduce.bits, scale, v, inside, *where)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
@@ -269,36 +250,20 @@ class ZeroOneState(AdamUpdate):
         self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
         reduce.scale.zero_()
 
-    @property
-    def _anchor(self) -> Tensor:
-        assert self._grad is not None
-        return self._grad[: self.layout.numel + TAIL]
-
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def _round_start(self) -> Tensor:
-        return self._anchor[: self.layout.numel]
-
-    def settle(self) -> None:
-        self.reducer.settle()
-
     def plain_state(self) -> dict[str, Any]:
-        reduce, done = self.reducer, self._progress()
-        return {
+        done = self._progress()
+        return super().plain_state() | {
             "settled": {"precondition": self.options.precondition},
-            "digests": reduce.digests,
             "done": list(done[:4]),
             "uncounted": done.skipped,
             "round": list(self._round),
-            "local": self._local,
-            "tag": self._tag,
             "floats": self._as_floats,
             "entered": one_or_each(self._entered),
             "variance_betas": self.coefficients.variance_betas,
             "summed": one_or_each(self._summed),
             "pending": int(self._pending),
-            "missed": self._missed,
         }
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
@@ -327,20 +292,16 @@ class ZeroOneState(AdamUpdate):
             self._entered = self.own_steps.clone()
             self.coefficients.freeze_variance(self._taken)
             if header["updates"]:  # else there is no variance yet
-                self._confirmed = self._done = progress_after(*self._policies, header["updates"])
+                self._confirmed = progress_after(*self._policies, header["updates"])
             return
-        self._done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
-        self._round = Round(*header["round"])
-        self._local, self._tag, self._as_floats = header["local"], header["tag"], header["floats"]
-        self._confirmed = self._done._replace(steps=self._done.steps - self._local)
+        super().resume(header)
+        done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
+        self._confirmed = done._replace(steps=done.steps - self._local)
+        self._round, self._as_floats = Round(*header["round"]), header["floats"]
         self._entered = torch.minimum(each(header["entered"], self._entered), self.own_steps)
         self.coefficients.variance_betas = header.get("variance_betas")
         self._summed = each(header["summed"], self._summed)
         self._pending.fill_(header["pending"])
-        self._missed = tuple(header.get("missed", ()))
-        self._phase = header["phase"]
-        same = header["world_size"] == self.transport.world_size
-        self.reducer.resume(header["digests"] if same else [0])
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         self._sum_variance()
@@ -392,9 +353,7 @@ class ZeroOneState(AdamUpdate):
         return super().stats() | {
             "rounds": done.rounds,
             "renewals": done.renewals,
-            "local_steps": self._local,
             "round_steps": self._round.steps,
-            "wire_bytes": reduce.wire_bytes,
             "compensated_norm": compensated,
             "worker_error_norm": float(reduce.to_servers.signal[0]),  # within a round c has grown since
             "server_error_norm": server_error,

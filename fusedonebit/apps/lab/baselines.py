@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import MarsitAllReduce, Part, Topology, Transport
-from ...comm.ring_topology import torus_rows
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
-from ...optim.rounds import RoundOptimizer, RoundOptions
+from ...optim.marsit import MarsitOptimizer
+from ...optim.marsit_state import LocalOptions
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 
 if TYPE_CHECKING:
@@ -31,14 +31,16 @@ AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineOptions(RoundOptions):
+class BaselineOptions(LocalOptions):
     """Settings of a baseline. See ``BaselineSGD`` for their meaning."""
 
     aggregation: str
     topology: Topology
     coding: Coding
     seed: int
-    told: ClassVar = (*RoundOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
+    rows: ClassVar = None
+    full_precision_every: ClassVar = 0
+    told: ClassVar = (*LocalOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
 
     def check(self) -> None:
         """Raises ValueError for the first setting that makes no sense."""
@@ -56,14 +58,9 @@ class BaselineAdamOptions(BaselineOptions):
     bias_correction: bool = True
 
 
-class _Baseline(RoundOptimizer):
+class _Baseline(MarsitOptimizer):
     settings: ClassVar[type[Options]] = BaselineOptions
-    options: BaselineOptions
-
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        if self.options.topology == "torus":
-            torus_rows(self.transport.world_size, None)
+    options: BaselineOptions  # type: ignore[assignment]  # instead of Marsit's
 
     def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]

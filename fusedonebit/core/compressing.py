@@ -1,0 +1,97 @@
+"""What all optimizers share that compress: the frame of a step in bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..comm import FeedbackReducer, Flag, LocalTransport, Reducer, Told
+from ..comm.reducer import Compress
+from ..triton_kernels import apply_momentum
+from . import inspection
+from .optimizer import DistributedOptimizer
+from .scaling import Agreed, LossScale, agree_on_scaling
+from .state.header import LINES, Fields
+
+
+class CompressingOptimizer(DistributedOptimizer):
+    """Skeleton of an optimizer that hands a ``Reducer`` what is to be compressed; a subclass makes ``reducer``."""
+
+    reducer: Reducer
+    _lost: Tensor | None = None
+    """Above 0 where this rank's scaler has found an inf since ranks have last met: float32 [1]."""
+
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        agreed = self._scaling(grads)
+        told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
+        self._compressed_step(grads, agreed, told, coef)
+        if self._absent is not None:
+            self.reducer.restore(self._absent)
+        return self.reducer.flags
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Synchronise what this rank makes of its gradients, and move the parameters.
+
+        Args:
+            grads: This rank's.
+            agreed: What all ranks multiply theirs with.
+            told: What else goes with the messages.
+            coef: float32 [tensors, columns of ``Coef``].
+        """
+        raise NotImplementedError
+
+    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
+        """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
+        transport, earlier = (LocalTransport(), None) if alone else (self.transport, self._lost)
+        scale, most, largest = LossScale.of(self), self.options.max_grad_norm, self.reducer.largest_gradient
+        where = (transport, self.shards, self.layout)
+        agreed = agree_on_scaling(grads, scale, most, *where, largest=largest, earlier=earlier)
+        if agreed.hold is not None and agreed.overflowed is not None:
+            self.overflowed = ((agreed.hold > 0) | (agreed.overflowed > 0)).float()
+        if agreed.grad_norm is not None:
+            self.last_grad_norm = agreed.grad_norm
+        return agreed
+
+    def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
+        """What this rank tells the others; who can't take the step claims to have all gradients."""
+        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
+
+    def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
+        """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
+        self.reducer.synchronise(compress, told)
+        self._absent, self._late_error = self.reducer.absent, self.reducer.error
+        return self.coefficients.still(coef, self._absent)
+
+    def _apply_momentum(self, coef: Tensor, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> None:
+        """x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x, with the m that was synchronised; v None is 1."""
+        dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
+        bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
+        apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, coef, *self._tables, skip, rounding)
+
+    def _describe(self, flag: Flag) -> str:
+        return self._say_where(self.reducer.describe())
+
+    def settle(self) -> None:
+        self.reducer.settle()
+
+    def stats(self) -> dict[str, Any]:
+        """What ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
+        scratch = sum(t.nbytes for t in inspection.scratch_of(self))
+        return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
+
+
+class FeedbackOptimizer(CompressingOptimizer):
+    """One whose reducer's servers compress as well."""
+
+    header_fields: ClassVar[Fields] = LINES
+    reducer: FeedbackReducer
+
+    def plain_state(self) -> dict[str, Any]:
+        return super().plain_state() | {"digests": self.reducer.digests}
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
+        digests, count = header["digests"], self.options.bucket_count
+        self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)

@@ -1,0 +1,232 @@
+"""What Marsit's optimizers have between two steps: buffers, settings of groups, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..comm import NodePart, Part, Transport
+from ..comm.rounds import RoundAllReduce
+from ..core.settings import Options
+from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
+from ..core.state.spec import Specs, StateSpec
+from ..triton_kernels import TAIL, Coef, FlatLayout
+from .rounds import RoundOptimizer, RoundOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(RoundOptions):
+    """Settings of an optimizer whose rounds are all of ``local_steps`` steps; see ``Rounds``."""
+
+    local_steps: int = 1
+    takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt"}
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        super().check()
+        steps = self.local_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {steps!r}: 1 synchronises every step")
+        if self.stochastic_rounding and self.local_steps > 1:
+            raise ValueError(
+                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "
+                "are rounded to nearest; use master_weights=True"
+            )
+
+
+class MarsitState(RoundOptimizer):
+    """All of ``marsit.MarsitOptimizer`` but the step; also of what it is measured against."""
+
+    options: LocalOptions
+    columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
+    kept: ClassVar[Specs] = (
+        StateSpec("momentum_buffer", "element", "exp_avg", of_rank=True, published=True, when="_is_sgd_with_momentum"),
+        StateSpec("exp_avg", "element", "exp_avg", of_rank=True, published=True, when="_is_adam"),
+        StateSpec(
+            "exp_avg_sq", "element", "exp_avg_sq", of_rank=True, published=True, when="_is_adam", not_negative=True
+        ),
+        StateSpec("compensation", "element", "reducer.compensated", of_rank=True, published=True),
+        # Between two rounds the parameters say it.
+        StateSpec(
+            *("anchor", "element", "_round_start"),
+            when="_has_local_steps",
+            only="local",
+            published=True,
+            optional=True,
+            holds_parameters=True,
+            given=True,
+        ),
+    )
+    phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
+    header_fields: ClassVar[Fields] = {
+        **RoundOptimizer.header_fields,
+        "block_size": Field(POSITIVE),
+        "line": Field(POSITIVE),
+        "inside": Field(POSITIVE),
+        "rounds": Field(COUNT),
+        "counted": Field(COUNT, False),
+        "digest": Field(INT32),
+        "flags": Field(INT),
+    }
+    exp_avg_sq: Tensor
+    reducer: RoundAllReduce
+
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
+        where = f" in {name}" if name else ""
+        if self._built and not self.exp_avg.numel() and group.get("momentum"):
+            raise ValueError(
+                f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
+                "construct the optimizer anew"
+            )
+        if group.get("eps") == 0:
+            raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
+
+    @property
+    def _is_adam(self) -> bool:
+        return "betas" in self.param_groups[0]
+
+    @property
+    def _is_sgd_with_momentum(self) -> bool:
+        return not self._is_adam and any(group["momentum"] for group in self.param_groups)
+
+    @property
+    def _has_local_steps(self) -> bool:
+        return self.options.local_steps > 1
+
+    @property
+    def _round_steps(self) -> int:
+        return self.options.local_steps
+
+    def allocate(self) -> None:
+        super().allocate()
+        anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
+        self._anchor = torch.zeros(anchored, device=self.device)
+        between, part = self.transport, Part(self.layout)
+        if self.levels is not None:
+            between, inside = self.levels
+            part = NodePart(self.layout, inside, self.options.hierarchy_dtype, self.device)
+        self.reducer = self._make_reduce(between, part)
+
+    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+        """What makes one global update of all workers' updates of a part of the line."""
+        raise NotImplementedError
+
+    def check_levels(self) -> None:
+        if self.options.local_steps > 1:
+            raise ValueError(
+                f"hierarchy must be None with local_steps={self.options.local_steps}: ranks of a node move together"
+            )
+
+    def build(self) -> None:
+        super().build()
+        layout, device = self.layout, self.device
+        self._one = torch.ones(1, device=device)
+        self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
+        # One tensor of the same blocks: the parameters as all ranks had them when the round began.
+        self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        if self.levels is not None:
+            raise RuntimeError(
+                "add_param_group must be called without hierarchy: each rank has moments of its part of the line only, "
+                "which would lie elsewhere; construct a new optimizer"
+            )
+        if self._local:
+            raise RuntimeError(
+                f"add_param_group must be called between two rounds, not after {self._local} of "
+                f"{self.options.local_steps} local steps; take the others first"
+            )
+        self.reducer.settle()
+        self.catch_up()
+        before, counted = self.reducer, self._counted()
+        super().add_param_group(param_group)
+        self.reducer.resume(before.rounds, int(before.digest), before.pending, counted)
+
+    def _enter_phase(self) -> None:
+        self._take_back_skipped()
+
+    def _settle_round(self, this: bool, skipped: bool) -> None:
+        if skipped:
+            self.reducer.take_back(full_precision=this)
+
+    def _counted(self) -> int:
+        """Rounds that were not skipped, as far as this rank knows."""
+        skipped = [attempt for attempt, _ in self._unsettled if self.outcomes.seems_skipped(attempt)]
+        return self.reducer.counted - len(skipped)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def plain_state(self) -> dict[str, Any]:
+        reducer = self.reducer
+        rounds = {"rounds": reducer.rounds, "counted": self._counted(), "digest": int(reducer.digest)}
+        return super().plain_state() | rounds | {"flags": reducer.pending}
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        if header.get("algorithm") != name:
+            raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
+        inside = self.cut()["inside"]
+        here = (self.transport.world_size, self.layout.block_size, self.layout.numel)
+        saved = (header["world_size"], header["block_size"], header["line"])
+        if header["inside"] != inside or (inside > 1 and saved != here):
+            raise ValueError(
+                f"the checkpoint was written with {header['world_size']} ranks, {header['inside']} in a node, and "
+                f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
+                f"block_size={here[1]}; construct the optimizer as it was"
+            )
+        if header["local"] and header["world_size"] != self.transport.world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {self.transport.world_size}; "
+                f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
+                "rank: save at the end of a round, or resume with as many ranks as wrote it"
+            )
+        if header["local"] >= self.options.local_steps:
+            raise ValueError(
+                f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "
+                f"{self.options.local_steps}; save at the end of a round, or keep local_steps"
+            )
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
+        self.reducer.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
+
+    # ---------------------------------------------------------------- what users look at
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """This rank's compensation c of one parameter, float32 of its shape; zeros after a round of full precision."""
+        i = self._index(param)
+        self.reducer.settle()
+        return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """This rank's own momentum of one parameter, float32 of its shape."""
+        if self.exp_avg.numel():
+            return super().momentum(param)
+        self._index(param)
+        return torch.zeros_like(param, dtype=torch.float32)
+
+    def stats(self, compensation: bool = False) -> dict[str, Any]:
+        """Where training stands. Waits for the device.
+
+        Args:
+            compensation: Also look at the compensation; reads and writes it once.
+
+        Returns:
+            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), local_steps (done in this
+            round) and wire_bytes (what only serves within a round); with ``compensation`` also
+            compensation_norm (this rank's). If that grows and grows, ``global_ratio`` is too small.
+        """
+        told = super().stats() | {"rounds": self.reducer.rounds}
+        if compensation:
+            self.settle()
+            told["compensation_norm"] = float(self.reducer.compensated.norm())
+        return told
