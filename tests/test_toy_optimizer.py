@@ -53,7 +53,6 @@ class Signum(FeedbackOptimizer):
         super().build()
         where = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
         self.reducer = SignVote(self.layout, self.transport, aggregation="majority", **where)
-        self._phase = "one-bit"
 
     def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
         scaled = agreed.scaled(coef)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,9 @@ from .scaling import SCALER_ATTRIBUTES
 from .settings import NUMERICS, WIRE, Options, Params, Ranks
 from .sharding import group_of
 from .state import loading, saving
-from .state.keeper import Keeper
+from .state.keeper import Keeper, Phase
 from .state.rank_local import Rows
 from .step_count import StepCount, as_word
-
-Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
 
 class DistributedOptimizer(Keeper):
@@ -141,7 +139,7 @@ class DistributedOptimizer(Keeper):
         self.put_lr_on_the_device()
         self.take_hyper_parameters()
         self.nothing = torch.empty(0, device=device)
-        self._phase: Phase = "uncompressed"
+        self._phase = next(iter(self.phases))
         self.outcomes = Outcomes(device, self.options.nonfinite)
         self.outcomes.on_replays = self.step_count.replayed
         if self.options.capturable:

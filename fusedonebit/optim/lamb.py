@@ -132,9 +132,6 @@ class Lamb(LambUpdate):
         layerwise: Defaults of c_min, c_max and beta3; of the coefficients' moving average, which beta3 is of, only
             ``OneBitLamb`` makes use, if it continues from this optimizer's checkpoint.
 
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
-
     Example::
 
         optimizer = Lamb(model.parameters(), lr=1e-2)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..comm import SignVote, Told
 from ..comm.sign_vote import Aggregation
 from ..core.compressing import FeedbackOptimizer
-from ..core.options import check_choice
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
@@ -30,11 +29,6 @@ class LionOptions(Options):
     def servers_keep(self) -> bool:
         """Whether servers have residuals."""
         return self.aggregation == "mean"
-
-    def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
-        super().check()
-        check_choice("aggregation", self.aggregation, ("majority", "mean"))
 
 
 class OneBitLion(FeedbackOptimizer):
@@ -59,9 +53,6 @@ class OneBitLion(FeedbackOptimizer):
         aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
             the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
-
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
     """
 
     settings: ClassVar[type[Options]] = LionOptions
@@ -96,7 +87,6 @@ class OneBitLion(FeedbackOptimizer):
         super().build()
         where: dict[str, Any] = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
         self.reducer = SignVote(self.layout, self.transport, aggregation=self.options.aggregation, **where)
-        self._phase = "one-bit"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, before the first step. Every rank must call it."""
@@ -119,15 +109,11 @@ class OneBitLion(FeedbackOptimizer):
         self._apply_momentum(self._synchronise(vote, told, coef))
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        if header.get("algorithm") != type(self).__name__:
-            raise ValueError(
-                f"the checkpoint must be of OneBitLion, got {header.get('algorithm', 'one of torch.optim')}"
-            )
+        if (name := header.get("algorithm", "one of torch.optim")) != type(self).__name__:
+            raise ValueError(f"the checkpoint must be of OneBitLion, got {name}")
         if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):
-            raise ValueError(
-                "the checkpoint must have exp_avg of each parameter, but a version that saved momenta as worker_error "
-                "has written it; resume with that version"
-            )
+            but = "a version that saved momenta as worker_error has written it; resume with that version"
+            raise ValueError(f"the checkpoint must have exp_avg of each parameter, but {but}")
 
     def _described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}"]

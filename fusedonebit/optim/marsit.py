@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..comm import MarsitAllReduce, Part, Told, Topology, Transport
 from ..comm.marsit import check_topology
-from ..comm.ring_topology import TOPOLOGIES
 from ..comm.rounds import RoundAllReduce
-from ..core.options import check_choice, check_count
+from ..core.options import check_count
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
 from ..triton_kernels import Coef, add_values, apply_momentum, block_table
@@ -74,12 +73,6 @@ class MarsitOptions(LocalOptions, Rounds):
         *(*LocalOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
         *("compensation_limit", "seed"),
     )
-
-    def check(self) -> None:
-        """Raise ValueError for the first setting that makes no sense."""
-        super().check()
-        # Which torus there is depends on the world size, which is looked at when buffers are made.
-        check_choice("topology", self.topology, TOPOLOGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +207,6 @@ class MarsitSGD(MarsitOptimizer):
         max_grad_norm: Clip gradients to this global norm; None: don't. With one local step one factor for all
             ranks, from the mean of their norms; in steps between rounds each worker by its own.
 
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
-
     Example::
 
         optimizer = MarsitSGD(model.parameters(), lr=0.1, topology="ring")
@@ -254,9 +244,6 @@ class MarsitAdam(MarsitOptimizer):
         params, topology, rounds, max_grad_norm, process_group, numerics, wire, faults: As for ``MarsitSGD``.
         lr, betas, eps, weight_decay: As for ``OneBitAdam``, but eps > 0; groups may set them, global_ratio and
             maximize.
-
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
     """
 
     settings: ClassVar[type[Options]] = MarsitAdamOptions

@@ -106,9 +106,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         layerwise: Defaults of c_min, c_max, beta3, r_min, r_max and r_threshold, and what becomes of the coefficients
             after the freeze; see ``Layerwise``.
 
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
-
     Example::
 
         optimizer = OneBitLamb(model.parameters(), lr=1e-2, freeze_step=1000)

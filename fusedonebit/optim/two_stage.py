@@ -69,7 +69,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def build(self) -> None:
         super().build()
         options, device = self.options, self.device
-        self._phase = "warmup"
         self.reducer = make_reducer(self)
         self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen

@@ -57,9 +57,6 @@ class ZeroOneAdam(ZeroOneState):
         faults: See ``Faults``. Where a ``GradScaler`` finds a NaN or Inf between two synchronisations, that worker's
             step alone is none.
 
-    Raises:
-        TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
-
     Example::
 
         policy = policies.DoublingRounds(after=1000, scaler=500, most=16)

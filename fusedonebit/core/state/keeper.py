@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from .header import Fields
 from .rank_local import Rows
 from .spec import Specs, StateSpec
 
+Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
+
 
 class Keeper(torch.optim.Optimizer):
     """An optimizer that declares what it keeps; see ``StateSpec``."""
@@ -28,8 +30,8 @@ class Keeper(torch.optim.Optimizer):
     header_fields: ClassVar[Fields] = {}
     """What it keeps as plain values, in the header of its checkpoints."""
 
-    phases: ClassVar[dict[str, bool]] = {"uncompressed": False}
-    """The stages in which it can be, and whether it keeps what is "compressed" then."""
+    phases: ClassVar[dict[Phase, bool]] = {"uncompressed": False}
+    """The stages in which it can be, the first one first, and whether it keeps what is "compressed" then."""
 
     scratch: ClassVar[tuple[str, ...]] = ()
     """Names of its attributes that are tensors which only serve within a step."""
@@ -71,7 +73,7 @@ class Keeper(torch.optim.Optimizer):
     check_levels: Callable[[], None]
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """Return the stage of the last step taken."""
         raise NotImplementedError
 
