@@ -14,6 +14,7 @@ from . import inspection
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .state.header import LINES, Fields
+from .state.spec import Specs, StateSpec
 
 
 class CompressingOptimizer(DistributedOptimizer):
@@ -85,6 +86,14 @@ class CompressingOptimizer(DistributedOptimizer):
 class FeedbackOptimizer(CompressingOptimizer):
     """One whose reducer's servers compress as well."""
 
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
+        StateSpec("exp_avg_nonzero", "bit", "reducer.bits", plane=1, stage="compressed", when="options.ternary"),
+        StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
+        # Of two stages in the memory that exp_avg has in the warm-up.
+        StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
+        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
+    )
     header_fields: ClassVar[Fields] = LINES
     reducer: FeedbackReducer
 

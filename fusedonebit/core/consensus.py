@@ -137,7 +137,7 @@ def agree_on_loaded(optimizer: Keeper) -> None:
     Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
     those of the round's beginning, on which all have agreed while they loaded.
     """
-    if optimizer.transport.world_size > 1 and optimizer.between_rounds:
+    if optimizer.transport.world_size > 1 and optimizer.synchronised:
         agree_on_values(
             optimizer,
             "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "

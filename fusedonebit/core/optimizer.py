@@ -121,7 +121,7 @@ class DistributedOptimizer(Keeper):
     def build(self) -> None:
         """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self.parameters, self.device
-        self.layout = consensus.layout_of(self, self._chunks)
+        self.layout = consensus.layout_of(self, self.transport.world_size * self.options.bucket_count)
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self._block_tensor = block_table(self.layout, device)
         self.live = consensus.live_of(self)
@@ -131,7 +131,6 @@ class DistributedOptimizer(Keeper):
         self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
         self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
-        self._missed: tuple[int, ...] = ()  # of which this rank has had none in this round, where rounds have steps
         self.coefficients = CoefficientTable(
             plist.group_of, device, self.options.bias_correction, self.columns, self.options.capturable
         )
@@ -150,11 +149,6 @@ class DistributedOptimizer(Keeper):
         self._step_number: int | Tensor = 0
         self.broken = ""
         self.publish_state()
-
-    @property
-    def _chunks(self) -> int:
-        """Into how many ranges, one for each rank to serve, the line is cut."""
-        return self.transport.world_size
 
     @property
     def _rounding(self) -> Tensor | None:

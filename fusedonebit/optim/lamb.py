@@ -92,12 +92,10 @@ class LambUpdate(AveragingOptimizer):
             layers: Also look at every layer; reads the variance once.
 
         Returns:
-            What ``AveragingOptimizer.stats`` or ``OneBitOptimizer.stats`` returns; with ``layers``
-            also "layers", lists with one entry per tensor: name, coefficient (c of the last step),
-            average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the
-            2-norm of the variance that follows the gradients, after the freeze the fresh one; of
-            sharded parameters that of this rank's shard). They are what 1-bit LAMB's figures 1 to 3 show.
-            Of ``OneBitLamb`` also residual_over_momentum, as ``OneBitOptimizer.stats`` tells it.
+            What it does without ``layers``; with it also "layers", lists with one entry per tensor: name, coefficient
+            (c of the last step), average (c_avg), ratio (r; 1 while nothing is compressed), variance_norm (the 2-norm
+            of the variance that follows the gradients, after the freeze the fresh one; of sharded parameters that of
+            this rank's shard), as in 1-bit LAMB's figures 1 to 3, and what ``OneBitOptimizer.stats`` has of layers.
         """
         told = super().stats()
         return told | {"layers": self._layer_stats()} if layers else told

@@ -15,7 +15,7 @@ from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout
-from .rounds import RoundOptimizer, RoundOptions
+from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,7 @@ class MarsitState(RoundOptimizer):
             "exp_avg_sq", "element", "exp_avg_sq", of_rank=True, published=True, when="_is_adam", not_negative=True
         ),
         StateSpec("compensation", "element", "reducer.compensated", of_rank=True, published=True),
-        # Between two rounds the parameters say it.
-        StateSpec(
-            *("anchor", "element", "_round_start"),
-            when="_has_local_steps",
-            only="local",
-            published=True,
-            optional=True,
-            holds_parameters=True,
-            given=True,
-        ),
+        StateSpec("anchor", "element", "_round_start", **ANCHOR, when="_has_local_steps", published=True),
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
     header_fields: ClassVar[Fields] = {

@@ -29,6 +29,10 @@ class RoundOptions(Options):
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
 
+ANCHOR: dict[str, Any] = {"only": "local", "given": True, "optional": True, "holds_parameters": True}
+"""Of the parameters that all have in common, which are state within a round; between two the parameters say it."""
+
+
 class RoundOptimizer(CompressingOptimizer):
     """Skeleton of an optimizer that works in rounds of ``_round_steps`` steps; see ``MarsitSGD`` and ``ZeroOneAdam``.
 
@@ -49,6 +53,7 @@ class RoundOptimizer(CompressingOptimizer):
 
     def build(self) -> None:
         self._local = self._tag = 0  # steps done in this round, and a hash of all of their hyper-parameters
+        self._missed: tuple[int, ...] = ()  # tensors of which this rank has had no gradient in this round
         self._held_error: Exception | None = None
         self._unsettled: list[tuple[int, Any]] = []  # rounds that may have been skipped: attempt, and which it was
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -60,7 +65,8 @@ class RoundOptimizer(CompressingOptimizer):
         raise NotImplementedError
 
     @property
-    def between_rounds(self) -> bool:
+    def synchronised(self) -> bool:
+        """Whether all ranks have the same parameters now: between two rounds, not within one."""
         return self._local == 0
 
     @property
@@ -73,7 +79,6 @@ class RoundOptimizer(CompressingOptimizer):
         return False
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        # Tensors of which this rank has had no gradient in this round.
         self._missed = tuple(i for i in self._missing if self._local == 0 or i in self._missed)
         if self._local < self._round_steps - 1:
             return self._move_alone(grads, coef)

@@ -89,10 +89,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.options.bucket_count > 1 or self.options.overlap:
             raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
 
-    @property
-    def _chunks(self) -> int:
-        return self.transport.world_size * self.options.bucket_count
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
         return nullcontext() if self.overlap is None else self.overlap.paused()
@@ -269,7 +265,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._exp_avg_sq_sums = None
         self._rewarms += 1
         self._exclude([])
-        self._after_compression()
         self.publish_state()
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
@@ -303,20 +298,12 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _before_compression(self) -> None:
         """Takes from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
 
-    def _after_compression(self) -> None:
-        """Gives back to the warm-up what a subclass took from it."""
-
     # ---------------------------------------------------------------- checkpoints
 
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
-        StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
-        StateSpec("exp_avg_nonzero", "bit", "reducer.bits", plane=1, stage="compressed", when="options.ternary"),
-        StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
-        # In the memory that exp_avg has in the warm-up.
-        StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
+        *FeedbackOptimizer.kept,
     )
     phases: ClassVar = {"warmup": False, "compression": True}
     header_fields: ClassVar[Fields] = {
@@ -431,13 +418,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             layers: Also look at every layer, at no more cost than a few sums per block of it.
 
         Returns:
-            phase; step (updates done); skipped_steps; freeze_step (updates before the last freeze, None
-            before the first); rewarms; vetoed_steps (of those skipped); update_norm (of the last
-            compressed update, divided by the learning rate) and update_norm_limit (the guard's);
-            backend; transport; world_size; parameters and padding (elements); collectives_step, bytes_step and
-            bytes_total (sent by this rank to others, with what DDP sends if it averages); averaged_already (see
-            ``DistributedOptimizer``); state_bytes (what the next step needs) and
-            wire_bytes (what only serves within a step: messages and partial sums), both allocated;
+            What ``CompressingOptimizer.stats`` does, and: freeze_step (updates before the last freeze, None before the
+            first); rewarms; vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by
+            the learning rate) and update_norm_limit (the guard's);
             worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
             compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
             which things are compressed; residual_over_momentum (of the last compressed step, see

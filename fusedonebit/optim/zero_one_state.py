@@ -36,7 +36,7 @@ from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from .averaging import AdamUpdate
 from .freezing import denominator
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
-from .rounds import RoundOptimizer, RoundOptions
+from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
 
@@ -78,20 +78,9 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         # The momentum is mostly bits: users don't see it here.
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True, only="floats", optional=True),
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
-        # Between two rounds the parameters say it.
-        StateSpec(
-            *("anchor", "element", "_round_start"),
-            given=True,
-            stage="compressed",
-            only="local",
-            optional=True,
-            holds_parameters=True,
-        ),
+        StateSpec("anchor", "element", "_round_start", **ANCHOR, stage="compressed"),
         StateSpec("moved", "tensor", "_moved", rows=2, optional=True),
-        StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
-        StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
-        StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
+        *FeedbackOptimizer.kept,
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
@@ -173,11 +162,6 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             skipped = self.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
-
-    @property
-    def synchronised(self) -> bool:
-        """Whether all ranks have the same parameters now: between two rounds, not within one."""
-        return self.between_rounds
 
     @property
     def _round_steps(self) -> int:

@@ -93,7 +93,7 @@ class Keeper(torch.optim.Optimizer):
             spec.allocate(self, self.layout, self.device)
 
     @property
-    def between_rounds(self) -> bool:
+    def synchronised(self) -> bool:
         """Return whether all ranks have the same parameters now."""
         return True
 
