@@ -127,17 +127,10 @@ def zero_one_adam_arguments(
     frozen = given.pop("var_freeze_step", 100_000)
     if "freeze_step" in given:
         raise ValueError('unknown keys in the DeepSpeed config: freeze_step; 0/1 Adam\'s is "var_freeze_step"')
-    given["freeze_step"] = 2  # which 1-bit Adam would ask for
-    arguments = _common_arguments(given, "ZeroOneAdam")
-    del arguments["freeze_step"]
-    policies: dict[str, Any] = {
-        "numerics": _completed(numerics, NUMERICS_OF_ALL),
-        "variance_policy": DeepSpeedVariance(frozen, given.pop("var_update_scaler", 16)),
-        "sync_policy": DeepSpeedRounds(
-            frozen, given.pop("local_step_scaler", 32_678), given.pop("local_step_clipper", 16)
-        ),
-    }
-    return arguments | policies | _nothing_left(given) | options
+    arguments = _common_arguments(given, "ZeroOneAdam") | {"numerics": _completed(numerics, NUMERICS_OF_ALL)}
+    rounds = (frozen, given.pop("local_step_scaler", 32_678), given.pop("local_step_clipper", 16))
+    arguments["variance_policy"] = DeepSpeedVariance(frozen, given.pop("var_update_scaler", 16))
+    return arguments | {"sync_policy": DeepSpeedRounds(*rounds)} | _nothing_left(given) | options
 
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
@@ -164,25 +157,25 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
                 f"{key} must be {off!r} to be carried over, got {value!r}; "
                 f"take it out of the config and pass what {name} has instead as a keyword argument"
             )
-    freeze_step = given.pop("freeze_step", 100_000)
-    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
-        raise ValueError(
-            f"freeze_step must be an int >= 2, got {freeze_step!r}: DeepSpeed's first step changes nothing "
-            "but is counted, so that smaller ones leave no warm-up"
-        )
     return {
         "lr": given.pop("lr", 1e-3),
         "betas": given.pop("betas", (0.9, 0.999)),
         "eps": given.pop("eps", 1e-8),
         "weight_decay": given.pop("weight_decay", 0.0),
-        "freeze_step": freeze_step - 1,
     }
 
 
 def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Faults) -> dict[str, Any]:
     """What 1-bit Adam and 1-bit LAMB share."""
     numerics, faults = _completed(numerics, NUMERICS_OF_TWO_STAGES), _completed(faults, Faults(guard="off"))
-    return _common_arguments(given, name) | {"numerics": numerics, "faults": faults}
+    arguments = _common_arguments(given, name) | {"numerics": numerics, "faults": faults}
+    freeze_step = given.pop("freeze_step", 100_000)
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
+        raise ValueError(
+            f"freeze_step must be an int >= 2, got {freeze_step!r}: DeepSpeed's first step changes nothing "
+            "but is counted, so that smaller ones leave no warm-up"
+        )
+    return arguments | {"freeze_step": freeze_step - 1}
 
 
 def _completed(options: _T, otherwise: _T) -> _T:

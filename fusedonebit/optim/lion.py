@@ -41,7 +41,7 @@ class OneBitLion(FeedbackOptimizer):
 
     where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
     gradients. There is no warm-up, no variance and no residual; with one worker it is Lion. A bit has no zero:
-    coordinates without a gradient toss a coin and tremble by lr, unless a ``mask`` keeps them still. Do not average
+    coordinates without a gradient toss a coin and move by lr, unless a ``mask`` keeps them still. Do not average
     gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After every step
     parameters are bit-identical on all ranks. Each rank saves and loads its own checkpoint.
 

@@ -212,7 +212,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._variance_steps = self.own_steps - self._behind
         self.coefficients.freeze_variance(self._taken)
         coef = self.coefficient_table()
-        reference = self._last_update_norm(coef)
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
+        last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if options.precondition:
             floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
@@ -229,7 +230,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             warn(warn_text(dead, self.parameters.names, keep))
         if not keep and dead.tensors:
             self._exclude(dead.tensors)
-        self._arm_guard(reference)
+        self._arm_guard(last)
         self.publish_state()
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
@@ -273,13 +274,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables, sums)
         return sums
 
-    def _last_update_norm(self, coef: Tensor) -> Tensor:
-        """The norm of the last uncompressed update, from the warm-up's state: float64 []."""
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
-        return self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
-
-    def _arm_guard(self, reference: Tensor) -> None:
-        """Tells the guard what an update of sizes s is, and how large the last uncompressed one was."""
+    def _arm_guard(self, last: Tensor) -> None:
+        """Tells the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
         if self.options.guard == "off":
             return
         owner, live = self._block_tensor, self.live.numel.double()
@@ -289,7 +285,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         weight = weight / coef[:, Coef.UNIT][owner].square() * factor
         # Momentum of pure noise has this norm; a training run at rest may have less.
         noise = self.shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
-        self._guard.arm(reference, noise, weight)
+        self._guard.arm(last, noise, weight)
 
     def _layer_factor(self) -> Tensor:
         """What an update is multiplied with besides the learning rate: float32 [tensors]."""
@@ -448,19 +444,14 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return told | {"layers": self._layer_stats()} if layers else told
 
     def _layer_stats(self) -> dict[str, list[Any]]:
-        return super()._layer_stats() | {"residual_over_momentum": self._residual_over_momentum()}
-
-    def _residual_over_momentum(self) -> list[float]:
-        """This rank's residual norm over the momentum's, by tensor; 0 in the warm-up and where a step was skipped.
-
-        From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
-        """
-        tensors, reduce = len(self.layout.sizes), self.reducer
-        if not self.compressed:
-            return [0.0] * tensors
-        squares = torch.zeros(2, tensors, dtype=torch.float64, device=self.device)
-        error, momentum = squares.index_add_(1, self._block_tensor, reduce.squares_by_block())
-        return torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()
+        # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:
+        # no element is read, nothing of full size made.
+        squares = torch.zeros(2, len(self.layout.sizes), dtype=torch.float64, device=self.device)
+        if self.compressed:
+            squares.index_add_(1, self._block_tensor, self.reducer.squares_by_block())
+        error, momentum = squares
+        ratio = torch.where(momentum > 0, error / momentum, 0.0).sqrt()
+        return super()._layer_stats() | {"residual_over_momentum": ratio.tolist()}
 
     def worker_error(self, param: Tensor) -> Tensor:
         """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
