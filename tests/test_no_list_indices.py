@@ -74,6 +74,6 @@ def test_whether_a_graph_is_captured_is_asked_of_the_optimizers_device(monkeypat
 
     monkeypatch.setattr(torch.cuda, "device", On)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
-    asked = fusedonebit.core.telemetry.capturing
+    asked = fusedonebit.triton_kernels.tables.capturing
     assert [asked(torch.device(d)) for d in ("cuda:0", "cuda:1", "cpu")] == [False, True, False]
     assert current == [0]
