@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import tokenize
 from collections.abc import Callable
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from fusedonebit.core.state.spec import StateSpec
 from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
 
+ROOT = Path(__file__).parent.parent
 SIZES = ((40, 20), (20,), (7, 3, 2))
 LR, BETA, DECAY = 1e-2, 0.9, 0.1
 
@@ -41,7 +45,6 @@ class Signum(FeedbackOptimizer):
     """SignSGD with momentum by majority vote."""
 
     kept = (StateSpec("exp_avg", "element", "exp_avg", of_rank=True),)
-    phases: ClassVar = {"one-bit": True}
     takes_shards = False
     reducer: SignVote
 
@@ -286,3 +289,30 @@ def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_mom
         for weights, momentum in run_ranks(load, ranks, str(tmp_path / "saved")):
             assert torch.equal(weights, wrote[0][0])
             torch.testing.assert_close(momentum, mean, rtol=0.0, atol=1e-7)
+
+
+# ---------------------------------------------------------------- how much a real one is
+
+
+def test_lion_is_120_lines_in_four_files(capsys):
+    """What the package alone would lose with Lion: its class, its rule, and its names in two lists."""
+    files = [f for folder in ("fusedonebit", "comm", "triton_kernels") for f in (ROOT / folder).glob("**/*.py")]
+    files = [f for f in files if "apps" not in f.parts and not f.parent.is_symlink()]
+
+    def names(file: Path) -> set[str]:
+        """Those in code; not in strings and comments."""
+        tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+        return {token.string for token in tokens if token.type == tokenize.NAME}
+
+    touched = {str(f.relative_to(ROOT)) for f in files if any("lion" in name.lower() for name in names(f))}
+    own = (ROOT / "fusedonebit/optim/lion.py").read_text().count("\n")
+    rule = inspect.getsource(rules.lion.function).count("\n")
+    with capsys.disabled():
+        print(f"Lion: {own} lines, and {rule} of its rule; in {', '.join(sorted(touched))}")
+    assert touched == {
+        "fusedonebit/__init__.py",
+        "fusedonebit/optim/lion.py",
+        "triton_kernels/__init__.py",
+        "triton_kernels/rules.py",
+    }
+    assert own + rule <= 120

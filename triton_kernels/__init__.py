@@ -4,6 +4,7 @@ They know tensors only: no process group, no optimizer. ``momentum_compress``, `
 registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its kernel (``op``).
 """
 
+from . import rules
 from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
@@ -18,8 +19,10 @@ from .reduce import server_reduce
 from .rules import LARGEST_GRADIENT, Coef, Layer
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
-from .vote import lion_compress, vote_op
+from .vote import vote_op
 from .zero_one import local_step, rebuild_momentum
+
+lion_compress = vote_op("lion_compress", rules.lion)
 
 __all__ = [
     "BLOCK_SIZES",

@@ -15,7 +15,7 @@ from .jit import Deferred, jit, tl
 from .native.generate import instance
 from .op import Bits, Counters, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
 
-RULE = rules.lion  # each op binds its own
+RULE = rules.momentum  # each op binds its own
 
 
 @jit()
@@ -103,6 +103,3 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
     vote.__name__ = name
     writes, in_c = ("exp_avg", "bits", "flags"), instance("vote.c", name, rule.function)
     return op(vote_kernel.bind(RULE=rule), writes=writes, in_c=in_c)(vote)
-
-
-lion_compress = vote_op("lion_compress", rules.lion)

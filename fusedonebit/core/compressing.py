@@ -14,6 +14,7 @@ from . import inspection
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .state.header import LINES, Fields
+from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
 
 
@@ -94,6 +95,7 @@ class FeedbackOptimizer(CompressingOptimizer):
         StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
         StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
     )
+    phases: ClassVar[dict[Phase, bool]] = {"one-bit": True}
     header_fields: ClassVar[Fields] = LINES
     reducer: FeedbackReducer
 

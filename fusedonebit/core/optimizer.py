@@ -515,8 +515,9 @@ class DistributedOptimizer(Keeper):
         return inspection.describe(self, super().__repr__(), self._described())
 
     def _described(self) -> list[str]:
-        """Lines of a subclass for ``repr``."""
-        return []
+        """Lines of a subclass for ``repr``: what it alone can be told."""
+        own = [name for name in self.options.told if name not in Options.told]
+        return [f"{name}: {getattr(self.options, name)}" for name in own]
 
     # ---------------------------------------------------------------- checkpoints
 

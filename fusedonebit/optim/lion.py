@@ -40,10 +40,9 @@ class OneBitLion(FeedbackOptimizer):
         x \leftarrow x - \gamma (A(s_1, \cdots, s_W) + \lambda x)
 
     where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
-    gradients. There is no warm-up, no variance and no residual; with one worker it is Lion. A bit has no zero:
-    coordinates without a gradient toss a coin and move by lr, unless a ``mask`` keeps them still. Do not average
-    gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After every step
-    parameters are bit-identical on all ranks. Each rank saves and loads its own checkpoint.
+    gradients; each rank saves and loads its own checkpoint. There is no warm-up, no variance and no residual; with one
+    worker it is Lion. A bit has no zero: coordinates without a gradient toss a coin and move by lr, unless a ``mask``
+    keeps them still. Gradients are each rank's own, and DDP is attached, as for ``OneBitAdam``.
 
     Args:
         params, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups have no eps.
@@ -62,8 +61,6 @@ class OneBitLion(FeedbackOptimizer):
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
         StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="options.servers_keep"),
     )
-    phases: ClassVar = {"one-bit": True}
-    reducer: SignVote
 
     def __init__(
         self,
@@ -114,6 +111,3 @@ class OneBitLion(FeedbackOptimizer):
         if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):
             but = "a version that saved momenta as worker_error has written it; resume with that version"
             raise ValueError(f"the checkpoint must have exp_avg of each parameter, but {but}")
-
-    def _described(self) -> list[str]:
-        return [f"aggregation: {self.options.aggregation}"]
