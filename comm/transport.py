@@ -32,8 +32,10 @@ class Traffic:
     """Counts collectives called and bytes sent to other ranks.
 
     Attributes:
-        bytes_total, collectives_total: In all.
-        bytes_step, collectives_step: Since ``start_step``.
+        bytes_total: In all.
+        bytes_step: Since ``start_step``.
+        collectives_total: In all.
+        collectives_step: Since ``start_step``.
     """
 
     bytes_total: int = 0
