@@ -247,7 +247,7 @@ def lamb_ratio(
     preconditioned: bool, deepspeed: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices,
     skip: Flag, largest: PerBlock, norms: Doubles | None,
 ) -> None:  # fmt: skip
-    """Rebuilds the gradient, updates the fresh variance, finds its largest ratio (lines 15 to 17).
+    """Rebuilds the gradient, updates the fresh variance, finds the largest ratio of each block (lines 15 to 17).
 
         g = (m_t - beta1*m_{t-1})/(1 - beta1);  v_t = beta2*v_{t-1} + (1 - beta2)*g^2
         largest = max over a block of v_{T_w}/v_t, 0 where v_{T_w} is 0 or both are infinite

@@ -5,6 +5,8 @@ Called from a kernel it is the kernel's; the C kernels include what ``native.gen
 operation rounds once, in the order of the text: nothing is contracted or reassociated, so that all three have the
 same bits. ``k`` is a tensor's row of the table of coefficients; annotations are for C alone, which knows no dtypes.
 
+Lines of algorithms are numbered as ``fusedonebit.reference`` numbers them: those of 1-bit Adam as 1-bit LAMB has them.
+
 ``c`` is the compensated momentum (momentum + residual), ``s`` its scale, ``e = c - s*sign(c)`` the residual, ``m``
 the momentum, ``v`` the variance.
 """
@@ -107,7 +109,7 @@ def negative(x):
 
 @rule
 def residual(c, s, TERNARY: tl.constexpr):
-    """The deferred error e = c - s*sign(c) (1-bit Adam, Algorithm 1, lines 7 and 9).
+    """The deferred error e = c - s*sign(c) (1-bit Adam, lines 7 and 10).
 
     sign(0) is 1, or 0 where TERNARY (Tarasov & Ershov, section 4).
     """
@@ -131,7 +133,7 @@ def denominator(v, k, EPS_INSIDE_SQRT: tl.constexpr):
 
 @rule
 def preconditioned(x, v, k, EPS_INSIDE_SQRT: tl.constexpr):
-    """x / denominator: what moves a parameter, up to the step size (Adam; 1-bit Adam, Algorithm 1, line 11)."""
+    """x / denominator: what moves a parameter, up to the step size (Adam; 1-bit Adam, line 13)."""
     return tl.div_rn(x, denominator(v, k, EPS_INSIDE_SQRT))
 
 
@@ -155,16 +157,16 @@ def variance(v, g, k):
 
 @rule
 def moved(x, update, k):
-    """x_t = (1 - lr * wd) * x_{t-1} - step_size * update (AdamW; 1-bit Adam, Algorithm 1, line 11)."""
+    """x_t = (1 - lr * wd) * x_{t-1} - step_size * update (AdamW; 1-bit Adam, line 13)."""
     return x * of(k, DECAY) - update * of(k, STEP_SIZE)
 
 
-# ---------------------------------------------------------------- 1-bit Adam (Tang et al., 2021, Algorithm 1)
+# ---------------------------------------------------------------- 1-bit Adam (Tang et al., 2021)
 
 
 @rule
 def carried(m, c, s, k, TERNARY: tl.constexpr):
-    """beta1 * m_{t-1} + e: what is compressed, but for the gradient (line 7)."""
+    """beta1 * m_{t-1} + e: what is compressed (line 7), but for the gradient."""
     return m * of(k, BETA1) + residual(c, s, TERNARY)
 
 
