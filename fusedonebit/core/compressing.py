@@ -67,7 +67,7 @@ class CompressingOptimizer(DistributedOptimizer):
         return self.coefficients.still(coef, self._absent)
 
     def _apply_momentum(self, coef: Tensor, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> None:
-        """x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x, with the m that was synchronised; v None is 1."""
+        """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x; no v: undivided."""
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
         bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
         apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, coef, *self._tables, skip, rounding)

@@ -22,12 +22,13 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
     ``freeze_step`` updates the variance v is frozen, and from then on (1-bit Adam, Algorithm 1)
 
     .. math::
-        c_i = \beta_1 m + (1 - \beta_1) g_i + e_i, \quad
+        c_i = \beta_1 m + (1 - \beta_1) \frac{g_i}{\sqrt{\hat v} + \epsilon} + e_i, \quad
         m = C\left(\tfrac{1}{W} \sum_i C(c_i) + E\right), \quad
-        x \leftarrow x - \gamma \left(\frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda x\right)
+        x \leftarrow x - \gamma \left(\hat m + \lambda x\right)
 
     where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
-    server) carry what it lost. Do not average gradients yourself: give the optimizer local ones; with
+    server) carry what it lost. The paper divides m instead, at the end, and compresses it undivided:
+    ``Numerics(precondition=False)``. Do not average gradients yourself: give the optimizer local ones; with
     DDP call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on
     all ranks.
 
@@ -84,9 +85,10 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
 
         1. Each worker makes m_i = beta1*m + (1 - beta1)*g_i, compresses m_i + e_i, and keeps what that loses (6, 7).
+           With ``precondition``, the default, g_i is divided by sqrt(v) + eps first, and so m and all errors are.
         2. It sends each server its chunk, which averages what arrives, adds E, compresses, and keeps what that loses;
            every worker gets the result, m (8 to 12).
-        3. x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen (13).
+        3. x = x - lr * m, or without ``precondition`` x = x - lr * m / (sqrt(v) + eps), with the frozen variance (13).
         """
         coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1 and 2
-        self._apply_momentum(coef, self._frozen_variance, self.options.eps_inside_sqrt)  # 3
+        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)  # 3

@@ -271,7 +271,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
-        self._apply_momentum(coef, self._frozen_variance, self.options.eps_inside_sqrt)  # 4
+        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)  # 4
         if kept is not None and self._absent is not None:
             kept.restore(self._absent)
 

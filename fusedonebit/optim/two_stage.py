@@ -140,8 +140,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return super()._exchange(grads, coef, abort)
 
     @property
-    def _frozen_variance(self) -> Tensor | None:
-        """v, by whose root updates are divided; None where what travels has been divided already."""
+    def _divisor(self) -> Tensor | None:
+        """v, by whose root updates are divided at the end; None where gradients were divided before compression."""
         return None if self.options.precondition else self.exp_avg_sq
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
