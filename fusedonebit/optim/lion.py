@@ -40,9 +40,9 @@ class OneBitLion(FeedbackOptimizer):
         x \leftarrow x - \gamma (A(s_1, \cdots, s_W) + \lambda x)
 
     where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
-    gradients; each rank saves and loads its own checkpoint. There is no warm-up, no variance and no residual; with one
-    worker it is Lion. A bit has no zero: coordinates without a gradient toss a coin and move by lr, unless a ``mask``
-    keeps them still. Gradients are each rank's own, and DDP is attached, as for ``OneBitAdam``.
+    gradients; each rank saves and loads its own checkpoint. There is no warm-up, no variance and no residual of
+    workers; with one it is Lion. A bit has no zero: coordinates without a gradient toss a coin and move by lr, unless a
+    ``mask`` keeps them still. Gradients are each rank's own, and DDP is attached, as for ``OneBitAdam``.
 
     Args:
         params, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups have no eps.
@@ -51,7 +51,7 @@ class OneBitLion(FeedbackOptimizer):
         weight_decay: Decoupled, as in AdamW; three to ten times AdamW's, as lr is smaller.
         aggregation: ``"majority"``: where votes tie, another worker's counts in each step. ``"mean"``: the mean of
             the signs, which the servers compress with error feedback; steps are smaller where workers disagree.
-        max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. Only the momentum sees that.
+        max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. The vote and the momentum see that.
     """
 
     settings: ClassVar[type[Options]] = LionOptions
