@@ -207,7 +207,8 @@ class FeedbackReducer(Reducer, Protocol):
     def residual_ratio(self) -> float:
         """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
 
-        The mean over the parts that are here. Equal on all ranks, for no extra collective; waits for the device.
+        The mean over the parts that are here, so equal on all ranks that have the same part of the line: on all, but
+        for hierarchy and shards. Costs no extra collective; waits for the device.
         """
         ratios = []
         for part in self.parts:
