@@ -64,7 +64,7 @@ class AutoFreeze:
 
         Args:
             total: float64 [], the sum of v.
-            step: float32 [], updates done; where the step was skipped nothing new is seen.
+            step: int64 [], updates done; where the step was skipped nothing new is seen.
         """
         t = step.long()
         slot = (t % self.distance).reshape(1)
@@ -111,7 +111,7 @@ class DeadCoordinates:
 
     Args:
         layout: The flat index space.
-        block_tensor: int64 [B].
+        block_tensor: int32 [B].
         exp_avg_sq: float32 [P].
         live_count: int32 [B].
         shards: Where the rest of the tensors is.

@@ -95,7 +95,7 @@ class MarsitOptimizer(MarsitState):
         options, world_size = self.options, self.transport.world_size
         check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
-    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
         names = ("topology", "rows", "full_precision_every", "compensation_limit", "seed")
         how: dict[str, Any] = {name: getattr(self.options, name) for name in names}
         return MarsitAllReduce(part.layout, transport, device=self.device, live=self.live, part=part, **how)

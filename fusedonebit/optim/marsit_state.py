@@ -101,9 +101,9 @@ class MarsitState(RoundOptimizer):
         if self.levels is not None:
             between, inside = self.levels
             part = NodePart(self.layout, inside, self.options.hierarchy_dtype, self.device)
-        self.reducer = self._make_reduce(between, part)
+        self.reducer = self._make_reducer(between, part)
 
-    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
         """What makes one global update of all workers' updates of a part of the line."""
         raise NotImplementedError
 

@@ -249,9 +249,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
 
         1. Workers and servers average the momenta, scaled to one size, at one bit per element (6 to 13; section 4.3).
-        2. Each layer's gradient is rebuilt from m_t and m_{t-1} (15), its fresh variance follows (16), and
-           r = max(v / fresh v) (17).
-        3. r is clipped, in its change and in its range (18, 19), and c = r * c_avg (20).
+        2. Each layer's gradient is rebuilt from m_t and m_{t-1} (15), its fresh variance follows (16), and each block
+           gets its largest v / fresh v (17).
+        3. r, the layer's largest (17), is clipped, in its change and in its range (18, 19), and c = r * c_avg (20).
         4. x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen (21).
         """
         coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1

@@ -62,7 +62,7 @@ class _Baseline(MarsitOptimizer):
     settings: ClassVar[type[Options]] = BaselineOptions
     options: BaselineOptions  # type: ignore[assignment]  # instead of Marsit's
 
-    def _make_reduce(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
         where: dict[str, Any] = {"device": self.device, "live": self.live, "part": part}
         if kind is None:

@@ -31,7 +31,7 @@ class StateSpec:
     Args:
         name: In checkpoints, and in ``optimizer.state`` where it is published.
         per: What it has an entry for.
-        at: The optimizer's attribute; or one of a part of it ("_reduce.scale"), which has allocated it.
+        at: The optimizer's attribute; or one of a part of it ("reducer.scale"), which has allocated it.
         rows: Of a table, its rows; 0: it is [tensors].
         given: Whether the optimizer has allocated it.
         stage: In which stage it is kept: "full" precision, "compressed", or "both".
