@@ -120,6 +120,22 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         Coef.R_MAX: "r_max",
         Coef.R_THRESHOLD: "r_threshold",
     }
+    kept: ClassVar[Specs] = (
+        *OneBitOptimizer.kept,
+        StateSpec("layer", "tensor", "_layers", rows=len(Layer)),
+        StateSpec("unit", "tensor", "_unit", given=True, when="options.scales_momentum", not_negative=True),
+        # Before the first compressed step this is the warm-up's momentum.
+        StateSpec("exp_avg_sq_fresh", "element", "_fresh", **_ADAPTIVE, not_negative="started"),
+        StateSpec("exp_avg_last_bits", "bit", "_last_bits", **_ADAPTIVE),
+        StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_ADAPTIVE | {"when": "_keeps_last_nonzero"}, plane=1),
+        StateSpec("exp_avg_last_scale", "block", "_last_scale", **_ADAPTIVE, not_negative=True),
+    )
+    scratch: ClassVar[tuple[str, ...]] = (*LambUpdate.scratch, "_largest")
+    header_fields: ClassVar = {
+        **OneBitOptimizer.header_fields,
+        "unit_is_known": Field(FLAG, False),
+        "started": Field(FLAG, False),
+    }
     deepspeed_arguments = staticmethod(onebit_lamb_arguments)
 
     def __init__(
@@ -286,23 +302,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         return Kept(rows, self._block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- checkpoints
-
-    kept: ClassVar[Specs] = (
-        *OneBitOptimizer.kept,
-        StateSpec("layer", "tensor", "_layers", rows=len(Layer)),
-        StateSpec("unit", "tensor", "_unit", given=True, when="options.scales_momentum", not_negative=True),
-        # Before the first compressed step this is the warm-up's momentum.
-        StateSpec("exp_avg_sq_fresh", "element", "_fresh", **_ADAPTIVE, not_negative="started"),
-        StateSpec("exp_avg_last_bits", "bit", "_last_bits", **_ADAPTIVE),
-        StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_ADAPTIVE | {"when": "_keeps_last_nonzero"}, plane=1),
-        StateSpec("exp_avg_last_scale", "block", "_last_scale", **_ADAPTIVE, not_negative=True),
-    )
-    scratch: ClassVar[tuple[str, ...]] = (*LambUpdate.scratch, "_largest")
-    header_fields: ClassVar = {
-        **OneBitOptimizer.header_fields,
-        "unit_is_known": Field(FLAG, False),
-        "started": Field(FLAG, False),
-    }
 
     @property
     def _adaptive(self) -> bool:

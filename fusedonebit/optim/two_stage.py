@@ -55,6 +55,27 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     settings: ClassVar[type[Options]] = OneBitOptions
     options: OneBitOptions
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
+        *FeedbackOptimizer.kept,
+    )
+    phases: ClassVar = {"warmup": False, "compression": True}
+    header_fields: ClassVar[Fields] = {
+        **LINES,
+        "settled": Field(TABLE),
+        "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
+        "freeze_step": Field(or_none(COUNT), False),
+        "freeze_due": Field(or_none(COUNT), False),
+        "rewarms": Field(COUNT, False),
+        "vetoed": Field(COUNT, False),
+        "veto_at": Field(or_none(COUNT), False),
+        "guard": Field(or_none(list_of(STEPS, 2)), False),
+        "dead_tensors": Field(list_of(COUNT), one_per="index"),
+        "dead_coordinates": Field(COUNT),
+        "auto": Field(or_none(TABLE), False),
+    }
     overlap: OverlappedAllReduce | None = None
     transport_apart: Transport | None = None
 
@@ -295,28 +316,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         """Takes from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
 
     # ---------------------------------------------------------------- checkpoints
-
-    kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
-        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
-        *FeedbackOptimizer.kept,
-    )
-    phases: ClassVar = {"warmup": False, "compression": True}
-    header_fields: ClassVar[Fields] = {
-        **LINES,
-        "settled": Field(TABLE),
-        "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
-        "freeze_step": Field(or_none(COUNT), False),
-        "freeze_due": Field(or_none(COUNT), False),
-        "rewarms": Field(COUNT, False),
-        "vetoed": Field(COUNT, False),
-        "veto_at": Field(or_none(COUNT), False),
-        "guard": Field(or_none(list_of(STEPS, 2)), False),
-        "dead_tensors": Field(list_of(COUNT), one_per="index"),
-        "dead_coordinates": Field(COUNT),
-        "auto": Field(or_none(TABLE), False),
-    }
 
     def settle(self) -> None:
         if self.compressed:
