@@ -1,8 +1,8 @@
-"""Makes one global update of all workers' updates: what all ways of doing so share.
+"""Makes one global update of all workers' updates: the base of Marsit, and of the baselines in ``apps.lab``.
 
 A round: each worker adds its update to what it has kept from earlier rounds; the workers agree on one
-global update; each keeps what that has not taken from it. ``MarsitAllReduce`` and the baselines it is
-measured against differ in how they agree, and in what is kept.
+global update; each keeps what that has not taken from it. Subclasses differ in how they agree, and in
+what is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What all optimizers share that compress: the frame of a step in bits."""
+"""The frame of a step in bits, which all optimizers that compress share.
+
+A step agrees on clipping and loss scales, lets a reducer compress and exchange, and applies what comes back. A subclass
+says in ``_compressed_step`` what is compressed. ``FeedbackOptimizer``'s servers compress as well, and keep residuals.
+"""
 
 from __future__ import annotations
 
