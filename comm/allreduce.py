@@ -71,12 +71,12 @@ class ErrorFeedback:
         self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
 
     def set_live(self, live: LiveTable) -> None:
-        """Says which elements of this side count."""
+        """Say which elements of this side count."""
         self._live = live
         self._count.zero_().index_add_(0, self.segment, live.numel.double())
 
     def finish(self, messages: Messages) -> None:
-        """Makes the scales from ``partials`` and writes them, and the flag, into the messages."""
+        """Make the scales from ``partials`` and write them, and the flag, into the messages."""
         self._settled = None
         finish(
             self.partials,
@@ -90,7 +90,7 @@ class ErrorFeedback:
         )
 
     def settle(self) -> None:
-        """Forms the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
+        """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
         square, errors = self._squares()
         self._settled = square.clone(), errors
         if not self.compensated.numel():  # nothing is kept
@@ -98,24 +98,24 @@ class ErrorFeedback:
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
     def forget(self) -> None:
-        """Drops the residual, settled before, which somebody else has taken."""
+        """Drop the residual, settled before, which somebody else has taken."""
         self.compensated.zero_()
         self._settled = (torch.zeros_like(self.partials[0]),) * 2
 
     def norms(self) -> tuple[float, float]:
-        """|c| and |e| of the last step; waits for the device."""
+        """Return |c| and |e| of the last step; waits for the device."""
         return float(self._squares()[0].sum().sqrt()), float(self.error_norm())
 
     def error_norm(self) -> Tensor:
-        """|e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
+        """Return |e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
         return self._squares()[1].sum().clamp(min=0).sqrt()
 
     def error_squares(self) -> Tensor:
-        """|e|^2 of each block in the last step, float64 [blocks]; also after ``settle``. Reads no element."""
+        """Return |e|^2 of each block in the last step, float64 [blocks]; also after ``settle``. Reads no element."""
         return self._squares()[1].clamp(min=0)
 
     def _squares(self) -> tuple[Tensor, Tensor]:
-        """c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
+        """Return c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
         if self._settled is not None:
             return self._settled
         absolute, square, _, *nonzero = self.partials.unbind(0)

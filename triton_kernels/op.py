@@ -145,7 +145,7 @@ class Op:
     # ------------------------------------------------------------ binding
 
     def _key(self, name: str) -> str:
-        """Where the value of a kernel's argument is found after ``bind``; notes how it is computed."""
+        """Return where ``bind`` leaves the value of a kernel's argument; note how it is computed."""
         if name in self._steps:
             return name
         lower = name.lower()
@@ -201,7 +201,7 @@ class Op:
         return Parameter(name, "constexpr" if name.isupper() else "i32")  # else a stride, or the number of tensors
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The op's arguments and all that the kernel needs of them, by name."""
+        """Return the op's arguments and all that the kernel needs of them, by name."""
         values = dict(zip(self.arguments, arguments, strict=False))
         for key, (function, needed) in self._steps.items():
             values[key] = function(*[values[name] for name in needed])
@@ -210,7 +210,7 @@ class Op:
     # ------------------------------------------------------------ running
 
     def launch(self, arguments: Sequence[Any], on: str) -> None:
-        """Launches the kernel, Triton's or that in C, on the device of its tensors, and counts it."""
+        """Launch the kernel, Triton's or that in C, on the device of its tensors, and count it."""
         values = self.bind(arguments)
         *given, device, programs, num_warps = [values[key] for key in self._launched]
         launches[self.name] += 1
@@ -226,7 +226,7 @@ class Op:
             self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
 
     def implementation(self, device_type: str) -> Callable[..., None]:
-        """What ``torch.library`` calls for tensors of a device."""
+        """Return what ``torch.library`` calls for tensors of a device."""
         if self.kernel is None:
             return self.eager
         written = [i for i, name in enumerate(self.arguments) if name in self.writes and name in self._lists]
@@ -265,7 +265,7 @@ _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 def op(
     kernel: Deferred | None = None, *, writes: Sequence[str], derive: Derived | None = None, in_c: str = ""
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Declares an op by its eager function; see the module's docstring.
+    """Declare an op by its eager function; see the module's docstring.
 
     Args:
         kernel: In Triton; None for what runs once, or when somebody asks.

@@ -61,7 +61,7 @@ class CompressingOptimizer(DistributedOptimizer):
         return agreed
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
-        """What this rank tells the others; who can't take the step claims to have all gradients."""
+        """Return what this rank tells the others; one that aborts says that it has all gradients."""
         return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
@@ -83,19 +83,19 @@ class CompressingOptimizer(DistributedOptimizer):
         self.reducer.settle()
 
     def stats(self) -> dict[str, Any]:
-        """What ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
+        """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
         scratch = sum(t.nbytes for t in inspection.scratch_of(self))
         return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
 
 
 class FeedbackOptimizer(CompressingOptimizer):
-    """One whose reducer's servers compress as well."""
+    """Skeleton of an optimizer whose reducer's servers compress as well."""
 
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
         StateSpec("exp_avg_nonzero", "bit", "reducer.bits", plane=1, stage="compressed", when="options.ternary"),
         StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
-        # Of two stages in the memory that exp_avg has in the warm-up.
+        # In the memory that exp_avg has in the warm-up.
         StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
         StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
     )

@@ -100,7 +100,7 @@ class DistributedOptimizer(Keeper):
     # ---------------------------------------------------------------- construction
 
     def set_up(self, block_size: int | None = None) -> None:
-        """Makes all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
+        """Make all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
         self.ddp_attached = False
         self.step_count = StepCount(self.parameters.owners, self.device if self.options.capturable else None)
@@ -116,10 +116,10 @@ class DistributedOptimizer(Keeper):
         self.number = step_op.number_of(self)
 
     def check_levels(self) -> None:
-        """Raises ValueError if this optimizer, as it is, can't work in two levels."""
+        """Raise ValueError if this optimizer, as it is, can't work in two levels."""
 
     def build(self) -> None:
-        """Lays out the parameters and allocates all state; also anew after ``add_param_group``."""
+        """Lay out the parameters and allocates all state; also anew after ``add_param_group``."""
         plist, device = self.parameters, self.device
         self.layout = consensus.layout_of(self, self.transport.world_size * self.options.bucket_count)
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
@@ -166,7 +166,7 @@ class DistributedOptimizer(Keeper):
         return self._block_tensor, self.live.bits, self.live.row
 
     def publish_state(self) -> None:
-        """Puts views of the flat buffers into ``self.state``, under torch's names; leaves what others keep there."""
+        """Put views of the flat buffers into ``self.state``, under torch's names; leave what others keep there."""
         specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
         visible = {spec.name: spec.tensor(self) for spec in specs}
         before, self.published = self.published, {"step", "master", *visible}
@@ -179,7 +179,7 @@ class DistributedOptimizer(Keeper):
             self.state[p] = {**others, "step": self.own_steps[i], **views}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, before any variance is frozen. Every rank must call it.
+        """Add a group, before any variance is frozen. Every rank must call it.
 
         Raises:
             RuntimeError: in the compression stage.
@@ -198,7 +198,7 @@ class DistributedOptimizer(Keeper):
         consensus.add_group(self, param_group, super().add_param_group)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        """Raises ValueError for the first hyper-parameter of a group that makes no sense."""
+        """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
         for key in ("frozen_dtype", "freeze_step"):
             if key in group:
@@ -210,7 +210,7 @@ class DistributedOptimizer(Keeper):
                 )
 
     def put_lr_on_the_device(self) -> None:
-        """Where capturable: keeps learning rates in tensors that stay, as captured graphs read them again."""
+        """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""
         if not self.options.capturable:
             return
         for i, group in enumerate(self.param_groups):
@@ -222,7 +222,7 @@ class DistributedOptimizer(Keeper):
                 group["lr"] = self.lr_tensors[i]
 
     def take_hyper_parameters(self) -> None:
-        """Checks the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
+        """Check the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
             read_once(group)
             # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
@@ -239,7 +239,7 @@ class DistributedOptimizer(Keeper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Averages over the ranks and updates the parameters. Every rank must call it equally often.
+        """Average over the ranks and update the parameters. Every rank must call it equally often.
 
         A parameter whose gradient is None on all ranks stays as it is, with all its state, as in torch; where it is
         None on some ranks only, it counts as zeros there.
@@ -272,7 +272,7 @@ class DistributedOptimizer(Keeper):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or makes them zero. Those that no step has used count as a step that was skipped.
+        """Drop the gradients, or make them zero. Those that no step has used count as a step that was skipped.
 
         Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
         """
@@ -284,7 +284,7 @@ class DistributedOptimizer(Keeper):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
-        """A step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
         try:
             self._step_or_raise(given, params, checked)
         except Exception:
@@ -311,7 +311,7 @@ class DistributedOptimizer(Keeper):
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self.nothing] * len(self.parameters), caught
         saw_averages = not captured and self._notice_averages(grads)
-        # Who can't take the step claims to have all gradients: then nobody leaves a tensor out on its account.
+        # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
@@ -341,26 +341,26 @@ class DistributedOptimizer(Keeper):
         return looking and bool(self.averaged_elsewhere)
 
     def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
-        """Counts a step; what its messages give as its number. ``compiled``: the gradients that a compiler passes."""
+        """Count a step; return its number in messages. ``compiled``: the gradients that a compiler passes."""
         if captured:
             return self.step_count.capture()
         self._check_repeated(self.step_count.take(self.parameters.owners, compiled))
         return as_word(self.step_count.total)
 
     def _check_repeated(self, repeated: bool) -> None:
-        """Raises RuntimeError if a step that this rank repeats can't tell the others of it."""
+        """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
 
     def _refuse_if_broken(self) -> None:
         if self.broken:
             raise CollectiveError(f"this optimizer can't go on: {self.broken}")
 
     def _error_due(self, error: Exception | None) -> Exception | None:
-        """What this step raises, if this rank had an error: all ranks know of it now."""
+        """Return what this step raises, if this rank had an error: all ranks know of it now."""
         late, self._late_error = self._late_error, None
         return error or late
 
     def _captured(self) -> bool:
-        """Whether a CUDA graph is being captured; RuntimeError if this step can't be."""
+        """Return whether a CUDA graph is being captured; raise RuntimeError if this step can't be."""
         if not capturing(self.device):
             return False
         if not self.options.capturable or self.options.nonfinite == "raise":
@@ -381,7 +381,7 @@ class DistributedOptimizer(Keeper):
         return True
 
     def begin_step(self, captured: bool = False) -> None:
-        """Enters the stage of the coming step, once; DDP's hook may come before ``step``."""
+        """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
         if self._begun:
             return
         if not captured:
@@ -397,7 +397,7 @@ class DistributedOptimizer(Keeper):
         self._begun = True
 
     def _enter_phase(self) -> None:
-        """Changes the stage if it is time; the same on all ranks."""
+        """Change the stage if it is time; the same on all ranks."""
 
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
         self._absent = None
@@ -414,7 +414,7 @@ class DistributedOptimizer(Keeper):
 
     @contextmanager
     def _breaking(self, begun: bool = False) -> Iterator[None]:
-        """Half an exchange has left its traces: after it failed no further step may build on it."""
+        """Refuse all further steps once a collective has failed: half an exchange may be done."""
         try:
             yield
         except CollectiveError as failure:
@@ -427,17 +427,17 @@ class DistributedOptimizer(Keeper):
         return self.coefficients(self._taken, self.own_steps)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """One exchange with the other ranks and the update; returns the step's flags, int32 [1]."""
+        """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
         raise NotImplementedError
 
     def _advance(self, flags: Tensor) -> None:
-        """Counts the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
+        """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
         taken = flags[0] == 0
         self.updates += taken
         self.own_steps += taken if self._absent is None else taken & ~self._absent
 
     def catch_up(self) -> None:
-        """Waits until the host knows how all steps so far have ended; raises as ``step`` does."""
+        """Wait until the host knows how all steps so far have ended; raises as ``step`` does."""
         self.outcomes.catch_up(self._describe)
 
     @property
@@ -446,7 +446,7 @@ class DistributedOptimizer(Keeper):
         return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
 
     def _describe(self, flag: Flag) -> str:
-        """Details of why a step was skipped."""
+        """Return details of why a step was skipped."""
         raise NotImplementedError
 
     def _say_where(self, what: str) -> str:
@@ -484,7 +484,7 @@ class DistributedOptimizer(Keeper):
         return not self.compressed
 
     def stats(self) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
+        """Return where training stands. Waits for the device.
 
         Returns:
             phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
@@ -497,11 +497,11 @@ class DistributedOptimizer(Keeper):
         return inspection.stats(self)
 
     def _layer_stats(self) -> dict[str, list[Any]]:
-        """What ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
+        """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
         return {"name": list(self.parameters.names)}
 
     def momentum(self, param: Tensor) -> Tensor:
-        """The momentum of one parameter, equal on all ranks, float32 of its shape."""
+        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         i = self._index(param)
         return self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).clone()
 
@@ -515,14 +515,14 @@ class DistributedOptimizer(Keeper):
         return inspection.describe(self, super().__repr__(), self._described())
 
     def _described(self) -> list[str]:
-        """Lines of a subclass for ``repr``: what it alone can be told."""
+        """Return lines of a subclass for ``repr``: what it alone can be told."""
         own = [name for name in self.options.told if name not in Options.told]
         return [f"{name}: {getattr(self.options, name)}" for name in own]
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
+        """Return this rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
 
         Raises:
             CollectiveError: after a step that ended so: half an exchange is no state to go on from.
@@ -535,7 +535,7 @@ class DistributedOptimizer(Keeper):
         return saving.seal_again(self, saving.call_hooks(self, "state_dict_post", saved))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resumes from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
+        """Resume from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
 
         Raises:
             ValueError: on every rank, if the checkpoint is of another model, or, where each rank has a

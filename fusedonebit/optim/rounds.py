@@ -30,7 +30,7 @@ class RoundOptions(Options):
 
 
 ANCHOR: dict[str, Any] = {"only": "local", "given": True, "optional": True, "holds_parameters": True}
-"""Of the parameters that all have in common, which are state within a round; between two the parameters say it."""
+"""Of ``StateSpec``: a copy of the parameters as all ranks had them, kept within a round alone."""
 
 
 class RoundOptimizer(CompressingOptimizer):
@@ -121,18 +121,18 @@ class RoundOptimizer(CompressingOptimizer):
         return super().told(abort, number, self._missed, **more)._replace(tag=self._mixed_tag())
 
     def _mixed_tag(self) -> int:
-        """A hash of the hyper-parameters of all steps of this round so far, the present one included."""
+        """Return a hash of the hyper-parameters of all steps of this round so far, the present one included."""
         return (1_000_003 * self._tag + self.coefficients.tag) & 0x7FFFFFFF
 
     def _leaving_out(self, coef: Tensor) -> Tensor:
-        """The table of a rank that moves alone, and leaves tensors without a gradient as they are."""
+        """Return the table of a rank that moves alone, and leaves tensors without a gradient as they are."""
         if not self._missing:
             return coef
         still = upload([i in self._missing for i in range(len(self.parameters))], torch.bool, self.device)
         return self.coefficients.still(coef, still)
 
     def _error_due(self, error: Exception | None) -> Exception | None:
-        """Between two synchronisations nobody hears of an error: it is raised when all next meet."""
+        """Return this rank's error when all next meet: between two synchronisations nobody hears of it."""
         held = self._held_error or error
         self._held_error = held if self._phase == "local" else None
         return None if self._phase == "local" else held
@@ -146,5 +146,5 @@ class RoundOptimizer(CompressingOptimizer):
         self._missed = tuple(header.get("missed", ()))
 
     def stats(self) -> dict[str, Any]:
-        """What ``CompressingOptimizer.stats`` does, and local_steps (done in this round)."""
+        """Return what ``CompressingOptimizer.stats`` does, and local_steps (done in this round)."""
         return super().stats() | {"local_steps": self._local}

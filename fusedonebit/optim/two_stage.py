@@ -111,7 +111,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Where ``overlap=True``: backward passes in this context only accumulate; the one after it sends."""
+        """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
         return nullcontext() if self.overlap is None else self.overlap.paused()
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
@@ -138,7 +138,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return bool((self._behind == -math.inf).any())
 
     def _exclude(self, tensors: Sequence[int]) -> None:
-        """Leaves tensors out of everything from now on."""
+        """Leave tensors out of everything from now on."""
         self.dead_tensors = list(tensors)
         self.live = live_of(self, excluded=tensors)
         self.reducer.set_live(self.live)
@@ -166,7 +166,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return None if self.options.precondition else self.exp_avg_sq
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
-        """What compresses this rank's momentum, with these gradients in it."""
+        """Return what compresses this rank's momentum, with these gradients in it."""
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
         return lambda part: part.compress(grads, coef, v, inside)
 
@@ -193,7 +193,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     # ---------------------------------------------------------------- freeze and thaw
 
     def _enter_phase(self) -> None:
-        """Freezes the variance, or thaws it, if it is time; the same on all ranks."""
+        """Freeze the variance, or thaw it, if it is time; the same on all ranks."""
         if self._phase == "compression":
             if self.options.guard == "rewarm" and self.outcomes.veto_is_due():
                 self._thaw(after_veto=True)
@@ -219,7 +219,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """Ends the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
+        """End the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
         if self.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
@@ -255,14 +255,14 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self.publish_state()
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        """Takes note that v has been filled, corrected; ``tables`` are an earlier run's, by name."""
+        """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
         live = unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
         self.exp_avg_sq.mul_(live)
         self._behind.fill_(-math.inf)
 
     @torch.no_grad()
     def _thaw(self, after_veto: bool) -> None:
-        """Begins a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
+        """Begin a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
 
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
         """
@@ -290,13 +290,13 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self.publish_state()
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
-        """Of each block, the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
+        """Return of each block the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
         sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
         update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables, sums)
         return sums
 
     def _arm_guard(self, last: Tensor) -> None:
-        """Tells the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
+        """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
         if self.options.guard == "off":
             return
         owner, live = self._block_tensor, self.live.numel.double()
@@ -309,11 +309,11 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._guard.arm(last, noise, weight)
 
     def _layer_factor(self) -> Tensor:
-        """What an update is multiplied with besides the learning rate: float32 [tensors]."""
+        """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
         return torch.ones(len(self.layout.sizes), device=self.device)
 
     def _before_compression(self) -> None:
-        """Takes from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
+        """Take from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -322,7 +322,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             self.reducer.settle()
 
     def _settled(self) -> dict[str, Any]:
-        """Options that say in which unit, or with what, the compression stage goes on."""
+        """Return options that say in which unit, or with what, the compression stage goes on."""
         options = self.options
         in_unit = {"eps_inside_sqrt": options.eps_inside_sqrt} if options.precondition else {}
         kept = {"ternary": options.ternary, "frozen_dtype": str(options.frozen_dtype)}
@@ -407,7 +407,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     # ---------------------------------------------------------------- what users look at
 
     def stats(self, layers: bool = False) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
+        """Return where training stands. Waits for the device.
 
         Args:
             layers: Also look at every layer, at no more cost than a few sums per block of it.
@@ -453,7 +453,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return super()._layer_stats() | {"residual_over_momentum": ratio.tolist()}
 
     def worker_error(self, param: Tensor) -> Tensor:
-        """This rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
+        """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
         i = self._index(param)
         if self._phase == "warmup":
             return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
@@ -461,7 +461,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return self._in_momentum_units(self.exp_avg, i)
 
     def momentum(self, param: Tensor) -> Tensor:
-        """The momentum of one parameter, equal on all ranks, float32 of its shape."""
+        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         if self._phase == "warmup":
             return super().momentum(param)
         return self._in_momentum_units(self.reducer.result(), self._index(param))
