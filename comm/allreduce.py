@@ -264,10 +264,10 @@ class CompressedAllReduce(FeedbackReducer):
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
         before = None if told.hold is None else [scale.clone() for scale in self._scales()]
-        compress(self)
+        compress(self)  # 1-bit Adam, lines 6 and 7
         self._finish()
         self._sign_messages(told)
-        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
+        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
         if told.hold is not None:
@@ -275,10 +275,10 @@ class CompressedAllReduce(FeedbackReducer):
         self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
-        self._serve()
+        self._serve()  # line 10
         # Where this step is held back the bits of the last result are here again: servers have kept them.
-        self.transport.all_gather(self.gathered.buffer, self.served.buffer)
-        self._receive()
+        self.transport.all_gather(self.gathered.buffer, self.served.buffer)  # line 11
+        self._receive()  # m of line 13
         if before is not None:
             for scale, old in zip(self._scales(), before, strict=True):
                 scale.copy_(torch.where(self.hold == 0, scale, old))

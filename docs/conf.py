@@ -27,8 +27,10 @@ nitpicky = True
 nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so that nothing is read from a network
     (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
     (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
-    (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),  # behind TYPE_CHECKING, or a type variable
-    (r"py:.*", r".*\.core\.state\..*|.*\.partition\.Part|.*\.(Deferred|Kept)|fusedonebit\..*Options"),  # what no user names
+    # Behind TYPE_CHECKING, or a type variable.
+    (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
+    # What no user names.
+    (r"py:.*", r".*\.core\.state\..*|.*\.partition\.Part|.*\.(Deferred|Kept)|fusedonebit\..*Options"),
 ]
 smartquotes_action = "D"  # quotes stay straight
 highlight_language = "sh"  # what is indented in the pages; api/*.rst say python

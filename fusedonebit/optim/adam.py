@@ -82,13 +82,15 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
+        """Take a step of Algorithm 1's compression stage, its lines numbered as in ``fusedonebit.reference``.
 
-        1. Each worker makes m_i = beta1*m + (1 - beta1)*g_i, compresses m_i + e_i, and keeps what that loses (6, 7).
-           With ``precondition``, the default, g_i is divided by sqrt(v) + eps first, and so m and all errors are.
-        2. It sends each server its chunk, which averages what arrives, adds E, compresses, and keeps what that loses;
-           every worker gets the result, m (8 to 12).
-        3. x = x - lr * m, or without ``precondition`` x = x - lr * m / (sqrt(v) + eps), with the frozen variance (13).
+        With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
+        before anything is compressed, and m, e and E are in units of the update.
         """
-        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1 and 2
-        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)  # 3
+        # Lines 6 and 7, on each worker: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i), and e_i is what that loses.
+        worker = self.compressing(grads, agreed.scaled(coef))
+        # Lines 8 to 12: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
+        # loses; m, the same on all workers, is what all servers send back.
+        coef = self._synchronise(worker, told, coef)
+        # Line 13: x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen.
+        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)
