@@ -8,10 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from observe import caught
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct, objects
+from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import Layerwise, Numerics, OneBitAdam, OneBitLamb
+from fusedonebit import DisagreementError, Layerwise, Numerics, OneBitAdam, OneBitLamb
+from fusedonebit.comm import Transport
 from fusedonebit.core import consensus
 
 
@@ -123,6 +126,29 @@ def test_bad_hyper_parameters_of_a_group_are_named_with_the_group():
     p, q = make((3,), (4,))
     with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1 in group 1"):
         OneBitAdam([{"params": [p]}, {"params": [q], "eps": -1}], freeze_step=5)
+
+
+def add_after_a_bad_change(rank: int, transport: Transport, name: str, spoilers: tuple[int, ...]) -> list:
+    p, q = make((3,), (4,))
+    optimizer, before = MAKE[name]([p], lr=1e-3, process_group=transport), p.detach().clone()
+    if rank in spoilers:
+        optimizer.param_groups[0]["lr"] = -1.0
+    refused = caught(lambda: optimizer.add_param_group({"params": [q]}))
+    unmoved = torch.equal(p, before) and len(optimizer.param_groups) == 1 and q not in optimizer.state
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.add_param_group({"params": [q]})
+    p.grad, q.grad = torch.ones(3), torch.ones(4)
+    optimizer.step()
+    return [*refused, unmoved, not torch.equal(p, before), optimizer.stats()["step"]]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("spoilers", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_a_bad_change_before_another_group_is_added_is_refused_and_nothing_is_changed(name, spoilers):
+    for rank, (kind, text, *rest) in enumerate(simulate(add_after_a_bad_change, 2, name, spoilers)):
+        assert kind is (ValueError if rank in spoilers else DisagreementError)
+        assert "lr must be a finite number >= 0, got -1.0 in group 0" in text
+        assert rest == [True, True, 1]
 
 
 @EACH_ONEBIT

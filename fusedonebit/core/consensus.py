@@ -194,7 +194,8 @@ def add_group(optimizer: Keeper, param_group: dict[str, Any], add: Callable[[dic
     error: Exception | None = None
     try:
         add(materialise_group(param_group))
-        optimizer.check_group(numbers(optimizer.param_groups[-1]), f"group {len(optimizer.param_groups) - 1}")
+        for i, group in enumerate(optimizer.param_groups):  # all: laid out anew, no step sees what was changed before
+            optimizer.check_group(numbers(group), f"group {i}")
         optimizer.put_lr_on_the_device()
         optimizer.parameters = ParameterList(optimizer.param_groups, optimizer.options.master_weights)
         check_rounding(optimizer.options.stochastic_rounding, optimizer.parameters)
