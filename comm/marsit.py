@@ -82,6 +82,8 @@ class MarsitAllReduce(RoundAllReduce):
         self._full_at = -(-self.counted // every) * every
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
+        if self.full_precision_every > 0 and self.counted >= self._full_at:
+            self._take_back_skipped()
         self.full_precision = self.full_precision_every > 0 and self.counted >= self._full_at  # Algorithm 1, line 3
         if self.full_precision:
             self._full_at = (self.counted // self.full_precision_every + 1) * self.full_precision_every

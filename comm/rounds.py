@@ -104,6 +104,7 @@ class RoundAllReduce(Reducer):
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rounds = 0
         self.counted = 0
+        self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
         self.digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
         self._told: Tensor | None = None
@@ -143,7 +144,9 @@ class RoundAllReduce(Reducer):
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
         goes = torch.full_like(self.scale, step)
         self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=goes))
-        if self.full_precision and bool(self.flags):
+        if not self.full_precision:
+            self._skipped = self._skipped + (self.flags != 0)  # read when it matters: no round waits for its flags
+        elif bool(self.flags):
             self.take_back(full_precision=True)
         if error is not None:
             raise error
@@ -256,6 +259,11 @@ class RoundAllReduce(Reducer):
         """Take a round back, maybe one of full precision, that is known to have been skipped: it does not count."""
         self.counted -= 1
 
+    def _take_back_skipped(self) -> None:
+        """Take back what ``__call__`` has left to be; waits for the device where it has made a 1-bit round since."""
+        self.counted -= int(self._skipped)
+        self._skipped = 0
+
     def _take(self, step: Tensor) -> None:
         """Note how far the global update goes; the compensation is formed when v is read again."""
         if self.values is not None:
@@ -311,7 +319,7 @@ class RoundAllReduce(Reducer):
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
         """Take up a checkpoint's counts; ``compensated`` is filled apart."""
         self.rounds, self.pending = rounds, pending
-        self.counted = rounds if counted is None else counted
+        self.counted, self._skipped = rounds if counted is None else counted, 0
         self.digest.fill_(digest)
 
     @property

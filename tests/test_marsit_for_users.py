@@ -417,6 +417,23 @@ def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
         assert notes == ["prepare", *("send", "prepare", "wait") * 2, *("send", "wait") * 2]
 
 
+@pytest.mark.parametrize("skipped", [{2}, {1, 3}, {0, 2}, {4}, {1, 2, 3, 4}, {2, 4, 5}], ids=str)
+def test_alone_as_well_rounds_of_full_precision_do_not_count_those_that_were_skipped(skipped):
+    def run(rank: int, transport: SimulatedTransport) -> list[bool]:
+        reduce = MarsitAllReduce(FlatLayout((3,), 2), transport, full_precision_every=4)
+        full = []
+        for attempt in range(14):
+            bad = rank == 1 and attempt in skipped
+            update = reduce([torch.full((3,), torch.nan if bad else 1.0)], 0.1)
+            full.append(reduce.full_precision)
+            assert bool(update.any()) == (attempt not in skipped)
+        return full
+
+    counted = [sum(before not in skipped for before in range(attempt)) for attempt in range(14)]
+    for full in SimulatedGroup(2).run(run):
+        assert full == [count % 4 == 0 for count in counted]
+
+
 def bad_tensors(rank: int, transport: Transport, case: str) -> tuple[type | None, str, bool]:
     reduce = MarsitAllReduce(FlatLayout((6, 2), 2), transport, full_precision_every=0)
     good, step = [torch.ones(6), torch.ones(2)], 0.1
