@@ -13,7 +13,7 @@ from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct, o
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import DisagreementError, Layerwise, Numerics, OneBitAdam, OneBitLamb
+from fusedonebit import DisagreementError, Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.comm import Transport
 from fusedonebit.core import consensus
 
@@ -48,10 +48,13 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"dead_coordinates": "drop"}, "dead_coordinates must be one of 'mean', 'keep', got 'drop'"),
         ({"precondition": 1}, "precondition must be True or False, got 1"),
         ({"ternary": 1}, "ternary must be True or False, got 1"),
-        ({"dead_coordinates": "keep"}, 'dead_coordinates must be "mean" .*, got "keep"; or pass precondition=False'),
+        (
+            {"dead_coordinates": "keep"},
+            r'dead_coordinates must be "mean" .*, got "keep"; or pass Numerics\(precondition=False\)',
+        ),
         (
             {"precondition": False, "variance_floor": 0.1, "dead_coordinates": "keep"},
-            'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass variance_floor=0',
+            r'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics\(variance_floor=0\)',
         ),
         ({"variance_floor": 1.0}, r"variance_floor must be a number in \[0, 1\), or None, got 1.0"),
         ({"variance_floor": "low"}, r"variance_floor must be a number in \[0, 1\), or None, got 'low'"),
@@ -108,8 +111,17 @@ def test_groups_that_are_none_are_refused(group, error, message):
     assert len(optimizer.param_groups) == 1
 
 
+def test_the_way_out_without_momentum_can_be_taken_as_it_is_told():
+    with pytest.raises(ValueError, match=r"betas\[0\] must be > 0 .*; or pass Faults\(") as caught:
+        OneBitAdam(make((3,)), freeze_step=5, betas=(0.0, 0.999))
+    faults = eval(str(caught.value).rpartition("or pass ")[2], {"Faults": Faults})
+    OneBitAdam(make((3,)), freeze_step=5, betas=(0.0, 0.999), faults=faults)
+
+
 def test_preconditioned_momentum_is_not_scaled_by_layer_as_well():
-    with pytest.raises(ValueError, match="momentum_scaling must be False or None with precondition=True, got True"):
+    with pytest.raises(
+        ValueError, match=r"momentum_scaling must be False or None with Numerics\(precondition=True\), got True"
+    ):
         OneBitLamb(
             make((3,)), freeze_step=5, numerics=Numerics(precondition=True), layerwise=Layerwise(momentum_scaling=True)
         )

@@ -118,7 +118,7 @@ def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
 @pytest.mark.parametrize(
     ("options", "steps", "message"),
     [
-        ({"freeze_step": 2}, 3, "with capturable=True"),
+        ({"freeze_step": 2}, 3, r"with Wire\(capturable=True\)"),
         ({"freeze_step": 2, "capturable": True, "nonfinite": "raise"}, 3, 'nonfinite="skip"'),
         ({"freeze_step": 9, "capturable": True}, 3, "not in 'warmup'"),
     ],

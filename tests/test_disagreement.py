@@ -146,7 +146,7 @@ def test_different_construction_is_found_on_every_rank_which_name_the_first_diff
         assert text in message
     assert results[0] == results[1]
     if "values" in text:
-        assert "pass broadcast_parameters=True to use rank 0's" in results[0][1]
+        assert "pass Wire(broadcast_parameters=True) to use rank 0's" in results[0][1]
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ ON_ALL = {
     backward_twice: MISUSE[backward_twice],
     save: (RuntimeError, "have been sent by the backward pass"),
     load: (RuntimeError, "have been sent by the backward pass"),
-    scaler: (RuntimeError, "GradScaler can't be used with overlap=True"),
+    scaler: (RuntimeError, "GradScaler can't be used with Wire(overlap=True)"),
 }
 
 
@@ -526,8 +526,8 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
     ("options", "text"),
     [
         ({"scale_scope": "global"}, 'scale_scope must be "bucket", "layer" or "block" with 3 buckets, got "global"'),
-        ({"max_grad_norm": 1.0}, "max_grad_norm must be None with overlap=True, got 1.0"),
-        ({"capturable": True}, "capturable must be False with overlap=True"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm must be None with Wire(overlap=True), got 1.0"),
+        ({"capturable": True}, "capturable must be False with Wire(overlap=True)"),
         ({"buckets": 0}, "buckets must be an int >= 1 or None, got 0"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
     ],

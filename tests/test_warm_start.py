@@ -296,7 +296,7 @@ def test_a_warm_start_on_one_rank_only_is_refused_on_all():
         ({"guard": "raise"}, "guard must be one of 'rewarm', 'warn', 'off', got 'raise'"),
         (
             {"variance_floor": 0.1, "dead_coordinates": "keep", "precondition": False},
-            'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass variance_floor=0',
+            r'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics\(variance_floor=0\)',
         ),
     ],
 )  # fmt: skip

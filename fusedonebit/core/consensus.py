@@ -88,7 +88,7 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
         if p.dtype is torch.float16:
             raise ValueError(
                 f"stochastic_rounding must be False where a parameter is float16, got True and {name} of float16; "
-                "use bfloat16, or master_weights=True"
+                "use bfloat16, or Numerics(master_weights=True)"
             )
     if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
         raise ValueError(
@@ -122,7 +122,8 @@ def agree_on_everything(optimizer: Keeper, error: Exception | None, broadcast: b
         with torch.no_grad():
             optimizer.parameters.after_update()
     agree_on_values(
-        optimizer, "seed all ranks alike, load the same checkpoint, or pass broadcast_parameters=True to use rank 0's"
+        optimizer,
+        "seed all ranks alike, load the same checkpoint, or pass Wire(broadcast_parameters=True) to use rank 0's",
     )
 
 

@@ -365,8 +365,8 @@ class DistributedOptimizer(Keeper):
             return False
         if not self.options.capturable or self.options.nonfinite == "raise":
             raise RuntimeError(
-                'a step can only be captured in a CUDA graph with capturable=True and nonfinite="skip": what changes '
-                "from step to step must lie on the device; construct the optimizer so"
+                'a step can only be captured in a CUDA graph with Wire(capturable=True) and Faults(nonfinite="skip"): '
+                "what changes from step to step must lie on the device; construct the optimizer so"
             )
         if self._phase != "compression":
             raise RuntimeError(

@@ -95,8 +95,8 @@ class OverlappedAllReduce(BucketedAllReduce):
         self._catch_up()
         if (optimizer := self._optimizer()) is not None and any(value is not None for value in LossScale.of(optimizer)):
             error = RuntimeError(
-                "a GradScaler can't be used with overlap=True: gradients are sent before it has unscaled them; train "
-                "in bfloat16 without one, or pass overlap=False"
+                "a GradScaler can't be used with Wire(overlap=True): gradients are sent before it has unscaled them; "
+                "train in bfloat16 without one, or pass Wire(overlap=False)"
             )
         super().synchronise(compress, told if error is None else told._replace(abort=True, missing=()))
         self.error = error
@@ -135,7 +135,7 @@ class OverlappedAllReduce(BucketedAllReduce):
         if i in self._seen:
             self._found = self._found or RuntimeError(
                 f"the gradient of {optimizer.parameters.names[i]} has changed in a second backward pass before step(): "
-                "with overlap=True the first has been sent by now; wrap all but the last in optimizer.no_sync()"
+                "with Wire(overlap=True) the first has been sent by now; wrap all but the last in optimizer.no_sync()"
             )
             return
         if not self._seen:
@@ -194,8 +194,8 @@ class OverlappedAllReduce(BucketedAllReduce):
             if optimizer.parameters.owners[i].grad is not grad or grad._version != version:
                 self._found = self._found or RuntimeError(
                     f"the gradient of {optimizer.parameters.names[i]} was changed or dropped between the backward pass "
-                    "and step(): with overlap=True it has been sent by now. Clip, scale or drop gradients with "
-                    "overlap=False only; the guard refuses outliers"
+                    "and step(): with Wire(overlap=True) it has been sent by now. Clip, scale or drop gradients "
+                    "with Wire(overlap=False) only; the guard refuses outliers"
                 )
                 return
 

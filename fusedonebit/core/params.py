@@ -192,7 +192,7 @@ class ParameterList:
             if not owner.requires_grad:
                 raise RuntimeError(
                     f"{self.names[i]} no longer requires gradients; freeze parameters before the optimizer "
-                    "is made, or keep coordinates still with mask="
+                    "is made, or keep coordinates still with Numerics(mask=...)"
                 )
         for p in self.frozen:
             if p.requires_grad:

@@ -96,7 +96,8 @@ class Numerics:
         """Raise ValueError for the first setting that makes no sense."""
         if self.stochastic_rounding and self.master_weights:
             raise ValueError(
-                "stochastic_rounding must be False with master_weights=True, got True: float32 copies lose nothing"
+                "stochastic_rounding must be False with Numerics(master_weights=True), got True: float32 copies lose "
+                "nothing"
             )
         if self.frozen_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")
@@ -365,7 +366,9 @@ class OneBitOptions(Options):
         self._check_buckets()
         if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
             way_out = "precondition=False" if self.precondition else "variance_floor=0"
-            raise ValueError(f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass {way_out}')
+            raise ValueError(
+                f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics({way_out})'
+            )
 
     def _check_freeze(self) -> None:
         check_count("freeze_step", self.freeze_step, alternative="auto")
@@ -378,7 +381,8 @@ class OneBitOptions(Options):
             raise ValueError(f'deadline must be None unless freeze_step is "auto", got {self.deadline!r}')
         if self.warm_started and self.freeze_step == "auto":
             raise ValueError(
-                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try 0'
+                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try '
+                "Freeze(step=0, warm_start=...)"
             )
 
     def _check_buckets(self) -> None:
@@ -391,8 +395,10 @@ class OneBitOptions(Options):
             return
         if self.max_grad_norm is not None:
             raise ValueError(
-                f"max_grad_norm must be None with overlap=True, got {self.max_grad_norm!r}: the norm is known only "
-                "when all gradients are; the guard refuses outliers"
+                f"max_grad_norm must be None with Wire(overlap=True), got {self.max_grad_norm!r}: the norm is known "
+                "only when all gradients are; the guard refuses outliers"
             )
         if self.capturable:
-            raise ValueError("capturable must be False with overlap=True, got True: the backward pass sends buckets")
+            raise ValueError(
+                "capturable must be False with Wire(overlap=True), got True: the backward pass sends buckets"
+            )

@@ -77,7 +77,7 @@ class DivergenceGuard:
         return (
             f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times that of the last "
             f"uncompressed one; at most {most:g} is let through. {follows}. "
-            "If this happens again, use precondition=True, a larger variance_floor or a later freeze"
+            "If this happens again, use Numerics(precondition=True), a larger variance_floor there or a later freeze"
         )
 
     def state(self) -> list[Tensor]:

@@ -34,7 +34,7 @@ class LocalOptions(RoundOptions):
         if self.stochastic_rounding and self.local_steps > 1:
             raise ValueError(
                 f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "
-                "are rounded to nearest; use master_weights=True"
+                "are rounded to nearest; use Numerics(master_weights=True)"
             )
 
 
@@ -128,8 +128,8 @@ class MarsitState(RoundOptimizer):
             return
         if self.levels is not None:
             raise RuntimeError(
-                "add_param_group must be called without hierarchy: each rank has moments of its part of the line only, "
-                "which would lie elsewhere; construct a new optimizer"
+                "add_param_group must be called without Wire(hierarchy=...): each rank has moments of its part of the "
+                "line only, which would lie elsewhere; construct a new optimizer"
             )
         if self._local:
             raise RuntimeError(

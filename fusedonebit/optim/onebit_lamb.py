@@ -74,7 +74,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
         super().check()
         if self.precondition and self.momentum_scaling:
             raise ValueError(
-                "momentum_scaling must be False or None with precondition=True, got True: "
+                "momentum_scaling must be False or None with Numerics(precondition=True), got True: "
                 "each coordinate already has a unit of its own"
             )
 

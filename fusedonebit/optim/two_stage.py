@@ -108,7 +108,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def check_levels(self) -> None:
         if self.options.bucket_count > 1 or self.options.overlap:
-            raise ValueError("hierarchy must be None with overlap=True or several buckets; choose one of them")
+            raise ValueError("hierarchy must be None with Wire(overlap=True) or several buckets; choose one of them")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
@@ -120,7 +120,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if rewarms and float(group["betas"][0]) == 0.0:
             raise ValueError(
                 f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
-                f'{name or "the defaults"}; or pass guard="warn" and rewarm_every=0'
+                f'{name or "the defaults"}; or pass Faults(guard="warn", rewarm_every=0)'
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def check_header(keeper: Keeper, header: State) -> None:
     }
     way_out = {
         "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
-        "block_size": "pass that block_size, or none",
+        "block_size": "pass that as Wire(block_size=...), or none",
     }
     for key, value in own.items():
         if header[key] != value:
@@ -90,8 +90,8 @@ def check_header(keeper: Keeper, header: State) -> None:
         raise ValueError(
             f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in the "
             "warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the optimizer with "
-            "the same mask=, or begin anew from the model alone (OneBitAdam and OneBitLamb: with the checkpoint as "
-            "Freeze(step=0, warm_start=...))"
+            "the same Numerics(mask=...), or begin anew from the model alone (OneBitAdam and OneBitLamb: with the "
+            "checkpoint as Freeze(step=0, warm_start=...))"
         )
 
 
