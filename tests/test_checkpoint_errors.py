@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from optimizers import ADAM_AND_LAMB, EACH, construct
 from ranks import run_ranks
 from test_checkpoint import make, saved_state, step_once
 from torch import Tensor
+from torch.nn import Parameter
 
+from fusedonebit import MarsitSGD
 from fusedonebit.checkpoint import KEY, forget_checksums, header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 
@@ -183,7 +187,7 @@ FOR_ADAM = {
     "as_version_1_wrote_it": ["checkpoint format must be 2, got 1; use the version that wrote it"],
     "header_is_no_json": ["the checkpoint's header is damaged"],
     "bad_lr": ["lr must be a finite number >= 0, got -1.0 in group 0 of the checkpoint"],
-    "not_a_checkpoint": ["state_dict lacks the key 'param_groups'"],
+    "not_a_checkpoint": ["state_dict lacks the key 'param_groups'; load the state_dict() of OneBitAdam"],
 }
 FOR_LAMB = {
     "lacks_the_fresh_variance": ["state_dict lacks the key 'exp_avg_sq_fresh'"],
@@ -281,3 +285,24 @@ def test_a_checkpoint_of_the_warmup_loads_at_any_world_size(name):
     assert torch.equal(results[0][1], results[1][1])
     assert layers == results[0][2] == results[1][2]
     assert bool(layers) == ("lamb" in name)
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "lamb"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_checkpoint_of_an_optimizer_that_it_cant_go_on_from_is_told_apart(name, steps):
+    def stepped(make: Callable[[list[Parameter]], Any]) -> dict:
+        params = [Parameter(torch.ones(4))]
+        saver = make(params)
+        for _ in range(steps):
+            params[0].grad = torch.ones(4)
+            saver.step()
+        return saver.state_dict()
+
+    of_marsit = stepped(lambda params: MarsitSGD(params, lr=0.1))
+    of_torch = stepped(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    optimizer = construct(name, [Parameter(torch.ones(4))], freeze_step=5)
+    with pytest.raises(ValueError, match="MarsitSGD"):
+        optimizer.load_state_dict(of_marsit)
+    with pytest.raises(ValueError, match=r"or torch.optim.AdamW, but group 0 has no betas, only .*momentum"):
+        optimizer.load_state_dict(of_torch)
+    assert optimizer.param_groups[0]["lr"] != 0.1

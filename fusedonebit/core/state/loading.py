@@ -124,22 +124,30 @@ def _examined(
     keeper: Keeper, state_dict: Mapping[str, Any], verified: bool = False
 ) -> tuple[State, Sequence[State], list[Fact]]:
     """Return the header, each parameter's state, and what must be equal on all ranks; raise for bad ones."""
+    told: State | None = None
     try:
-        _check_groups(keeper, state_dict)
+        told = header_of(state_dict)
+        _check_groups(keeper, state_dict, of_adamw=told is None and "betas" in keeper.hyper_parameters)
         states = by_parameter(keeper, state_dict)
-        header = _check(keeper, header_of(state_dict), states, verified)
+        header = _check(keeper, told, states, verified)
         return header, states, _facts(keeper, states, header)
     except KeyError as caught:
-        raise ValueError(
-            f"state_dict lacks the key {caught}; torch's flatten_optimizer_state_dict=True drops what a new optimizer "
-            "does not have: leave it out"
-        ) from caught
+        raise ValueError(f"state_dict lacks the key {caught}; {_why_lacking(keeper, told)}") from caught
     except (TypeError, ValueError):
         raise
     except Exception as caught:
         raise ValueError(
             f"the checkpoint is damaged: {type(caught).__name__}: {caught}; load another checkpoint"
         ) from caught
+
+
+def _why_lacking(keeper: Keeper, header: State | None) -> str:
+    name = type(keeper).__name__
+    if header is None:
+        return f"load the state_dict() of {name}, or of an optimizer that it can go on from"
+    if (writer := header.get("algorithm", name)) != name:
+        return f"it is of {writer}, from which {name} can't go on"
+    return "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have: leave it out"
 
 
 def _check(keeper: Keeper, header: State | None, states: Sequence[State], verified: bool) -> State:
@@ -170,13 +178,19 @@ def _check(keeper: Keeper, header: State | None, states: Sequence[State], verifi
     return header
 
 
-def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
+def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any], of_adamw: bool) -> None:
     saved, own = state_dict["param_groups"], keeper.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
         raise ValueError(
             f"checkpoint of another model: its groups have {[len(g['params']) for g in saved]} parameters, "
             f"this optimizer's {[len(g['params']) for g in own]}"
         )
+    for number, group in enumerate(saved):
+        if of_adamw and "betas" not in group:
+            keys = ", ".join(key for key in group if key != "params")
+            raise ValueError(
+                f"state_dict must be of fusedonebit or torch.optim.AdamW, but group {number} has no betas, only {keys}"
+            )
     for number, group in enumerate(_merged_groups(keeper, saved)):
         keeper.check_group(numbers(group), f"group {number} of the checkpoint")
         if group.get("amsgrad"):
