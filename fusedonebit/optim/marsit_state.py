@@ -163,8 +163,8 @@ class MarsitState(RoundOptimizer):
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         name = type(self).__name__
-        if header.get("algorithm") != name:
-            raise ValueError(f"the checkpoint must be of {name}, got one of {header.get('algorithm', 'torch.optim')}")
+        if (writer := header.get("algorithm", "one of torch.optim")) != name:
+            raise ValueError(f"the checkpoint must be of {name}, got {writer}")
         inside = self.cut()["inside"]
         here = (self.transport.world_size, self.layout.block_size, self.layout.numel)
         saved = (header["world_size"], header["block_size"], header["line"])
