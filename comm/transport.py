@@ -283,6 +283,8 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
         raise ValueError("process_group must contain this process")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         hint = "; pass its get_group()" if hasattr(group, "get_group") else ""
+        if hasattr(group, "transport"):
+            hint = "; pass its transport(rank)"
         if hasattr(group, "all_gather"):  # meant as a transport
             named = [n for n in vars(Transport) if not n.startswith("_")] + ["rank", "world_size", "traffic"]
             missing = ", ".join(name for name in dict.fromkeys(named) if not hasattr(group, name))

@@ -13,8 +13,8 @@ from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, construct, o
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import DisagreementError, Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb
-from fusedonebit.comm import Transport
+from fusedonebit import DisagreementError, Faults, Freeze, Layerwise, Numerics, OneBitAdam, OneBitLamb
+from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core import consensus
 
 
@@ -109,6 +109,13 @@ def test_groups_that_are_none_are_refused(group, error, message):
     with pytest.raises(error, match=message):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_class_or_group_in_the_place_of_an_object_is_told_how_to_make_one():
+    with pytest.raises(TypeError, match=r'"auto" or fusedonebit.Freeze\(\.\.\.\), got <class'):
+        OneBitAdam(make((3,)), freeze_step=Freeze)
+    with pytest.raises(TypeError, match=r"got SimulatedGroup; pass its transport\(rank\)"):
+        OneBitAdam(make((3,)), freeze_step=5, process_group=SimulatedGroup(2))
 
 
 def test_the_way_out_without_momentum_can_be_taken_as_it_is_told():

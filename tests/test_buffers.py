@@ -134,6 +134,8 @@ def test_bad_arguments_are_refused(arguments, text):
         arguments = arguments | {"optimizer": OneBitAdam(net.parameters(), freeze_step=2)}
     with pytest.raises((TypeError, ValueError), match=text):
         fusedonebit.broadcast_buffers(net, **arguments)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+        fusedonebit.broadcast_buffers(5, **arguments)
 
 
 def in_shards(rank: int, world_size: int) -> list[float]:

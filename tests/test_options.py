@@ -113,7 +113,7 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
         return str(error.value)
 
     told = SimulatedGroup(2).run(make)
-    assert f"{argument} must be a fusedonebit.{argument.capitalize()}, got dict" in told[1]
+    assert f"{argument} must be a fusedonebit.{argument.capitalize()}, got dict; leave it out or pass" in told[1]
     assert f"{argument} must be a fusedonebit.{argument.capitalize()}" in told[0]
 
 

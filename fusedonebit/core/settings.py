@@ -283,7 +283,10 @@ class Options(Numerics, Wire, Faults):
         for argument, kind in cls.objects.items():
             value: Any = arguments.get(argument, kind())
             if not isinstance(value, kind):
-                raise TypeError(f"{argument} must be a fusedonebit.{kind.__name__}, got {type(value).__name__}")
+                raise TypeError(
+                    f"{argument} must be a fusedonebit.{kind.__name__}, got {type(value).__name__}; leave it out or "
+                    f"pass fusedonebit.{kind.__name__}()"
+                )
             for field in fields(value):
                 given, usual = getattr(value, field.name), field.default
                 same = given is usual or (type(given) is type(usual) and given == usual)
@@ -371,6 +374,10 @@ class OneBitOptions(Options):
             )
 
     def _check_freeze(self) -> None:
+        if isinstance(self.freeze_step, type):
+            raise TypeError(
+                f'freeze_step must be an int >= 0, "auto" or fusedonebit.Freeze(...), got {self.freeze_step!r}'
+            )
         check_count("freeze_step", self.freeze_step, alternative="auto")
         check_count("lr_warmup_steps", self.lr_warmup_steps)
         if self.deadline is not None and not (is_int(self.deadline) and self.deadline > self.lr_warmup_steps):

@@ -49,6 +49,8 @@ def broadcast_buffers(
 
         fusedonebit.broadcast_buffers(model, optimizer, every=100)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = [(name, local(buffer)) for name, buffer in model.named_buffers()]
     device = next((buffer.device for _, buffer in named), torch.device("cpu"))
     inside = ShardGroup()
