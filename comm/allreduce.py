@@ -349,10 +349,12 @@ class CompressedAllReduce(FeedbackReducer):
         slot = (by_message - by_message[:, :1]).long()
         torch.gather(self.gathered.scales, 1, slot, out=self.scale.view_as(by_message))
         self.served.words[:, Word.DIGEST] = digest(self.gathered)
-        # Skipped: s := 0 turns all of c into residual, which already contains the momentum.
-        kept = (self.flags == 0).float()
-        for scale in self._scales():
+        # Skipped: s := 0 turns all of c into residual, which already contains the momentum. A server that has seen
+        # nothing wrong has averaged what arrived, and keeps that: workers don't keep it as well.
+        kept, averaged = self.flags == 0, self.gathered.words[:, Word.FLAGS] == 0
+        for scale in (self.scale, self.server.scale):
             scale *= kept
+        self.worker.scale.view(self.layout.world_size, -1).mul_(averaged[:, None])
 
     def refuse(self, flags: Tensor) -> None:
         kept = ((self.flags != 0) | (flags == 0)).float()

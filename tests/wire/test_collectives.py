@@ -21,7 +21,7 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.message import OUT_OF_STEP
+from fusedonebit.comm.message import OUT_OF_STEP, Word
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
 
 SIZES = (300, 0, 128, 1, 513)
@@ -275,7 +275,22 @@ def a_corrupted_gather(rank: int, step: int, tensors: list[Tensor], reduce: Comp
     return {}
 
 
-SPOILERS = {f.__name__: f for f in (a_non_finite, an_abort, another_tag, a_missed_step, a_corrupted_gather)}
+def a_damaged_header(rank: int, step: int, tensors: list[Tensor], reduce: CompressedAllReduce) -> dict:
+    """What rank 0 tells rank 1 of its layout is damaged on the way: the other servers average what has arrived."""
+    intact = TorchTransport.all_to_all
+
+    def damage(arrived: Tensor, sent: Tensor) -> None:
+        intact(reduce.transport, arrived, sent)
+        if (rank, step) == (1, 2):
+            reduce.gathered.words[0, Word.LAYOUT] ^= 0x10
+
+    reduce.transport.all_to_all = damage
+    return {}
+
+
+SPOILERS = {
+    f.__name__: f for f in (a_non_finite, an_abort, another_tag, a_missed_step, a_damaged_header, a_corrupted_gather)
+}
 REASONS = [
     ("a_non_finite", Flag.NONFINITE, ""),
     ("an_abort", Flag.ABORT, ""),
@@ -285,6 +300,7 @@ REASONS = [
         "hyper-parameters (learning rate and the like), as a hash: 7 on rank 0, 8 on rank 1",
     ),
     ("a_missed_step", Flag.MISMATCH, f"3 steps on rank 0, 4 on rank 1 ({OUT_OF_STEP})"),
+    ("a_damaged_header", Flag.MISMATCH, ""),
 ]
 
 
