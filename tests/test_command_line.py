@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fusedonebit.apps import corpus
-from fusedonebit.apps.cli import main
+from fusedonebit.apps.cli import COMMANDS, main
 from fusedonebit.apps.lab.report import table, verdicts
 
 SMALL = ["--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--eval-every", "4", "--save-every", "4"]
@@ -129,6 +131,57 @@ def test_what_is_missing_is_named_as_the_index_calls_it(without, tmp_path, capsy
     assert refused(capsys, "train", "--out", str(tmp_path)) == rich
     both = "fusedonebit: this command needs rich and scikit-learn: pip install rich scikit-learn"
     assert refused(capsys, "lab", "--out", str(tmp_path)) == both
+
+
+# ---------------------------------------------------------------- a copy that lacks an application
+
+WITHOUT = """
+import contextlib, io, sys
+import fusedonebit
+from fusedonebit.apps.cli import main
+
+def told(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            status = main(arguments)
+        except SystemExit as exit:
+            status = exit.code
+    return status, out.getvalue()
+
+absent, *others = sys.argv[1:]
+for name in fusedonebit.__all__:
+    getattr(fusedonebit, name)
+status, text = told("--help")
+assert status == 0 and all(f"    {name} " in text for name in others) and f"    {absent} " not in text, text
+assert not [m for m in sys.modules if m.startswith("fusedonebit.apps.") and m.count(".") > 2], "imported for --help"
+for name in others:
+    status, text = told(name, "--help")
+    assert status == 0 and text.startswith(f"usage: fusedonebit {name} "), text
+expected = {(absent,): f"fusedonebit {absent} is not installed: fusedonebit/apps/{absent} is missing\\n"}
+if absent == "lab":
+    needs = "fusedonebit: --optimizer ssdm needs fusedonebit lab, which is not installed\\n"
+    expected["train", "--optimizer", "ssdm"] = needs
+if absent == "plan":
+    needs = "fusedonebit: --topology auto needs fusedonebit plan, which is not installed\\n"
+    expected["train", "--optimizer", "marsit", "--topology", "auto"] = needs
+for arguments, text in expected.items():
+    assert told(*arguments) == (2, text), told(*arguments)
+"""
+
+
+@pytest.mark.long(but="lab")
+@pytest.mark.parametrize("absent", COMMANDS)
+def test_the_library_and_each_command_do_without_the_other_applications(absent, tmp_path):
+    package = Path(__file__).parent.parent / "fusedonebit"
+    copy = Path(shutil.copytree(package, tmp_path / "fusedonebit", ignore=shutil.ignore_patterns("__pycache__")))
+    shutil.rmtree(copy / "apps" / absent)
+    (copy / "apps" / absent / "__pycache__").mkdir(parents=True)  # git leaves such folders behind
+    others = [name for name in COMMANDS if name != absent]
+    alone = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    program = [sys.executable, "-c", WITHOUT, absent, *others]
+    result = subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------- the lab

@@ -21,6 +21,12 @@ def need(*modules: str) -> None:
         raise InputError(f"this command needs {absent}")
 
 
+def installed(application: str) -> bool:
+    """Whether this application's folder is there, with its files; imports nothing of it."""
+    found = find_spec(f"{__package__}.{application}")
+    return found is not None and found.has_location  # an empty folder is a namespace, which has none
+
+
 def missing(*modules: str) -> str:
     """Say which of these can't be imported, and what installs them: packages by name, as this one is on no index.
 

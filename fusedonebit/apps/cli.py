@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .arguments import InputError, printable
-from .lab import command as lab
-from .migrate import command as migrate
-from .plan import command as plan
-from .report import command as report
-from .train import command as train
+from .arguments import InputError, installed, printable
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell reports SIGINT
 
-COMMANDS = {"train": train, "report": report, "lab": lab, "plan": plan, "migrate": migrate}
-"""Each module has ``HELP``, ``DESCRIPTION``, ``add_arguments(parser)`` and ``run(arguments)``, which may raise
-``InputError``."""
+COMMANDS = {
+    "train": "train a byte-level transformer",
+    "report": "one page of what runs have recorded",
+    "lab": "compare optimizers on small real tasks",
+    "plan": "what a step's messages cost on your network, and whether to compress them",
+    "migrate": "what a DeepSpeed config becomes, key by key",
+}
+"""Help by name. Each has a folder, which may be missing, whose module ``command`` has ``DESCRIPTION``,
+``add_arguments(parser)`` and ``run(arguments)``; the last may raise ``InputError``."""
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -30,18 +32,24 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code: 2 for bad input, 130 after Ctrl-C."""
+    """Run the command, the only one that is imported; return the exit code: 2 for bad input, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((argument for argument in argv if not argument.startswith("-")), "")
+    if chosen in COMMANDS and not installed(chosen):
+        print(f"fusedonebit {chosen} is not installed: fusedonebit/apps/{chosen} is missing", file=sys.stderr)
+        return USAGE_ERROR
     parser = argparse.ArgumentParser(prog="fusedonebit", description="1-bit optimizers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        of_command = commands.add_parser(
-            name, help=command.HELP, description=command.DESCRIPTION, formatter_class=_Defaults
-        )
-        command.add_arguments(of_command)
+    for name in filter(installed, COMMANDS):
+        of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=_Defaults)
+        if name == chosen:
+            command = importlib.import_module(f".{name}.command", __package__)
+            of_command.description = command.DESCRIPTION
+            command.add_arguments(of_command)
     arguments = parser.parse_args(argv)
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        return int(command.run(arguments))
     except InputError as error:
         print(f"fusedonebit: {printable(str(error))}", file=sys.stderr)  # a message may quote what a file holds
         return USAGE_ERROR

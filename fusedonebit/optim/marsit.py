@@ -202,7 +202,7 @@ class MarsitSGD(MarsitOptimizer):
         weight_decay: lambda, added to the gradient as in ``torch.optim.SGD``.
         topology: "ring": 2(M - 1) hops. "torus": rows and columns, fewer hops. "owner": no hops and half the
             bytes: whose bit counts is drawn beforehand, alike on all ranks, and one all-gather
-            brings those bits. ``fusedonebit.apps.plan.choose_topology`` estimates which is the fastest.
+            brings those bits. Which is the fastest depends on the network; docs/performance.md tells how to choose.
         rounds: How often they agree in full precision, how far a coordinate goes, local steps ...; see ``Rounds``.
         max_grad_norm: Clip gradients to this global norm; None: don't. With one local step one factor for all
             ranks, from the mean of their norms; in steps between rounds each worker by its own.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..arguments import InputError, listed, need, whole
 
-HELP = "compare optimizers on small real tasks"
 DESCRIPTION = "Train small real tasks with named optimizers on simulated workers; a table and a page of plots."
 
 

@@ -8,7 +8,6 @@ from ..arguments import printable
 from .config import Fate
 
 UNKNOWN_KEYS = 1
-HELP = "what a DeepSpeed config becomes, key by key"
 DESCRIPTION = (
     "Print the call of OneBitAdam, OneBitLamb or ZeroOneAdam that stands for a DeepSpeed config, and say of every key "
     "what becomes of it. Exit status 1: some key is unknown; 2: a bad file."

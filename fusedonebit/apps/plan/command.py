@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .report import Plan
 
 
-HELP = "what a step's messages cost on your network, and whether to compress them"
 DESCRIPTION = (
     "Estimate what the messages of one optimizer step cost, uncompressed and compressed, on 2 to 16,384 GPUs; name the "
     "cheapest, and say where compressing does not pay."

@@ -14,7 +14,6 @@ from .page import build
 from .read import read_runs, size_of
 from .tables import in_bytes
 
-HELP = "one page of what runs have recorded"
 DESCRIPTION = (
     "Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, bytes, "
     "compression error, layers over time, settings and versions."

@@ -7,9 +7,8 @@ import os
 
 import torch
 
-from ..arguments import InputError, listed, need, positive, whole
+from ..arguments import InputError, installed, listed, need, positive, whole
 
-HELP = "train a byte-level transformer"
 DESCRIPTION = "Train a byte-level transformer language model on several processes, with the optimizer of choice."
 
 
@@ -80,7 +79,7 @@ def _world_size(nproc: int) -> int:
 
 
 def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
-    from .optimizers import OPTIMIZERS
+    from .optimizers import BASELINES, OPTIMIZERS
 
     flag, names = (
         ("--compare", listed(arguments.compare)) if arguments.compare else ("--optimizer", [arguments.optimizer])
@@ -88,6 +87,8 @@ def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
     for name in names:
         if name not in OPTIMIZERS:
             raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
+        if name in BASELINES and not installed("lab"):
+            raise InputError(f"{flag} {name} needs fusedonebit lab, which is not installed")
     return tuple(names)
 
 

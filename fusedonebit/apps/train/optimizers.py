@@ -26,7 +26,6 @@ from ... import (
 )
 from ...comm import Topology, make_transport
 from ..averaged import Averaged
-from ..lab.baselines import AGGREGATIONS, BaselineAdam
 
 Parameters = Iterable[tuple[str, Tensor]]
 
@@ -151,9 +150,9 @@ def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
     )
 
 
-def _baseline(
-    params: Parameters, settings: Settings, aggregation: str, global_ratio: float = 1.0
-) -> torch.optim.Optimizer:
+def _baseline(params: Parameters, settings: Settings, aggregation: str) -> torch.optim.Optimizer:
+    from ..lab.baselines import BaselineAdam
+
     return BaselineAdam(
         params,
         settings.lr,
@@ -161,7 +160,7 @@ def _baseline(
         EPS,
         WEIGHT_DECAY,
         aggregation=aggregation,
-        global_ratio=global_ratio,
+        global_ratio=BASELINES[aggregation],
         topology=settings.topology,
         local_steps=settings.local_steps,
         seed=settings.seed,
@@ -175,6 +174,9 @@ class Entry(NamedTuple):
     lr: float
 
 
+BASELINES = {"psgd": 1.0, "signsgd": 1.0, "ef-signsgd": 1.0, "ssdm": 10.0, "cascading": 1.0}
+"""Global ratio of each optimizer that Marsit is measured against; they are the lab's."""
+
 OPTIMIZERS = {
     "adamw": Entry(_adamw, 3e-3),
     "onebit-adam": Entry(_onebit_adam, 3e-3),
@@ -184,16 +186,12 @@ OPTIMIZERS = {
     "onebit-lamb": Entry(_onebit_lamb, 2e-2),
     "onebit-lamb-frozen": Entry(partial(_onebit_lamb, adaptive=False), 2e-2),
     "marsit": Entry(_marsit, 3e-3),
-    "psgd": Entry(partial(_baseline, aggregation="psgd"), 3e-3),
-    "signsgd": Entry(partial(_baseline, aggregation="signsgd"), 3e-3),
-    "ef-signsgd": Entry(partial(_baseline, aggregation="ef-signsgd"), 3e-3),
-    "ssdm": Entry(partial(_baseline, aggregation="ssdm", global_ratio=10.0), 3e-3),
-    "cascading": Entry(partial(_baseline, aggregation="cascading"), 3e-3),
+    **{name: Entry(partial(_baseline, aggregation=name), 3e-3) for name in BASELINES},
 }
 """By name; each optimizer has ``stats()``."""
 
 FREEZE = ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")
 """Those that send floats until they freeze."""
 
-AGREE_IN_ROUNDS = ("marsit", *AGGREGATIONS)
+AGREE_IN_ROUNDS = ("marsit", *BASELINES)
 """Those of them that take a topology and local steps."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ... import Recorder, recording
 from ...comm import Topology, torus_rows
-from ..arguments import InputError
+from ..arguments import InputError, installed
 from ..corpus import Corpus, load_text
 from ..transformer import SIZES, ByteTransformer
 from .display import Display
@@ -228,6 +228,8 @@ def check(job: Job, world_size: int) -> None:
     Raises:
         InputError: with one line that says what is wrong.
     """
+    if job.topology == "auto" and not installed("plan"):
+        raise InputError("--topology auto needs fusedonebit plan, which is not installed")
     in_rounds = [name for name in job.optimizers if name in AGREE_IN_ROUNDS]
     if job.local_steps > 1 and in_rounds:
         for flag, steps in (("--steps", job.steps), ("--eval-every", job.eval_every), ("--save-every", job.save_every)):
