@@ -137,7 +137,7 @@ def test_the_mean_follows_the_mean_of_all_signs():
     assert apart.max() < 6 * LR
 
 
-def test_coordinates_without_a_gradient_tremble_but_do_not_drift():
+def test_coordinates_without_a_gradient_toss_a_coin_and_do_not_drift():
     def run(rank, transport):
         p = torch.nn.Parameter(torch.zeros(4096))
         optimizer = OneBitLion([p], LR, process_group=transport)
