@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.registry import Report
-from benchmarks.versions import KERNELS, STEPS, compare, count
+from benchmarks.versions import DELETED, KERNELS, LIMITS, RECORD, STEPS, compare, count
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +23,32 @@ def test_versions_take_turns_in_every_step_and_kernel():
     assert [row["call"] for row in rows] == [*(f"step {s}" for s in STEPS), *(f"kernel {k}" for k in KERNELS)]
     assert all(row["old ms"] > 0 and row["new ms"] > 0 for row in rows)
     assert {row["limit"].split(", ")[-1] for row in rows} == {"not judged", "no C any more"}
+
+
+def test_the_record_judges_every_call_and_none_is_slower_both_in_the_median_and_at_best(capsys):
+    """The record was made beside other work, which lengthens the median or the best of single calls.
+
+    So one of the two beyond its limit is printed; both are a regression. Kernels without C are not judged.
+    """
+    _, table = json.loads(RECORD.read_text())["tables"]
+    rows = table["rows"]
+    assert [row["call"] for row in rows] == [*(f"step {s}" for s in STEPS), *(f"kernel {k}" for k in KERNELS)]
+    slower = []
+    for row in rows:
+        kind, _, what = row["call"].partition(" ")
+        if what.partition(",")[0] in DELETED:
+            assert row["limit"] == "no C any more"
+            continue
+        limit = LIMITS[kind]
+        assert row["limit"] == f"<= {limit}: {'PASS' if row['ratio'] <= limit else 'FAIL'}"
+        assert row["ratio"] == pytest.approx(row["new ms"] / row["old ms"])
+        assert row["of minima"] == pytest.approx(row["new min"] / row["old min"])
+        if max(row["ratio"], row["of minima"]) > limit:
+            with capsys.disabled():
+                print(f"{row['call']}: {row['ratio']:.3f}, of minima {row['of minima']:.3f}; at most {limit}")
+        if min(row["ratio"], row["of minima"]) > limit:
+            slower.append(row["call"])
+    assert not slower
 
 
 def test_lines_count_each_file_once_and_applications_apart(tmp_path: Path):
