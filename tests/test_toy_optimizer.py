@@ -126,6 +126,20 @@ def test_one_worker_is_its_formula_bit_for_bit_and_all_ranks_are_identical():
     assert not torch.equal(several[0][1], several[1][1]), "momenta are each worker's own"
 
 
+class Undecayed(Signum):
+    """Its groups have no weight_decay."""
+
+    def __init__(self, params: Any) -> None:
+        FeedbackOptimizer.__init__(self, params, {"lr": LR, "betas": (BETA, 0.99)}, process_group=None)
+
+
+def test_groups_without_weight_decay_do_not_decay():
+    with_none = Signum(parameters())
+    with_none.param_groups[0]["weight_decay"] = 0.0
+    without = Undecayed(parameters())
+    assert all(map(torch.equal, train(without, 0, range(3)), train(with_none, 0, range(3))))
+
+
 # ---------------------------------------------------------------- what it gets
 
 

@@ -224,7 +224,7 @@ class CoefficientTable:
                 # SGD's momentum takes all of the gradient.
                 1.0 if "momentum" in group else 1.0 - float(group["betas"][0]),
                 float(group.get("eps", 0.0)),
-                float(group["weight_decay"]),
+                float(group.get("weight_decay", 0.0)),
                 -1.0 if group["maximize"] else 1.0,
                 float(_betas(group)[1]) if self.variance_betas is None else self.variance_betas[i],
                 *(float(group[name]) for name in self.columns.values()),
