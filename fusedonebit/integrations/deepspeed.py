@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from ..core.settings import FAULTS, NUMERICS, Faults, Layerwise, Numerics, Params, Ranks, values_of
+from ..core.settings import FAULTS, NUMERICS, Faults, Layerwise, Numerics, values_of
+from ..optim.adam import OneBitAdam
+from ..optim.onebit_lamb import OneBitLamb
 from ..optim.policies import DeepSpeedRounds, DeepSpeedVariance
+from ..optim.zero_one import ZeroOneAdam
+from .deepspeed_zero_one import DeepSpeedZeroOneAdam
 
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 """How DeepSpeed moved bytes; here the process group says that."""
@@ -26,7 +30,6 @@ _LAMB_KEYS = {
 """DeepSpeed's names of what 1-bit LAMB adds: ours, and its defaults."""
 
 _T = TypeVar("_T", Numerics, Faults)
-_Optimizer = TypeVar("_Optimizer", bound=Any)
 
 NUMERICS_OF_ALL = Numerics(
     scale_norm="l2", scale_scope="global", precondition=False, variance_floor=0.0, bias_correction=False
@@ -44,40 +47,6 @@ class DeepSpeedLayerwise(Layerwise):
     """
 
     variant: str = "deepspeed"
-
-
-class FromDeepSpeed:
-    """Gives an optimizer ``from_deepspeed``."""
-
-    deepspeed_arguments: ClassVar[Callable[..., dict[str, Any]]]
-    """Translates a config to arguments of the constructor."""
-
-    @classmethod
-    def from_deepspeed(
-        cls: type[_Optimizer], params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
-    ) -> _Optimizer:
-        """Make the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
-
-        Those are: l2 scales over everything and no bias correction. Of two stages also: coordinates with v == 0 are
-        left as they are, and ``freeze_step`` F means F - 1 uncompressed updates: DeepSpeed's first ``step()`` only
-        sets up its buffers and drops the gradient, but is counted. Ours drops none. Of LAMB also:
-        ``integrations.deepspeed.DeepSpeedLayerwise``. Of 0/1 Adam: intervals count steps, that first one included;
-        gradients are compressed until the variance is frozen, and weight decay is part of what is summed and of the
-        rebuilt momentum (``integrations.deepspeed_zero_one``). Where learning rates change the residuals follow
-        them; those of DeepSpeed's 0/1 Adam do not.
-
-        Args:
-            params: As for the constructor; per-group settings override the config's.
-            config: The optimizer block, ``{"type": "OneBitAdam", "params": {...}}``, or its params.
-            process_group: As for the constructor.
-            options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
-                and ``faults`` say.
-
-        Raises:
-            ValueError: for another optimizer, an unknown key, or a value with no counterpart.
-        """
-        made: _Optimizer = cls(params, **cls.deepspeed_arguments(config, **options), process_group=process_group)
-        return made
 
 
 def onebit_adam_arguments(
@@ -188,3 +157,8 @@ def _nothing_left(given: dict[str, Any]) -> dict[str, Any]:
     if given:
         raise ValueError(f"unknown keys in the DeepSpeed config: {', '.join(sorted(given))}")
     return {}
+
+
+OneBitAdam.translate_deepspeed(onebit_adam_arguments)
+OneBitLamb.translate_deepspeed(onebit_lamb_arguments)
+ZeroOneAdam.translate_deepspeed(zero_one_adam_arguments, DeepSpeedZeroOneAdam)

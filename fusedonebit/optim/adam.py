@@ -10,8 +10,8 @@ from torch import Tensor
 from ..comm import Told
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
-from ..integrations.deepspeed import FromDeepSpeed, onebit_adam_arguments
 from .averaging import AdamUpdate
+from .from_deepspeed import FromDeepSpeed
 from .two_stage import OneBitOptimizer
 
 
@@ -59,8 +59,6 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         loss.backward()
         optimizer.step()
     """
-
-    deepspeed_arguments = staticmethod(onebit_adam_arguments)
 
     def __init__(
         self,

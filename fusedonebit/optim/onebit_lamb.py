@@ -33,8 +33,8 @@ from ..core.settings import (
 from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..integrations.deepspeed import FromDeepSpeed, onebit_lamb_arguments
 from ..triton_kernels import Coef, Layer, lamb_ratio, lamb_rescale, live_variance
+from .from_deepspeed import FromDeepSpeed
 from .lamb import LambUpdate
 from .two_stage import OneBitOptimizer
 
@@ -136,7 +136,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         "unit_is_known": Field(FLAG, False),
         "started": Field(FLAG, False),
     }
-    deepspeed_arguments = staticmethod(onebit_lamb_arguments)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ Between steps the momentum is either floats, ``exp_avg``, or, after a round of b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +16,13 @@ from ..comm.absent import Kept, absence
 from ..core.consensus import failure
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
-from ..integrations.deepspeed import zero_one_adam_arguments
 from ..triton_kernels import Coef, add_values, local_step
+from .from_deepspeed import FromDeepSpeed
 from .policies import DoublingVariance, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
 from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 
 
-class ZeroOneAdam(ZeroOneState):
+class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     r"""Adam whose workers talk in some steps only, and then mostly in one bit per parameter.
 
     A round begins with parameters x, momentum m and variance v that are equal on all ranks. Either it renews the
@@ -88,15 +88,6 @@ class ZeroOneAdam(ZeroOneState):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance_policy": DoublingVariance() if variance_policy is None else variance_policy}
         super().__init__(params, defaults, **shared, sync_policy=sync_policy, max_grad_norm=max_grad_norm)
-
-    @classmethod
-    def from_deepspeed(
-        cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
-    ) -> ZeroOneAdam:
-        """Make the optimizer that a DeepSpeed config describes; see ``OneBitAdam.from_deepspeed``."""
-        from ..integrations.deepspeed_zero_one import DeepSpeedZeroOneAdam
-
-        return DeepSpeedZeroOneAdam(params, **zero_one_adam_arguments(config, **options), process_group=process_group)
 
     def check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
