@@ -222,11 +222,7 @@ def lamb_ratio_kernel(
         g = rules.rebuilt_gradient(m, tl.where(running, last, held), k)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         v = io.only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
-        if DEEPSPEED:
-            ratio = tl.div_rn(rules.denominator(frozen, k, EPS_INSIDE_SQRT), rules.denominator(v, k, EPS_INSIDE_SQRT))
-        else:
-            ratio = tl.div_rn(frozen, v)
-        ratio = io.only_active(tl.where(ratio >= 0, ratio, 0.0), mask, row)  # not where it is 0/0 or inf/inf
+        ratio = io.only_active(rules.variance_ratio(frozen, v, k, EPS_INSIDE_SQRT, DEEPSPEED), mask, row)
         tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
         tl.store(fresh + b * BLOCK_SIZE + i, v)
         tl.store(last_at, signs)
@@ -283,9 +279,7 @@ def lamb_ratio(
             m, last = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last))
         g = rules.rebuilt_gradient(m, last if started else held, k)
         v = only_live(rules.variance(held if started else frozen, g, k), live, live_row, tile)
-        above, below = (rules.denominator(x, k, eps_inside_sqrt) if deepspeed else x for x in (frozen, v))
-        ratio = above / below
-        ratio = tl.where(ratio >= 0, ratio, 0.0)  # not where it is 0/0 or inf/inf
+        ratio = rules.variance_ratio(frozen, v, k, eps_inside_sqrt, deepspeed)
         largest[b] = only_live(ratio, live, live_row, tile).amax(1)
         held.copy_(v)
         last_packed.copy_(packed)
@@ -324,9 +318,8 @@ def lamb_rescale_kernel(
         if norms is not None:
             adam = tl.sqrt(io.sum_of(norms, begin, end, LANES))
             r = rules.blended(r, adam, tl.sqrt(io.sum_of(norms + norms_stride, begin, end, LANES)))
-        r = rules.limited(r, last, k, DEEPSPEED)
-        r = tl.where(found > 0, r, last).to(tl.float32)
-        c = r.to(tl.float64) * tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
+        c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
+        r, c = rules.rescaled(rules.limited(r, last, k, DEEPSPEED), found, last, c_avg)
         tl.store(layers + RATIO * tensors + t, r)
         tl.store(layers + COEFFICIENT * tensors + t, c.to(tl.float32))
         if t == 0:
@@ -356,8 +349,8 @@ def lamb_rescale(
     found = torch.segment_reduce(largest, "max", offsets=layer_start, initial=0.0).double()[:, None]
     last = layers[RATIO, :, None].double()
     r = found if norms is None else rules.blended(found, *_norms_of(norms, layer_start))
-    r = torch.where(found > 0, rules.limited(r, last, coef, deepspeed), last).float()
-    c = r.double() * layers[AVERAGE, :, None].double()
+    c_avg = layers[AVERAGE, :, None].double()
+    r, c = rules.rescaled(rules.limited(r, last, coef, deepspeed), found, last, c_avg)
     layers[RATIO], layers[COEFFICIENT] = r[:, 0], c[:, 0]
     started.fill_(1)
     _write_step(c, coef)

@@ -227,6 +227,16 @@ def average(c_avg, c, k, DEEPSPEED: tl.constexpr):
 
 
 @rule
+def variance_ratio(frozen, v, k, EPS_INSIDE_SQRT: tl.constexpr, DEEPSPEED: tl.constexpr):
+    """v_{T_w} / v_t (Algorithm 1, line 17), 0 where it is 0/0 or inf/inf; DeepSpeed's is that of the denominators."""
+    if DEEPSPEED:
+        frozen = denominator(frozen, k, EPS_INSIDE_SQRT)
+        v = denominator(v, k, EPS_INSIDE_SQRT)
+    ratio = tl.div_rn(frozen, v)
+    return tl.where(ratio >= 0, ratio, 0.0)
+
+
+@rule
 def blended(r, adam, u):
     """DeepSpeed's r, with the share of the weight decay: R*r + 1 - R, R = min(1, |m/denom|/|u|); float64."""
     share = tl.where(adam < u, adam / u, 1.0)
@@ -244,6 +254,13 @@ def limited(r, last, k, DEEPSPEED: tl.constexpr):
     if not DEEPSPEED:
         r = tl.minimum(tl.maximum(r, low), high)
     return r
+
+
+@rule
+def rescaled(r, found, last, c_avg):
+    """r_t, the last one in a layer that found no ratio, and c_t = r_t * c_avg (line 20); float64, r in float32."""
+    r = tl.where(found > 0, r, last).to(tl.float32)
+    return r, r.to(tl.float64) * c_avg
 
 
 @rule
