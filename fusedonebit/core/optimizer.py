@@ -19,11 +19,11 @@ from ..triton_kernels import Coef, block_table
 from ..triton_kernels.tables import capturing, tables_of
 from . import consensus, copies, inspection, step_op
 from .handshake import ddp_averages, warn_of_averages
-from .options import LAMB_KEYS, CoefficientTable, check_group, check_lr, numbers, read_once
+from .options import CoefficientTable, check_group, check_lr, numbers, read_once
 from .outcome import Outcomes
 from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES
-from .settings import NUMERICS, WIRE, Options, Params, Ranks
+from .settings import NUMERICS, WIRE, Layerwise, Options, Params, Ranks, names_of
 from .sharding import group_of
 from .state import loading, saving
 from .state.keeper import Keeper, Phase
@@ -203,8 +203,8 @@ class DistributedOptimizer(Keeper):
         for key in ("frozen_dtype", "freeze_step"):
             if key in group:
                 raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
-        for key in LAMB_KEYS:
-            if key in group and key not in self.hyper_parameters:
+        for key in group:
+            if key in names_of(Layerwise) and key not in self.hyper_parameters:
                 raise ValueError(
                     f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
                 )

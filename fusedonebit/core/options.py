@@ -57,10 +57,6 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
     return group["betas"] if "betas" in group else (group["momentum"], 0.0)
 
 
-LAMB_KEYS = ("c_min", "c_max", "beta3", "r_min", "r_max", "r_threshold")
-"""Hyper-parameters of a group that LAMB and 1-bit LAMB add."""
-
-
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:

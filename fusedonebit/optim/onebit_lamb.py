@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..comm import Told
 from ..comm.absent import Kept, absence
-from ..core.options import LAMB_KEYS
 from ..core.scaling import Agreed
 from ..core.settings import (
     FAULTS,
@@ -35,7 +34,7 @@ from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_ratio, lamb_rescale, live_variance
 from .from_deepspeed import FromDeepSpeed
-from .lamb import LambUpdate
+from .lamb import LambOptions, LambUpdate
 from .two_stage import OneBitOptimizer
 
 QUIET = 0.03
@@ -56,7 +55,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 
     objects: ClassVar = {**OneBitOptions.objects, "layerwise": Layerwise}
     takes: ClassVar = OneBitOptions.takes | names_of(Layerwise) | {"variant"}
-    grouped: ClassVar = (*OneBitOptions.grouped, *LAMB_KEYS)
+    grouped: ClassVar = (*LambOptions.grouped, "r_min", "r_max", "r_threshold")
     told: ClassVar = (*OneBitOptions.told, "variant")
 
     @property

@@ -15,7 +15,8 @@ from ...comm.agreement import Fact
 from ...errors import warn
 from ...triton_kernels import unpack
 from ..consensus import agree_on, failure
-from ..options import LAMB_KEYS, numbers
+from ..options import numbers
+from ..settings import Layerwise, names_of
 from ..sharding import local
 from . import entries, integrity
 from . import header as header_rules
@@ -201,7 +202,7 @@ def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any], of_adamw: bool)
 
 def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*LAMB_KEYS, KEY, "added_at"} - set(keeper.hyper_parameters)
+    foreign = {*names_of(Layerwise), KEY, "added_at"} - set(keeper.hyper_parameters)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in keeper.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
