@@ -107,22 +107,23 @@ class MarsitOptimizer(MarsitState):
         self._phase = "local"
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take the last step of a round (lines as ``fusedonebit.reference`` numbers them).
-
-        1. Each worker adds its update, eta_l * g or what SGD or Adam make of g, to its compensation (Algorithm 1,
-           line 1). On their way from worker to worker the signs of all become one sign per coordinate (2 to 9); in
-           rounds of full precision the mean of all is taken (11). That is g_t (Algorithm 2, line 5).
-        2. x = x - g_t (Algorithm 2, line 6); of several local steps from the x that all had before.
-        3. Each keeps what g_t has not taken from its v, c = v - g_t (10): ``scale`` and bits say it, and it is formed
-           when v is next read. After full precision c = 0 (12).
-        """
+        """Take the last step of a round: Algorithm 2, which calls Algorithm 1; lines as ``fusedonebit.reference``'s."""
         reducer, several = self.reducer, self.options.local_steps > 1
         own = self._leaving_out(agreed.limited(coef)) if several else agreed.limited(coef)
         moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
         told = told._replace(changed=moments, goes=self._global_step(coef))
-        self._synchronise(lambda part, chunks: self._add(part, grads, own, chunks, agreed), told, coef)  # 1
-        self._apply()  # 2
-        reducer.forget()  # 3
+
+        def add(part: RoundAllReduce, chunks: slice) -> None:
+            # Algorithm 1, line 1: eta_l * g, or what SGD or Adam make of g, and the compensation.
+            self._add(part, grads, own, chunks, agreed)
+
+        # Algorithm 2, line 5. Algorithm 1, lines 2 to 9: on their way from worker to worker the signs of all become
+        # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
+        self._synchronise(add, told, coef)
+        # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
+        self._apply()
+        # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
+        reducer.forget()
         self._phase = "uncompressed" if reducer.full_precision else "one-bit"
         self._end_round(reducer.full_precision)
 

@@ -260,15 +260,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         return torch.where(size > 0, mean / size, 1.0).float()
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take a step of Algorithm 1's compression stage (lines as ``fusedonebit.reference`` numbers them).
-
-        1. Workers and servers average the momenta, scaled to one size, at one bit per element (6 to 13; section 4.3).
-        2. Each layer's gradient is rebuilt from m_t and m_{t-1} (15), its fresh variance follows (16), and each block
-           gets its largest v / fresh v (17).
-        3. r, the layer's largest (17), is clipped, in its change and in its range (18, 19), and c = r * c_avg (20).
-        4. x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen (21).
-        """
-        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)  # 1
+        """Take a step of Algorithm 1's compression stage, its lines numbered as in ``fusedonebit.reference``."""
+        # Lines 6 to 13: workers and servers average the momenta, each layer's scaled to one size (section 4.3).
+        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)
         skip, kept = self.reducer.flags, self._last_kept() if self._adaptive else None
         if self._adaptive:
             norms = self._norms if self._deepspeed else None
@@ -276,16 +270,19 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             momenta = (*new, *last, self.exp_avg_sq, self._fresh, self._started)
             inside, precondition = self.options.eps_inside_sqrt, self.options.precondition
             flags, where = (inside, precondition, self._deepspeed), (coef, *self._tables, skip, self._largest)
-            lamb_ratio(self.parameters.dense, *self._places, *momenta, *flags, *where, norms)  # 2
+            # Line 15: g, rebuilt from m_t and m_{t-1}; line 16: its variance; line 17: the largest v / that, by block.
+            lamb_ratio(self.parameters.dense, *self._places, *momenta, *flags, *where, norms)
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
-            with self._layers_kept():  # 3
+            # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
+            with self._layers_kept():
                 lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
         else:  # "LAMB + basic 1-bit" (section 3.4): c = c_avg
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
-        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)  # 4
+        # Line 21: x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen.
+        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)
         if kept is not None and self._absent is not None:
             kept.restore(self._absent)
 
