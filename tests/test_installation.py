@@ -121,19 +121,10 @@ def test_every_way_to_install_it_brings_all_of_it(how: str, clone: Path, python:
     site = imported(python, elsewhere)
     assert site == clone / "fusedonebit" if "-e" in how else site.is_relative_to(tmp_path / "environment")
     assert run(python.parent / "fusedonebit", "--version", cwd=elsewhere) == f"fusedonebit {fusedonebit.__version__}\n"
-    for file in ("report/page.html", "triton_kernels/native/access.h", "py.typed"):
+    for file in ("apps/report/page.html", "triton_kernels/native/block_io.h", "py.typed"):
         assert (site / file).is_file(), file
     if clone.exists():  # where the reader is after `git clone ...; cd fusedonebit; pip install .`
         assert imported(python, clone) == clone / "fusedonebit"
-        launch = (
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "fusedonebit.apps.cli",
-            "train",
-        )
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusedonebit", "train")
         small = ("--model", "tiny", "--batch-size", "2", "--seq-len", "16", "--steps", "4", "--freeze-step", "2")
         assert "onebit-adam" in run(python, *launch, *small, "--out", tmp_path / "out", cwd=clone)
