@@ -385,7 +385,7 @@ ON_ALL = {
     backward_twice: MISUSE[backward_twice],
     save: (RuntimeError, "have been sent by the backward pass"),
     load: (RuntimeError, "have been sent by the backward pass"),
-    scaler: (RuntimeError, "GradScaler can't be used with Wire(overlap=True)"),
+    scaler: (RuntimeError, r"GradScaler can't be used with Wire\(overlap=True\)"),
 }
 
 
