@@ -14,10 +14,11 @@ from ..triton_kernels import FlatLayout, LiveTable, choose_block_size, live_tabl
 from .options import numbers, stated
 from .params import ParameterList, materialise_group
 from .sharding import check_groups, levels, local
-from .state.keeper import Keeper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .state.keeper import Keeper
 
 
 def check_device(device: torch.device) -> None:

@@ -54,6 +54,8 @@ class Setting:
     transport: Transport
     key: Key
     model: int
+    earlier: Callable[[Key, str], list[dict[str, Any]]]
+    """Returns each model's state at the freeze, in another seed's run with the optimizer that it names."""
 
 
 Make = Callable[[Setting], torch.optim.Optimizer]
@@ -164,9 +166,7 @@ def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
     with _EARLIER_LOCK:
         earlier = (make, of.task, of.key.seed, of.model)
         if earlier not in _EARLIER:
-            from .run import earlier_states
-
-            for model, state in enumerate(earlier_states(of.key, of.key.optimizer.removesuffix("-warm-start"))):
+            for model, state in enumerate(of.earlier(of.key, of.key.optimizer.removesuffix("-warm-start"))):
                 _EARLIER[make, of.task, of.key.seed, model] = state
     return make(of, freeze_step=Freeze(step=0, warm_start=_EARLIER[earlier]))
 

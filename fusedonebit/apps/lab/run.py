@@ -74,7 +74,7 @@ class Worker:
         self.batch_size = max(1, self.task.batch_size // key.workers)
         make = CONTENDERS[key.optimizer]
         self.optimizers = [
-            make(Setting(list(model.parameters()), self.task, self.freeze_step, transport, key, index))
+            make(Setting(list(model.parameters()), self.task, self.freeze_step, transport, key, index, earlier_states))
             for index, model in enumerate(self.trial.models)
         ]
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(o, self._lr_factor) for o in self.optimizers]
