@@ -266,7 +266,7 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
         stats = optimizer.stats(layers=True)
     assert ("Triton" in stats["backend"]) == (backend == "triton")
     assert (stats["step"], stats["skipped_steps"]) == (29, 1)
-    assert stats["phase"] == ("uncompressed" if make is Lamb else "compression")
+    assert stats["phase"] == ("uncompressed" if kind == "uncompressed" else "compression")
     return [p.detach() for p in params], stats["layers"]
 
 
