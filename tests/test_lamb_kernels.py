@@ -270,6 +270,15 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
     return [p.detach() for p in params], stats["layers"]
 
 
+OF_A_RANK = "residual_over_momentum"  # each rank's own, of two float64 sums, which each backend adds in its own order
+
+
+def assert_same(layers: dict, others: dict, same_rank: bool = True) -> None:
+    if same_rank:
+        assert layers.get(OF_A_RANK, []) == pytest.approx(others.get(OF_A_RANK, []), rel=1e-14)
+    assert {k: v for k, v in layers.items() if k != OF_A_RANK} == {k: v for k, v in others.items() if k != OF_A_RANK}
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize(
@@ -279,7 +288,7 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
 def test_30_steps_through_the_kernels_give_identical_parameters(kind):
     (plain, layers), (triton, same_layers) = train(0, 1, "plain", kind), train(0, 1, "triton", kind)
     assert all(torch.equal(a, b) for a, b in zip(plain, triton, strict=True))
-    assert layers == same_layers
+    assert_same(layers, same_layers)
     if kind in ("adaptive", "deepspeed", "preconditioned"):
         assert any(r != 1 for r in layers["ratio"])
 
@@ -287,10 +296,12 @@ def test_30_steps_through_the_kernels_give_identical_parameters(kind):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
-    (plain, _), (triton, other) = (run_ranks(train, 2, backend, "adaptive") for backend in ("plain", "triton"))
-    for a, b in ((plain, triton), (triton, other)):
-        assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
-        assert a[1] == b[1]
+    plain, triton = (run_ranks(train, 2, backend, "adaptive") for backend in ("plain", "triton"))
+    for rank in range(2):
+        for runs, same_rank in (((plain[rank], triton[rank]), True), ((triton[0], triton[rank]), rank == 0)):
+            (params, layers), (others, other_layers) = runs
+            assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+            assert_same(layers, other_layers, same_rank)
 
 
 COMPRESSED = {"momentum_compress": 1, "finish": 2, "server_reduce": 1, "apply_momentum": 1}
