@@ -107,8 +107,8 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     count = len(layout.sizes)
     # Of each tensor float64 updates, in all, in its variance, and what the two differ by.
     tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 3 * 8 * count
-    # Partial sums float64 [3, B] and of the chunk; messages to all, and its own.
-    scratch = 24 * blocks + 24 * served + (ranks + 1) * message
+    # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
+    scratch = 28 * blocks + 28 * served + (ranks + 1) * message
     if lamb:
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
         tensors += 4 * count  # the tail's words of each tensor

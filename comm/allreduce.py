@@ -53,6 +53,7 @@ class ErrorFeedback:
 
     Attributes:
         scale: float32 [blocks], s.
+        settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
         partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
     """
@@ -60,11 +61,10 @@ class ErrorFeedback:
     def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
         device, blocks = compensated.device, len(segment)
         self.compensated = compensated
-        self.scale = torch.zeros(blocks, device=device)
+        self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
         self._norm = norm
         self._ternary = ternary
-        self._settled: tuple[Tensor, Tensor] | None = None  # the squares of the last step, which settling would lose
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         self.segment = segment.to(device, torch.int32)
         self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
@@ -77,7 +77,7 @@ class ErrorFeedback:
 
     def finish(self, messages: Messages) -> None:
         """Make the scales from ``partials`` and write them, and the flag, into the messages."""
-        self._settled = None
+        self.settled.zero_()
         finish(
             self.partials,
             self.segment,
@@ -91,16 +91,20 @@ class ErrorFeedback:
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
-        square, errors = self._squares()
-        self._settled = square.clone(), errors
         if not self.compensated.numel():  # nothing is kept
             return
+        self.settled += self.scale
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
     def forget(self) -> None:
         """Drop the residual, settled before, which somebody else has taken."""
-        self.compensated.zero_()
-        self._settled = (torch.zeros_like(self.partials[0]),) * 2
+        for tensor in (self.compensated, self.settled, self.partials):
+            tensor.zero_()
+
+    @property
+    def scratch(self) -> tuple[Tensor, Tensor]:
+        """Return what no later step reads."""
+        return self.partials, self.settled
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""
@@ -116,10 +120,8 @@ class ErrorFeedback:
 
     def _squares(self) -> tuple[Tensor, Tensor]:
         """Return c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
-        if self._settled is not None:
-            return self._settled
         absolute, square, _, *nonzero = self.partials.unbind(0)
-        s, numel = self.scale.double(), nonzero[0] if self._ternary else self._live.numel
+        s, numel = (self.scale + self.settled).double(), nonzero[0] if self._ternary else self._live.numel
         return square, square - s * (2 * absolute - s * numel)
 
 
@@ -298,15 +300,15 @@ class CompressedAllReduce(FeedbackReducer):
         worker, server = self.worker, self.server
         rows = absence(self.layout, missing, self.device).rows
         served = absence(self.layout, missing, self.device, self._own).rows
-        of_worker = [worker.scale, worker.partials, self.scale]
+        of_worker = [worker.scale, worker.settled, worker.partials, self.scale]
         own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
         self.kept = [
             Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=of_worker),
-            Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.partials]),
+            Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.settled, server.partials]),
         ]
 
-    def _scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.scale, self.worker.scale, self.server.scale
+    def _scales(self) -> tuple[Tensor, ...]:
+        return self.scale, self.worker.scale, self.worker.settled, self.server.scale, self.server.settled
 
     def _finish(self) -> None:
         """Write the scales of what was compressed to the messages, and whether it was finite."""

@@ -247,12 +247,12 @@ class FeedbackReducer(Reducer, Protocol):
     def wire_bytes(self) -> int:
         nbytes = 0
         for part in self.parts:
-            scratch = (part.to_servers.buffer, part.served.buffer, part.worker.partials, part.server.partials)
+            scratch = (part.to_servers.buffer, part.served.buffer, *part.worker.scratch, *part.server.scratch)
             nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
         return nbytes
 
     def state(self) -> list[Tensor]:
         held = [self, *self.parts, *(side for part in self.parts for side in (part.worker, part.server))]
-        scratch = {id(side.partials) for part in self.parts for side in (part.worker, part.server)}
+        scratch = {id(each) for part in self.parts for each in (*part.worker.scratch, *part.server.scratch)}
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
         return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]

@@ -66,6 +66,31 @@ def test_looking_at_a_run_does_not_change_what_stats_say(name, plain):
         assert before["worker_error_norm"] == pytest.approx(float(error.norm()), rel=1e-5)
 
 
+@EACH_ONEBIT
+@pytest.mark.parametrize("held", [True, False])
+def test_looking_at_a_run_does_not_change_what_stats_say_after_a_step_that_leaves_a_residual_as_it_is(name, held):
+    """One that is held back, as for an overflow, leaves all; one without some gradients those tensors' residuals."""
+    told = []
+    for looks in (False, True):
+        params = parameters()
+        optimizer = construct(name, params, freeze_step=1, **UNGUARDED)
+        for i in range(4):
+            step(optimizer, params, i)
+        if looks:
+            optimizer.state_dict()
+        if held:
+            optimizer.found_inf = torch.ones(())  # as a GradScaler does
+            step(optimizer, params, 4)
+        else:
+            for p in params[1:]:
+                p.grad = None
+            optimizer.step()
+        stats = optimizer.stats(layers=True)
+        told.append([stats[key] for key in ("worker_error_norm", "server_error_norm", "compensated_norm", "layers")])
+    assert 0 < told[0][0] < told[0][2]
+    assert told[1] == told[0]
+
+
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("given", ["tensor", "none", "number"])
 def test_params_that_are_no_list_on_one_rank_are_an_error_on_every_rank(given):
