@@ -366,6 +366,12 @@ def random_bits(low: int, seed: int) -> int:
 
 
 @rule
+def untied(c, bits: int):
+    """c, or -1 where it is 0 and a coin shows tails: a vote has no zero, and 0 is taken for positive."""
+    return tl.where((c == 0) & ((bits & 1) == 0), -1.0, c)
+
+
+@rule
 def half(u: int) -> int:
     """What rounds the 32 bits of a number to the nearest bfloat16, to even where two are as near."""
     return 0x7FFF + ((u >> 16) & 1)

@@ -43,8 +43,7 @@ def vote_kernel(
         tl.store(exp_avg + b * BLOCK_SIZE + i, tl.where(finite & mask & (not held), new, m))
         c = tl.where(finite, c, m)
         low, seed = io.random_words(step, b, i, BLOCK_SIZE)
-        coin = rules.random_bits(low, seed) & 1
-        c = tl.where(c == 0, coin.to(tl.float32) - 0.5, c)
+        c = rules.untied(c, rules.random_bits(low, seed))
         byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         tl.store(byte, io.bytes_of(tl.where(mask, c, 0.0) >= 0))
         bad = io.any_of(~finite & mask)
@@ -93,9 +92,8 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
             mask, finite = live_mask(live, live_row, tile), rules.finite(new) & rules.finite(c)
             if not (hold or (finite if mask is None else finite | ~mask).all()):
                 flags |= io.NONFINITE
-            c = tl.where(finite, c, m)
-            coin = (random_bits(step, tile, block_size) & 1) * 2.0 - 1
-            c = only_live(tl.where(c == 0, coin, c), live, live_row, tile)
+            c = rules.untied(tl.where(finite, c, m), random_bits(step, tile, block_size))
+            c = only_live(c, live, live_row, tile)
             pack(c.reshape(-1), bits[tile.chunk, tile.bytes])
             written = finite & (hold == 0) if mask is None else finite & (hold == 0) & mask
             moments[tile.blocks] = tl.where(written, new, m)

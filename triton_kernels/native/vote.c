@@ -1,13 +1,13 @@
 /* A worker's vote: the kernel of op NAME, whose arithmetic is RULE. */
 
-/* Where the update is 0 a coin makes it 1 or -1. */
+/* Few are tied: bits are drawn where they count. */
 static void toss(float *restrict c, int64_t b, const int64_t *step, int64_t n)
 {
     uint64_t first = (uint64_t)b * n;
     uint32_t seed = block_seed(first >> 32, *step);
     for (int64_t i = 0; i < n; i++)
         if (c[i] == 0)
-            c[i] = random_bits(first + i, seed) & 1 ? 1.0f : -1.0f;
+            c[i] = untied(c[i], random_bits(first + i, seed));
 }
 
 /* The new momentum and the update; where they are not finite m itself. Returns whether one that counts was not. */
