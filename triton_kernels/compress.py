@@ -42,14 +42,14 @@ def momentum_compress_kernel(
     m = io.scaled(signs, nonzero, scale, TERNARY)
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
     place = io.place_of(grads, tensors, t, block_start, b)
-    g = rules.gradient_share(io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS), k)
+    g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
-        g = rules.preconditioned(g, v, k, EPS_INSIDE_SQRT)
+        c = rules.with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT)
     else:
-        g = rules.in_unit(g, k)
+        c = rules.with_gradient(kept, g, k)
     # The mask is read again, so that no register holds it meanwhile.
-    c = io.only_active(g + kept, io.counting(live, row, i, BLOCK_SIZE), row)
+    c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     finite = rules.finite(c)
     c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK_SIZE + i, c)
@@ -94,12 +94,12 @@ def momentum_compress(
         k = coef[block_tensor[b]]
         m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
         kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
-        g = rules.gradient_share(gather(grads, tile, block_size), k)
+        g = gather(grads, tile, block_size)
         if exp_avg_sq is None:
-            g = rules.in_unit(g, k)
+            new = rules.with_gradient(kept, g, k)
         else:
-            g = rules.preconditioned(g, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
-        new = only_live(g.add_(kept), live, live_row, tile)
+            new = rules.with_preconditioned(kept, g, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
+        new = only_live(new, live, live_row, tile)
         if not write_partials(new, partials[:, b]):
             finite = rules.finite(new)
             new = tl.where(finite, new, kept)

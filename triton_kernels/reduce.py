@@ -88,6 +88,7 @@ def server_reduce_kernel(
     c = tl.zeros(i.shape, tl.float32)
     if compensated is not None:
         c = rules.residual(tl.load(compensated + b * BLOCK_SIZE + i), tl.load(server_scale + b), TERNARY)
+    # Each backend has its own sum over ranks: rules are elementwise.
     total = tl.zeros(i.shape, tl.float32)
     if tl.load(skip) == 0:
         # Pointers that move on: w * stride would need 64 bits.

@@ -177,9 +177,15 @@ def gradient_share(g, k):
 
 
 @rule
-def in_unit(x, k):
-    """unit * x: one scale then suits all layers (1-bit LAMB, section 4.3)."""
-    return x * of(k, UNIT)
+def with_gradient(kept, g, k):
+    """c = unit * (1 - beta1) * g_t + kept: one scale then suits all layers (1-bit LAMB, section 4.3)."""
+    return gradient_share(g, k) * of(k, UNIT) + kept
+
+
+@rule
+def with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT: tl.constexpr):
+    """c, where the unit is 1/denominator of each coordinate."""
+    return preconditioned(gradient_share(g, k), v, k, EPS_INSIDE_SQRT) + kept
 
 
 # ---------------------------------------------------------------- LAMB and 1-bit LAMB (Li et al., 2021)

@@ -41,14 +41,14 @@ static void compensate(float *restrict c, float *restrict kept, const float *res
         PREFETCH(c + i, n);
         LANES kept[i + j] = carried(m[i + j], c[i + j], s, k, ternary);
         if (!v) {
-            LANES c[i + j] = in_unit(gradient_share(g[i + j], k), k) + kept[i + j];
+            LANES c[i + j] = with_gradient(kept[i + j], g[i + j], k);
             continue;
         }
         PREFETCH(v + i, n);
         if (eps_inside)
-            LANES c[i + j] = preconditioned(gradient_share(g[i + j], k), v[i + j], k, 1) + kept[i + j];
+            LANES c[i + j] = with_preconditioned(kept[i + j], g[i + j], v[i + j], k, 1);
         else
-            LANES c[i + j] = preconditioned(gradient_share(g[i + j], k), v[i + j], k, 0) + kept[i + j];
+            LANES c[i + j] = with_preconditioned(kept[i + j], g[i + j], v[i + j], k, 0);
     }
 }
 
