@@ -21,6 +21,7 @@ from ..triton_kernels import (
     block_table,
     live_table,
     local_update,
+    rules,
     unpack,
 )
 from ..triton_kernels.tables import tables_of
@@ -359,9 +360,8 @@ class RoundAllReduce(Reducer):
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        kept = self._own.view(self.layout.n_blocks, -1)
-        kept.sub_(self.signs().mul_(self._taken[:, None]))
-        kept.clamp_(-self._limit[:, None], self._limit[:, None])
+        kept, sent = self._own.view(self.layout.n_blocks, -1), self.signs().mul_(self._taken[:, None])
+        kept.copy_(rules.compensation(kept, sent, self._limit[:, None]))
         self._own.mul_(self._counts())
         self.formed()
 
