@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm import ShardGroup
 from ..core.state.header import AMOUNT, COUNT, FLAG, INT, list_of
 from ..core.telemetry import HostMirror
-from ..triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance
+from ..triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance, rules
 
 STABLE_RATIO = 0.96
 """1-bit Adam's threshold for |v_t|_1 / |v_{t-D}|_1."""
@@ -165,7 +165,7 @@ def quantile_floor(
     median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()
     k = coef.double()
     root, eps = k[:, Coef.RSQRT_BIAS2], k[:, Coef.EPS]
-    if eps_inside_sqrt:
+    if eps_inside_sqrt:  # the inverse of rules.denominator, in float64
         least = (median * root**2 + eps) / LARGEST_MULTIPLIER**2 - eps
         return (least.clamp(min=0) / root**2).float()
     least = (median.sqrt() * root + eps) / LARGEST_MULTIPLIER - eps
@@ -174,9 +174,8 @@ def quantile_floor(
 
 def denominator(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
     """denom of one tensor's v, from its row ``k`` of coefficients: float32 of the shape of ``v``."""
-    v = v.float()
-    root, eps = k[Coef.RSQRT_BIAS2], k[Coef.EPS]
-    return (v * root * root + eps).sqrt() if eps_inside_sqrt else v.sqrt() * root + eps
+    denom: Tensor = rules.denominator(v.float()[None], k[None], eps_inside_sqrt)
+    return denom.view(v.shape)
 
 
 def warn_text(dead: DeadCoordinates, names: Sequence[str], keep: bool) -> str:

@@ -277,7 +277,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
             with self._layers_kept():
                 lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
-        else:  # "LAMB + basic 1-bit" (section 3.4): c = c_avg
+        else:  # "LAMB + basic 1-bit" (section 3.4): c = c_avg; rules.layer_step, but rounded at each operation
             average = self._layers[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
