@@ -234,7 +234,6 @@ class Problem:
         return (
             *(self.layout.sizes, self.layout.block_size, x, self.exp_avg_sq, eps_inside_sqrt, self.coef),
             *(self.block_tensor, self.table.bits, self.table.row),
-            torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64),
         )
 
     def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> tuple:

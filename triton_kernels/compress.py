@@ -109,7 +109,6 @@ def momentum_compress(
         compress(new, bits[tile.chunk, ..., tile.bytes])
 
 
-@op(writes=("compensated", "scale"))
 def settle(compensated: Floats, scale: Floats, ternary: bool, live: Bits, live_row: Indices) -> None:
     """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from . import rules
 from .eager import only_live, square_sum, tiles
 from .jit import of
-from .op import Bits, Counters, Doubles, Floats, Indices, PerElement, Sizes, op
+from .op import Bits, Floats, Indices, PerElement, Sizes
 from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 
-@op(writes=("exp_avg", "exp_avg_sq"))
 def freeze(
     sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
     precondition: bool, coef: Floats, block_tensor: Indices, dead_value: Floats | None, least: Floats | None,
@@ -48,7 +48,6 @@ def freeze(
             c.mul_(of(k, UNIT))
 
 
-@op(writes=("exp_avg", "exp_avg_sq"))
 def thaw(
     sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
     precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, clip: bool,
@@ -81,52 +80,58 @@ def thaw(
             torch.clamp(m, -most, most, out=m)
 
 
-@op(writes=("partials",))
-def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement, partials: Doubles) -> None:
-    """Per block, the sum of v and the number of v > 0: ``partials`` float64 [2, B]; else as for ``apply_momentum``."""
+def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement) -> Tensor:
+    """Per block, the sum of v and the number of v > 0: float64 [2, B]; arguments as for ``apply_momentum``."""
+    sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         v = exp_avg_sq.view(-1, block_size)[tile.blocks]
-        partials[0, tile.blocks] = v.sum(1, dtype=torch.float64)
-        partials[1, tile.blocks] = (v > 0).sum(1).double()
+        sums[0, tile.blocks] = v.sum(1, dtype=torch.float64)
+        sums[1, tile.blocks] = (v > 0).sum(1).double()
+    return sums
 
 
-@op(writes=("partials",))
-def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, partials: Doubles) -> None:
-    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: ``partials`` float64 [B], written.
+def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices) -> Tensor:
+    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: float64 [B].
 
     Other arguments as for ``apply_momentum``.
     """
+    sums = x.new_zeros(len(x) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, x.device):
-        partials[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
+        sums[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
+    return sums
 
 
-@op(writes=("partials",))
 def update_sums(
     sizes: Sizes, block_size: int, x: PerElement | None, exp_avg_sq: PerElement, eps_inside_sqrt: bool, coef: Floats,
-    block_tensor: Indices, live: Bits, live_row: Indices, partials: Doubles,
-) -> None:  # fmt: skip
-    """Per block, the sum of (x/denom)^2 over live elements: ``partials`` float64 [B], written; ``x`` None is 1.
+    block_tensor: Indices, live: Bits, live_row: Indices,
+) -> Tensor:  # fmt: skip
+    """Per block, the sum of (x/denom)^2 over live elements: float64 [B]; ``x`` None is 1.
 
     Other arguments as for ``apply_momentum``.
     """
+    sums = exp_avg_sq.new_zeros(len(exp_avg_sq) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         b = tile.blocks
         d = rules.denominator(exp_avg_sq.view(-1, block_size)[b], coef[block_tensor[b]], eps_inside_sqrt)
         wide = only_live(torch.ones_like(d) if x is None else x.view(-1, block_size)[b], live, live_row, tile).double()
-        partials[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
+        sums[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
+    return sums
 
 
-@op(writes=("counts",))
-def exponents(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices, counts: Counters) -> None:
+def exponents(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices) -> Tensor:
     """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
 
     Other arguments as for ``apply_momentum``.
 
     Args:
         x: float32 [P], none negative; zeros are not counted.
-        counts: int64 [32768], added to. Bin i begins at the float32 whose bits are ``i << 16``.
+
+    Returns:
+        int64 [32768]; bin i begins at the float32 whose bits are ``i << 16``.
     """
+    counts = torch.zeros(1 << 15, dtype=torch.int64, device=x.device)
     for tile in tiles(sizes, 1, block_size, x.device):
         values = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).reshape(-1)
         bins = values[values > 0].view(torch.int32) >> 16
         counts += torch.bincount(bins, minlength=len(counts))
+    return counts

@@ -117,18 +117,16 @@ def _argument(hint: Any) -> _Argument:
 class Op:
     """What is derived from a declaration."""
 
-    def __init__(self, eager: Callable[..., None], kernel: Deferred | None, writes: Sequence[str], derive: Derived):
+    def __init__(self, eager: Callable[..., None], kernel: Deferred, writes: Sequence[str], derive: Derived):
         self.name, self.eager, self.kernel = eager.__name__.lstrip("_"), eager, kernel
         self.writes, self._derive = writes, derive
         hints = get_type_hints(eager, include_extras=True)
         self.arguments = {name: _argument(hints[name]) for name in inspect.signature(eager).parameters}
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-        self.parameters: list[Parameter] = []
-        if kernel is not None:
-            names = list(inspect.signature(kernel.function).parameters)
-            self.parameters = [self._parameter(name) for name in names]
-            self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
+        names = list(inspect.signature(kernel.function).parameters)
+        self.parameters = [self._parameter(name) for name in names]
+        self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
 
     @property
     def schema(self) -> str:
@@ -219,7 +217,6 @@ class Op:
             assert functions is not None
             functions[self.name].run(programs, given, values.get("blocks", 0), values.get("block_size", BLOCK_SIZES[0]))
             return
-        assert self.kernel is not None
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             # A fused multiply-add would round once where rules round twice.
@@ -227,8 +224,6 @@ class Op:
 
     def implementation(self, device_type: str) -> Callable[..., None]:
         """Return what ``torch.library`` calls for tensors of a device."""
-        if self.kernel is None:
-            return self.eager
         written = [i for i, name in enumerate(self.arguments) if name in self.writes and name in self._lists]
 
         def run(*arguments: Any) -> None:
@@ -263,12 +258,12 @@ _LIBRARY = torch.library.Library("fusedonebit", "DEF")
 
 
 def op(
-    kernel: Deferred | None = None, *, writes: Sequence[str], derive: Derived | None = None, in_c: str = ""
+    kernel: Deferred, *, writes: Sequence[str], derive: Derived | None = None, in_c: str = ""
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Declare an op by its eager function; see the module's docstring.
 
     Args:
-        kernel: In Triton; None for what runs once, or when somebody asks.
+        kernel: In Triton.
         writes: The arguments that it changes.
         derive: Arguments of the kernel of this op alone: their types in Triton's notation, and how they are computed.
         in_c: Its C file where that is printed (``native.generate``); else it may be in one of ``native``'s.

@@ -125,14 +125,12 @@ class DeadCoordinates:
     def __init__(
         self, layout: FlatLayout, block_tensor: Tensor, exp_avg_sq: Tensor, live_count: Tensor, shards: ShardGroup
     ) -> None:
-        partials = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=exp_avg_sq.device)
-        live_variance(layout.sizes, layout.block_size, exp_avg_sq, partials)
         n = len(layout.sizes)
         sums, alive, live = (
             shards.sum(
                 torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, block_tensor, values)
             )
-            for values in (*partials, live_count.double())
+            for values in (*live_variance(layout.sizes, layout.block_size, exp_avg_sq), live_count.double())
         )
         self.mean = (sums / alive.clamp(min=1.0)).float()
         self.tensors: list[int] = torch.nonzero((alive == 0) & (live > 0)).flatten().tolist()
@@ -158,8 +156,7 @@ def quantile_floor(
     Returns:
         float32 [tensors].
     """
-    counts = torch.zeros(1 << 15, dtype=torch.int64, device=exp_avg_sq.device)
-    exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row, counts)
+    counts = exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row)
     below = shards.sum(counts).cumsum(0)
     half = (below[-1:] + 1) // 2
     median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()

@@ -81,9 +81,7 @@ class LambUpdate(AveragingOptimizer):
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
         """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
-        partials = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        square_sums(*self._places, flat, self.live.bits, self.live.row, partials)
-        return self._segments(partials, "sum")
+        return self._segments(square_sums(*self._places, flat, self.live.bits, self.live.row), "sum")
 
     def stats(self, layers: bool = False) -> dict[str, Any]:
         """Where training stands. Waits for the device.

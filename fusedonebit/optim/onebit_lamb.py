@@ -248,9 +248,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         """
         shards = self.shards
         live = shards.sum(self._segments(self.live.numel.double(), "sum")).clamp(min=1.0)
-        sums = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        live_variance(*self._places, self.exp_avg_sq, sums)
-        variance = shards.sum(self._segments(sums[0], "sum")) / live
+        variance = shards.sum(self._segments(live_variance(*self._places, self.exp_avg_sq)[0], "sum")) / live
         squares = shards.sum(self._sum_of_squares(self.exp_avg))
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)

@@ -291,9 +291,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Return of each block the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
-        sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables, sums)
-        return sums
+        return update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables)
 
     def _arm_guard(self, last: Tensor) -> None:
         """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
