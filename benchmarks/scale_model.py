@@ -119,7 +119,7 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
 
 
 LAUNCHER_TABLES = 16
-"""Bytes per block that the kernels' launcher keeps besides, on a GPU: where a block starts, its tensor, its tail."""
+"""Bytes per block that the kernels' launcher keeps besides, on a GPU: where a block starts, which elements are real."""
 
 
 # ---------------------------------------------------------------- time

@@ -24,7 +24,6 @@ from ..triton_kernels import (
     FlatLayout,
     LiveTable,
     ScaleScope,
-    block_table,
     finish,
     live_table,
     momentum_compress,
@@ -188,7 +187,7 @@ class CompressedAllReduce(FeedbackReducer):
         slot, slots = layout.scale_slots(scale_scope)
         slots = slots if gathered is None else gathered.slots
         self._own = slice(rank * blocks, (rank + 1) * blocks)
-        self.block_tensor = block_table(layout, device)
+        self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
         self.worker_residual = compensated

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, block_table, live_table
+from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
+from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, told_by_all
 from .allreduce import CompressedAllReduce
 from .message import CHECKED, Messages, Word, union
@@ -68,7 +69,7 @@ class PartedAllReduce(FeedbackReducer):
         self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
         most = max(n for _, n in slots)
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
-        self.block_tensor = block_table(layout, device)
+        self.block_tensor = tables_of(layout, device).tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self._served = torch.zeros(len(here), layout.chunk_numel, device=device)
         self.worker_residual = compensated

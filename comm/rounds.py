@@ -18,7 +18,6 @@ from ..triton_kernels import (
     Coef,
     FlatLayout,
     LiveTable,
-    block_table,
     live_table,
     local_update,
     rules,
@@ -88,7 +87,7 @@ class RoundAllReduce(Reducer):
         self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
         self.live = live_table(line).to(self.device) if live is None else live
         self._live = self.part.live(self.live)
-        self.block_tensor = block_table(layout, self.device)
+        self.block_tensor = self._launch_tables.tensor
         self.compensated = torch.zeros(line.numel, device=self.device)
         self._own = self.compensated[self.part.elements]
         self.scale = torch.zeros(line.n_blocks, device=self.device)

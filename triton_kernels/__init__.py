@@ -12,7 +12,7 @@ from .flat import TAIL, flatten, gradient_squares, pack, unpack
 from .freeze import exponents, freeze, live_variance, square_sums, thaw, update_sums
 from .jit import rule
 from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
-from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, block_table, choose_block_size
+from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .reduce import server_reduce
@@ -39,7 +39,6 @@ __all__ = [
     "add_values",
     "apply_momentum",
     "backend",
-    "block_table",
     "choose_block_size",
     "exponents",
     "finish",

@@ -208,9 +208,3 @@ class FlatLayout:
 def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int, least_blocks: int = 0) -> FlatLayout:
     """The cached ``FlatLayout`` of these arguments; ops rebuild theirs from plain ints with it."""
     return FlatLayout(sizes, world_size, block_size, least_blocks)
-
-
-@lru_cache(maxsize=16)
-def block_table(layout: FlatLayout, device: torch.device) -> Tensor:
-    """The ``block_tensor`` of ``layout`` as kernels read it, int32 [n_blocks] on ``device``; one for all who ask."""
-    return layout.block_tensor().to(device, torch.int32)

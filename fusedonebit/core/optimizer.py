@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import CollectiveError, Flag, Transport, make_transport
-from ..triton_kernels import Coef, block_table
+from ..triton_kernels import Coef
 from ..triton_kernels.tables import capturing, tables_of
 from . import consensus, copies, inspection, step_op
 from .handshake import ddp_averages, warn_of_averages
@@ -123,7 +123,7 @@ class DistributedOptimizer(Keeper):
         plist, device = self.parameters, self.device
         self.layout = consensus.layout_of(self, self.transport.world_size * self.options.bucket_count)
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
-        self._block_tensor = block_table(self.layout, device)
+        self._block_tensor = self._launch_tables.tensor
         self.live = consensus.live_of(self)
         self.allocate()
         self.updates = torch.zeros((), dtype=torch.int64, device=device)

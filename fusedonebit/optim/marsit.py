@@ -16,7 +16,7 @@ from ..comm.rounds import RoundAllReduce
 from ..core.options import check_count
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
-from ..triton_kernels import Coef, add_values, apply_momentum, block_table
+from ..triton_kernels import Coef, add_values, apply_momentum
 from .marsit_state import LocalOptions, MarsitState
 
 
@@ -154,7 +154,7 @@ class MarsitOptimizer(MarsitState):
         rounding = self._rounding
         if several:
             target, places, rounding = [self._round_start], (self._line.sizes, layout.block_size), None
-            tables = (block_table(self._line, self.device), *mask)
+            tables = (self._line_tables.tensor, *mask)
         if reducer.values is not None:
             values = self._going(reducer.values.view(layout.n_blocks, -1)).view(-1)
             add_values(target, *places, values, False, *mask, reducer.flags, rounding)

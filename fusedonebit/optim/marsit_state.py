@@ -15,6 +15,7 @@ from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout
+from ..triton_kernels.tables import tables_of
 from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
 
@@ -120,6 +121,7 @@ class MarsitState(RoundOptimizer):
         self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
         # One tensor of the same blocks: the parameters as all ranks had them when the round began.
         self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
+        self._line_tables = tables_of(self._line, device)  # kept, because launches share what somebody keeps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
