@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, choose_block_size, live_table
-from fusedonebit.triton_kernels.layout import flat_layout
 from fusedonebit.triton_kernels.tables import EMPTY_ROW, FULL_ROW
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -242,11 +241,6 @@ def test_fingerprints_differ_between_layouts_and_fit_31_bits():
     assert len(prints) == len(different)
     assert all(0 <= value < 2**31 for value in prints)
     assert FlatLayout((5, 6), 2).fingerprint == FlatLayout((5, 6), 2).fingerprint
-
-
-def test_equal_arguments_share_one_cached_layout():
-    assert flat_layout((5, 6), 2, 128) is flat_layout((5, 6), 2, 128)
-    assert flat_layout((5, 6), 2, 128) == FlatLayout((5, 6), 2, 128)
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=6), st.integers(1, 5))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import rules
 from .jit import numpy, tl
-from .layout import FlatLayout, Span, flat_layout
+from .layout import FlatLayout, Span
 from .tables import FULL_ROW, SPREAD
 
 ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
@@ -42,23 +42,21 @@ def tiles(
 
     ``blocks`` is how many it has where it may be longer than its tensors need: boundaries follow from that.
     """
-    numel = TILE_NUMEL.get(device.type, 1 << 22)
-    return _tiles(flat_layout(tuple(sizes), chunks, block_size, blocks), numel)
+    return _tiles(tuple(sizes), chunks, block_size, blocks, TILE_NUMEL.get(device.type, 1 << 22))
 
 
 @lru_cache(maxsize=16)
-def _tiles(layout: FlatLayout, tile_numel: int) -> tuple[Tile, ...]:
-    block, per_chunk = layout.block_size, layout.blocks_per_chunk
-    step = max(1, tile_numel // block)
+def _tiles(sizes: tuple[int, ...], chunks: int, block: int, blocks: int, tile_numel: int) -> tuple[Tile, ...]:
+    layout = FlatLayout(sizes, chunks, block, blocks)
+    per_chunk, step = layout.blocks_per_chunk, max(1, tile_numel // block)
     result = []
-    for chunk in range(layout.world_size):
+    for chunk in range(chunks):
         for lo in range(0, per_chunk, step):
             hi = min(lo + step, per_chunk)
             start, stop = (chunk * per_chunk + lo) * block, (chunk * per_chunk + hi) * block
             spans = tuple(layout.spans(start, stop))
-            blocks = slice(chunk * per_chunk + lo, chunk * per_chunk + hi)
-            packed = slice(lo * block // 8, hi * block // 8)
-            result.append(Tile(chunk, blocks, packed, stop - start, start, spans))
+            rows, packed = slice(start // block, stop // block), slice(lo * block // 8, hi * block // 8)
+            result.append(Tile(chunk, rows, packed, stop - start, start, spans))
     return tuple(result)
 
 
@@ -76,7 +74,7 @@ def gather(tensors: Sequence[Tensor], tile: Tile, block_size: int) -> Tensor:
     if only and only.stop - only.start == tile.numel and tensors[only.tensor].numel():
         values = memory_order(tensors[only.tensor])[only.start : only.stop]
         return values.to(torch.float32, copy=True).view(-1, block_size)
-    out = torch.zeros(tile.numel, dtype=torch.float32, device=_device(tensors))
+    out = torch.zeros(tile.numel, dtype=torch.float32, device=tensors[0].device if tensors else "cpu")
     for span in tile.spans:
         tensor = tensors[span.tensor]
         if tensor.numel():
@@ -91,10 +89,6 @@ def scatter(values: Tensor, tensors: Sequence[Tensor], tile: Tile) -> None:
     for span in tile.spans:
         at = span.flat - tile.start
         memory_order(tensors[span.tensor])[span.start : span.stop] = flat[at : at + span.stop - span.start]
-
-
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def signs(bits: Tensor, rows: int) -> Tensor:
@@ -145,12 +139,24 @@ def move(
 ) -> None:
     """``rules.moved`` for the elements of a tile that count."""
     x = gather(params, tile, block_size)
-    moved = rules.moved(x, update, k)
+    write(params, tile, rules.moved(x, update, k), x, live, live_row, rounding)
+
+
+def write(
+    params: Sequence[Tensor],
+    tile: Tile,
+    new: Tensor,
+    x: Tensor,
+    live: Tensor,
+    live_row: Tensor,
+    rounding: Tensor | None,
+) -> None:
+    """Writes ``new`` values, which may change, to the elements of a tile that count; others stay ``x``."""
     mask = live_mask(live, live_row, tile)
-    moved = moved if mask is None else tl.where(mask, moved, x)
+    new = new if mask is None else tl.where(mask, new, x)
     if rounding is not None:
-        round_bfloat16(moved, params, tile, rounding)
-    scatter(moved, params, tile)
+        round_bfloat16(new, params, tile, rounding)
+    scatter(new, params, tile)
 
 
 def moments(

@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -202,9 +202,3 @@ class FlatLayout:
         segments = self.scale_segments(scope).view(self.world_size, self.blocks_per_chunk)
         slots = segments - segments[:, :1]
         return slots.reshape(-1), int(slots.max()) + 1
-
-
-@lru_cache(maxsize=64)
-def flat_layout(sizes: tuple[int, ...], world_size: int, block_size: int, least_blocks: int = 0) -> FlatLayout:
-    """The cached ``FlatLayout`` of these arguments; ops rebuild theirs from plain ints with it."""
-    return FlatLayout(sizes, world_size, block_size, least_blocks)

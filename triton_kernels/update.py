@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .eager import gather, live_mask, moments, move, only_live, round_bfloat16, scaled, scatter, tiles
+from .eager import gather, moments, move, only_live, scaled, tiles, write
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -182,9 +182,4 @@ def add_values(
     for tile in tiles(sizes, 1, block_size, values.device):
         new = values[tile.start : tile.start + tile.numel].view(-1, block_size)
         x = gather(params, tile, block_size)
-        moved = new.clone() if replaces else x - new
-        mask = live_mask(live, live_row, tile)
-        moved = moved if mask is None else tl.where(mask, moved, x)
-        if rounding is not None:
-            round_bfloat16(moved, params, tile, rounding)
-        scatter(moved, params, tile)
+        write(params, tile, new.clone() if replaces else x - new, x, live, live_row, rounding)
