@@ -116,12 +116,11 @@ class Reducer(Protocol):
 
     def result(self) -> Tensor:
         """Return the last result, float32 [P], by flat index, zero where nothing is live; allocates."""
-        bits, live = self.bits, self.live
+        bits = self.bits
         values = unpack(bits[:, 0] if bits.dim() == 3 else bits).view(len(self.scale), -1) * self.scale[:, None]
         if bits.dim() == 3:
             values = torch.where(unpack(bits[:, 1]).view_as(values) > 0, values, 0.0)
-        alive = unpack(live.bits[live.row.long()]).view_as(values) > 0
-        return torch.where(alive, values, 0.0).view(-1)
+        return torch.where(self.live.mask(), values.view(-1), 0.0)
 
 
 class FeedbackReducer(Reducer, Protocol):

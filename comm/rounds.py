@@ -14,28 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..triton_kernels import (
-    Coef,
-    FlatLayout,
-    LiveTable,
-    live_table,
-    local_update,
-    rules,
-    unpack,
-)
+from ..triton_kernels import Coef, FlatLayout, LiveTable, live_table, local_update, rules, unpack
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size
-from .message import (
-    OUT_OF_STEP,
-    Messages,
-    Word,
-    agreed_flags,
-    checksum_of,
-    describe_mismatch,
-    describe_note,
-    union,
-)
+from .message import OUT_OF_STEP, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
 from .partition import Part
 from .reducer import Compress, Reducer, Told
 from .transport import CollectiveError, LocalTransport, Transport
@@ -359,9 +342,9 @@ class RoundAllReduce(Reducer):
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        kept, sent = self._own.view(self.layout.n_blocks, -1), self.signs().mul_(self._taken[:, None])
-        kept.copy_(rules.compensation(kept, sent, self._limit[:, None]))
-        self._own.mul_(self._counts())
+        sent = self.signs().mul_(self._taken[:, None])
+        left = rules.compensation(self._own.view_as(sent), sent, self._limit[:, None]).view(-1)
+        self._own.copy_(torch.where(self._live.mask(), left, 0.0))
         self.formed()
 
     @property
@@ -371,9 +354,6 @@ class RoundAllReduce(Reducer):
     def signs(self) -> Tensor:
         """Return the signs of the last 1-bit update, float32 [B, block_size], +1 and -1; allocates."""
         return unpack(self.messages.bits.contiguous()).view(self.layout.n_blocks, -1)
-
-    def _counts(self) -> Tensor:
-        return unpack(self._live.bits[self._live.row.long()]).view(-1) > 0
 
     def result(self) -> Tensor:
         if self.values is not None:

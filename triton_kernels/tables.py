@@ -116,6 +116,11 @@ class LiveTable(NamedTuple):
         """Returns a copy on ``device``."""
         return LiveTable(*(tensor.to(device) for tensor in self))
 
+    def mask(self) -> Tensor:
+        """Returns which elements count: bool [P]; allocates."""
+        places = torch.arange(8, dtype=torch.uint8, device=self.bits.device)
+        return (self.bits[self.row.long()][..., None] >> places & 1).bool().view(-1)
+
 
 def live_table(
     layout: FlatLayout,

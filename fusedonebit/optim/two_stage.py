@@ -38,7 +38,7 @@ from ..core.state.header import (
 )
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..triton_kernels import Coef, freeze, thaw, unpack, update_sums
+from ..triton_kernels import Coef, freeze, thaw, update_sums
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
@@ -256,8 +256,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
-        live = unpack(self.live.bits[self.live.row.long()]).view(-1) > 0
-        self.exp_avg_sq.mul_(live)
+        self.exp_avg_sq.mul_(self.live.mask())
         self._behind.fill_(-math.inf)
 
     @torch.no_grad()

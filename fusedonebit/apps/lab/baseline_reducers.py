@@ -60,7 +60,7 @@ class HopBaseline(RoundAllReduce):
         prepare(self.everything)
         self._agree(hold)
         update, kept = self._aggregate(self.compensated, step)
-        self.values = update * self._counts()
+        self.values = update * self._live.mask()
         self.compensated.copy_(torch.where(self.flags == 0, kept, self.compensated))
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class ErrorFeedback(HopBaseline):
         s = self._by_element((scale / self.layout.world_size)[blocks])
         positive = v >= 0
         mean = self._sum_of_signs(positive) / self.layout.world_size
-        return s * mean, (v - torch.where(positive, s, -s)) * self._counts()
+        return s * mean, (v - torch.where(positive, s, -s)) * self._live.mask()
 
 
 class StochasticSign(HopBaseline):
@@ -180,7 +180,7 @@ class Cascading(HopBaseline):
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         values, draw = v.view(self.layout.world_size, -1).clone(), self._generator()
-        counts = self._counts().view_as(values)  # padding must not swell the norms
+        counts = self._live.mask().view_as(values)  # padding must not swell the norms
         message = torch.empty(0, dtype=torch.uint8, device=self.device)
         for stage in self._stages:
             message = self._compress(values[stage.first], draw)

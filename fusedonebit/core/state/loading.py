@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
-from ...triton_kernels import unpack
 from ..consensus import agree_on, failure
 from ..options import numbers
 from ..settings import Layerwise, names_of
@@ -319,7 +318,7 @@ def _steps(state: State) -> float:
 
 def _forget_masked(keeper: Keeper) -> None:
     """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
-    live = unpack(keeper.live.bits[keeper.live.row.long()]).view(-1) > 0
+    live = keeper.live.mask()
     for spec in keeper.specs(False):
         if spec.per == "element" and not spec.holds_parameters:
             spec.tensor(keeper).masked_fill_(~live, 0.0)
