@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
-from .eager import Tile, gather, only_live, pack, scatter, signs, tiles
+from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
 from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
 from .rules import ONE_MINUS_BETA1
@@ -31,8 +31,8 @@ def local_update_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
-    s = tl.load(scale + b)
-    sent = tl.where(io.bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+    signs = tl.load(byte)
+    sent = io.scaled(signs, signs, tl.load(scale + b), False)
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
     source = io.place_of(grads, tensors, t, block_start, b)
     g = rules.counted(io.load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
@@ -128,7 +128,7 @@ def local_update(
     for tile in every[first * of_a_chunk : last * of_a_chunk]:
         b = tile.blocks
         own_bits = bits[tile.chunk, tile.bytes]
-        sent = signs(own_bits, len(scale[b])) * scale[b, None]
+        sent = scaled(own_bits, scale[b, None])
         kept = only_live(rules.compensation(flat[b], sent, limit[b, None]), live, live_row, tile)
         k = coef[block_tensor[b]]
         g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k) * factor

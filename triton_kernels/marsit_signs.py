@@ -8,7 +8,9 @@ every backend draws the same. There is no C: CPUs that merge signs are those of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -114,11 +116,9 @@ def merge_signs(
         mismatch: The flag to set where they are not.
     """
     for row in range(len(bits)):
-        for at in range(0, bits.shape[1], 4 * _words_at_a_time(bits)):
-            part = slice(at, at + 4 * _words_at_a_time(bits))
+        for part, place in _at_a_time(bits):
             own, arrived = _as_words(bits[row, part]), _as_words(arrived_bits[row, part])
-            place = torch.arange(len(own), device=bits.device) + (row * (bits.shape[1] // 4) + at // 4)
-            keep = bernoulli(threshold, seed, place)
+            keep = bernoulli(threshold, seed, place + row * (bits.shape[1] // 4))
             transient = keep ^ own ^ WORD  # b of eq. 2: 1 with probability 1/j where v* = 1, (j - 1)/j where not
             bits[row, part] = _as_bytes((arrived & own) | ((arrived ^ own) & transient))
     differ = (words[:, :checked] != arrived_words[:, :checked]).int()
@@ -179,10 +179,7 @@ def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Words) 
         picked: uint8 [1, stride], written.
     """
     world_size = len(bits)
-    for at in range(0, bits.shape[1], 4 * _words_at_a_time(bits)):
-        part = slice(at, at + 4 * _words_at_a_time(bits))
-        places = bits[0, part].numel() // 4
-        words = torch.arange(places, device=bits.device) + at // 4
+    for part, words in _at_a_time(bits):
         left, chosen = torch.full_like(words, WORD), torch.zeros_like(words)
         for shift in range(world_size):
             others = world_size - shift
@@ -271,5 +268,8 @@ def _as_bytes(words: Tensor) -> Tensor:
     return words.to(torch.int32).view(torch.uint8)
 
 
-def _words_at_a_time(bits: Tensor) -> int:
-    return _AT_A_TIME.get(bits.device.type, 1 << 20)
+def _at_a_time(bits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The bytes of a row that are drawn for at once, and the words' places in the row."""
+    words, step = bits.shape[1] // 4, _AT_A_TIME.get(bits.device.type, 1 << 20)
+    for first, last in pairwise([*range(0, words, step), words]):
+        yield slice(4 * first, 4 * last), torch.arange(first, last, device=bits.device)

@@ -149,8 +149,8 @@ def rebuild_momentum_kernel(
         tl.store(exp_avg + at, tl.zeros(i.shape, tl.float32))
     else:
         byte = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        s = tl.load(exp_avg_scale + b)
-        m = tl.where(io.bits_of(tl.load(byte)) != 0, s, rules.negative(s))
+        signs = tl.load(byte)
+        m = io.scaled(signs, signs, tl.load(exp_avg_scale + b), False)
         if exp_avg_sq is not None:
             _, k = io.tensor_of(b, block_tensor, coef)
             m = m * rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)

@@ -75,7 +75,7 @@ KERNEL(local_update)
         float *c = compensated + b * BLOCK_SIZE, most = limit[b];
         s.m = exp_avg ? exp_avg + b * BLOCK_SIZE : NULL;
         s.v = exp_avg_sq ? exp_avg_sq + b * BLOCK_SIZE : NULL;
-        choose(kept, packed, scale[b], -scale[b], BLOCK_SIZE);
+        scaled(kept, packed, 0, scale[b], 0, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(c + i, BLOCK_SIZE);
             LANES kept[i + j] = compensation(c[i + j], kept[i + j], most);
