@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 
 from ..comm import TorchTransport
-from ..core.consensus import agree_on, failure
+from ..core.consensus import failure
 from ..core.optimizer import DistributedOptimizer
+from ..core.state.header import KEY
 from ..core.state.integrity import read_header
 from ..core.state.loading import check_header
-from ..core.state.saving import KEY
 from ..errors import CheckpointError
 from .storage import CheckedReader, CheckedWriter, PlainValues
 
@@ -252,7 +252,7 @@ def template(
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
-    agree_on(optimizer, facts, facts, error, "every rank must read the same checkpoint")
+    optimizer.agree_on(facts, facts, error, "every rank must read the same checkpoint")
     return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
 
 
@@ -288,7 +288,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    agree_on(optimizer, [], error=error)
+    optimizer.agree_on([], error=error)
     return results[0]
 
 

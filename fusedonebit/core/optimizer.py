@@ -1,4 +1,4 @@
-"""What all distributed optimizers share: construction, agreement, the step's frame, counters, checkpoints.
+"""The frame of a step, which all distributed optimizers share; ``state.keeper`` has what is there between two steps.
 
 A subclass says with ``_exchange`` what ranks do with each other's gradients: ``averaging.AveragingOptimizer``
 averages them, and ``compressing.CompressingOptimizer`` hands a reducer what is to be compressed.
@@ -11,144 +11,48 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import CollectiveError, Flag, Transport, make_transport
-from ..triton_kernels import Coef
-from ..triton_kernels.tables import capturing, tables_of
-from . import consensus, copies, inspection, step_op
+from ..comm import CollectiveError
+from ..triton_kernels.tables import capturing
+from . import copies, inspection, step_op
 from .handshake import ddp_averages, warn_of_averages
-from .options import CoefficientTable, check_group, check_lr, numbers, read_once
-from .outcome import Outcomes
-from .params import ParameterList, first_device, first_mesh, materialise
 from .scaling import SCALER_ATTRIBUTES
-from .settings import NUMERICS, WIRE, Layerwise, Options, Params, Ranks, names_of
-from .sharding import group_of
+from .settings import Options
 from .state import loading, saving
-from .state.keeper import Keeper, Phase
-from .state.rank_local import Rows
-from .step_count import StepCount, as_word
+from .state.keeper import Keeper
+from .step_count import as_word
 
 
 class DistributedOptimizer(Keeper):
     """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
 
-    settings: ClassVar[type[Options]] = Options
-    """What the option objects are settled into; its other fields are further ``settings`` of the constructor."""
-
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
     _step_supports_amp_scaling = True
-
-    columns: ClassVar[dict[Coef, str]] = {}
-    """Hyper-parameters of a group that go into the coefficient table as they are."""
-
-    sums_up = True
-    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
     compresses: ClassVar[bool] = True
     """Whether less is sent than DDP would send."""
 
-    _built: bool = False
     _late_error: Exception | None = None
     exp_avg: Tensor
 
-    def __init__(
-        self,
-        params: Params,
-        defaults: dict[str, Any],
-        *,
-        process_group: Ranks = None,
-        **settings: Any,
-    ) -> None:
-        # Of a group; torch adds others to its own table.
-        self.hyper_parameters = (*defaults, *self.settings.grouped)
-        self.lr_tensors: list[Tensor] = []
-        # From here to the agreement no rank may leave on its own: the others would wait for it.
-        params, error = materialise(params)
-        self.device = first_device(params)
-        self.transport = make_transport(group_of(process_group), self.device)
-        self.shards = consensus.shards_of(first_mesh(params), self.device)
-        self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
-        wire = WIRE
-        try:
-            if error is not None:
-                raise error
-            self.options = options = self.settings.of(type(self).__name__, settings)
-            options.check()
-            wire = settings.get("wire", wire)
-            defaults = defaults | {name: getattr(options, name) for name in options.grouped}
-            self.check_group(numbers(defaults))
-            super().__init__(params, defaults)
-            # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
-            self.param_groups[0][saving.KEY] = ""
-            self.put_lr_on_the_device()
-            self.parameters = ParameterList(self.param_groups, options.master_weights)
-            consensus.check_shards(self)
-            masks = settings.get("numerics", NUMERICS).mask or {}
-            consensus.check_masks(masks, self.parameters)
-            consensus.check_rounding(options.stochastic_rounding, self.parameters)
-            self.masks = dict(masks)
-            consensus.check_device(self.device)
-            self.levels = consensus.levels_of(self, wire.hierarchy)
-            self.inside = self.inside if self.levels is None else self.levels[1]
-        except Exception as caught:
-            error = caught
-        consensus.agree_on_everything(self, error, wire.broadcast_parameters)
-        self.set_up()
-
-    # ---------------------------------------------------------------- construction
-
     def set_up(self, block_size: int | None = None) -> None:
-        """Make all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
-        self.published: set[str] = set()  # names of entries of ``state`` that are ours
+        """See ``Keeper``."""
         self.ddp_attached = False
-        self.step_count = StepCount(self.parameters.owners, self.device if self.options.capturable else None)
         self.averaged_elsewhere: bool | None = None  # until the first step
-        self.rows = Rows(self.transport, self.shards, self.device)
-        _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
-        self.given_block_size = block_size
-        self.saving_group: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
-        self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
-        self.just_loaded = False  # a checkpoint, and no step was taken since
-        self.build()
-        self._built = True
+        super().set_up(block_size)
         self.number = step_op.number_of(self)
 
-    def check_levels(self) -> None:
-        """Raise ValueError if this optimizer, as it is, can't work in two levels."""
-
     def build(self) -> None:
-        """Lay out the parameters and allocates all state; also anew after ``add_param_group``."""
-        plist, device = self.parameters, self.device
-        self.layout = consensus.layout_of(self, self.transport.world_size * self.options.bucket_count)
-        self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
-        self._block_tensor = self._launch_tables.tensor
-        self.live = consensus.live_of(self)
-        self.allocate()
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
-        self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        """See ``Keeper``; also make what a step needs."""
+        super().build()
         self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
-        self.coefficients = CoefficientTable(
-            plist.group_of, device, self.options.bias_correction, self.columns, self.options.capturable
-        )
-        self._taken: list[dict[str, Any]] = []
-        self.put_lr_on_the_device()
-        self.take_hyper_parameters()
-        self.nothing = torch.empty(0, device=device)
-        self._phase = next(iter(self.phases))
-        self.outcomes = Outcomes(device, self.options.nonfinite)
-        self.outcomes.on_replays = self.step_count.replayed
-        if self.options.capturable:
-            self.outcomes.count_replays(device)
-        self.overflowed = torch.zeros(1, device=device)
-        self.last_grad_norm = torch.zeros((), device=device)
+        self.nothing = torch.empty(0, device=self.device)
+        self.overflowed = torch.zeros(1, device=self.device)
+        self.last_grad_norm = torch.zeros((), device=self.device)
         self._begun = self.averaged = False
         self._step_number: int | Tensor = 0
-        self.broken = ""
-        self.publish_state()
 
     @property
     def _rounding(self) -> Tensor | None:
@@ -164,76 +68,6 @@ class DistributedOptimizer(Keeper):
     def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each block's tensor, and which elements count, for ops."""
         return self._block_tensor, self.live.bits, self.live.row
-
-    def publish_state(self) -> None:
-        """Put views of the flat buffers into ``self.state``, under torch's names; leave what others keep there."""
-        specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
-        visible = {spec.name: spec.tensor(self) for spec in specs}
-        before, self.published = self.published, {"step", "master", *visible}
-        for i, p in enumerate(self.parameters.owners):
-            parts = {name: self.parameters.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
-            if i in self.parameters.masters:
-                parts["master"] = self.parameters.dense[i]
-            views = {name: self.parameters.published(part, i) for name, part in parts.items()}
-            others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
-            self.state[p] = {**others, "step": self.own_steps[i], **views}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, before any variance is frozen. Every rank must call it.
-
-        Raises:
-            RuntimeError: in the compression stage.
-            ValueError: for bad hyper-parameters, or if ranks add different groups.
-        """
-        if not self._built:
-            super().add_param_group(param_group)
-            self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
-            return
-        if self._phase == "compression":
-            raise RuntimeError(
-                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
-                "construct a new optimizer"
-            )
-        self._refuse_if_broken()
-        consensus.add_group(self, param_group, super().add_param_group)
-
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
-        check_group(group, name)
-        for key in ("frozen_dtype", "freeze_step"):
-            if key in group:
-                raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
-        for key in group:
-            if key in names_of(Layerwise) and key not in self.hyper_parameters:
-                raise ValueError(
-                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
-                )
-
-    def put_lr_on_the_device(self) -> None:
-        """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""
-        if not self.options.capturable:
-            return
-        for i, group in enumerate(self.param_groups):
-            if i == len(self.lr_tensors):
-                self.lr_tensors.append(torch.zeros((), device=self.device))
-            if group["lr"] is not self.lr_tensors[i]:
-                check_lr(group["lr"], f" in group {i}")
-                self.lr_tensors[i].fill_(group["lr"])
-                group["lr"] = self.lr_tensors[i]
-
-    def take_hyper_parameters(self) -> None:
-        """Check the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
-        for i, group in enumerate(self.param_groups):
-            read_once(group)
-            # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
-            taken = numbers({key: group[key] for key in self.hyper_parameters})
-            if isinstance(group["lr"], Tensor) and not self.options.capturable:
-                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
-            if i == len(self._taken):
-                self._taken.append(taken)
-            elif not _same(taken, self._taken[i]):
-                self.check_group({**group, **taken}, f"group {i}")
-                self._taken[i] = taken
 
     # ---------------------------------------------------------------- the step
 
@@ -350,10 +184,6 @@ class DistributedOptimizer(Keeper):
     def _check_repeated(self, repeated: bool) -> None:
         """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
 
-    def _refuse_if_broken(self) -> None:
-        if self.broken:
-            raise CollectiveError(f"this optimizer can't go on: {self.broken}")
-
     def _error_due(self, error: Exception | None) -> Exception | None:
         """Return what this step raises, if this rank had an error: all ranks know of it now."""
         late, self._late_error = self._late_error, None
@@ -387,7 +217,7 @@ class DistributedOptimizer(Keeper):
         if not captured:
             with self._breaking():
                 if self.just_loaded:
-                    consensus.agree_on_loaded(self)
+                    self.agree_on_loaded()
                 self.just_loaded = False
         self.transport.traffic.start_step()
         self.inside.traffic.start_step()
@@ -436,18 +266,10 @@ class DistributedOptimizer(Keeper):
         self.updates += taken
         self.own_steps += taken if self._absent is None else taken & ~self._absent
 
-    def catch_up(self) -> None:
-        """Wait until the host knows how all steps so far have ended; raises as ``step`` does."""
-        self.outcomes.catch_up(self._describe)
-
     @property
     def _tag_of_shards(self) -> int:
         """What ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
         return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
-
-    def _describe(self, flag: Flag) -> str:
-        """Return details of why a step was skipped."""
-        raise NotImplementedError
 
     def _say_where(self, what: str) -> str:
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
@@ -469,14 +291,6 @@ class DistributedOptimizer(Keeper):
         )
 
     # ---------------------------------------------------------------- what users look at
-
-    @property
-    def phase(self) -> Phase:
-        """The stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
-
-        Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
-        """
-        return self._phase
 
     @property
     def averages_gradients(self) -> bool:
@@ -543,11 +357,3 @@ class DistributedOptimizer(Keeper):
             Exception: what a hook raises, on its rank; the others raise ``DisagreementError``.
         """
         loading.load(self, state_dict)
-
-
-def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    # Tensors are the same or not: comparing values would wait for the device.
-    def same(a: Any, b: Any) -> bool:
-        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

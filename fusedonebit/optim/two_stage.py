@@ -18,7 +18,6 @@ from torch import Tensor
 from ..comm import Flag, Told, Transport
 from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
-from ..core.consensus import live_of
 from ..core.overlap import OverlappedAllReduce, make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
@@ -140,7 +139,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
         self.dead_tensors = list(tensors)
-        self.live = live_of(self, excluded=tensors)
+        self.live = self.active_mask(excluded=tensors)
         self.reducer.set_live(self.live)
 
     # ---------------------------------------------------------------- the step

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..comm import checksum
-from ..core.consensus import agree_on
 from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
@@ -49,7 +48,7 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
         for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
     ]
-    agree_on(optimizer, facts, error=error, hint="give every rank the same earlier run's checkpoint")
+    optimizer.agree_on(facts, error=error, hint="give every rank the same earlier run's checkpoint")
     with torch.no_grad():
         for i, v in enumerate(variances):
             optimizer.parameters.shaped(optimizer.exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)

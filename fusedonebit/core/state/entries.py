@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...triton_kernels import FlatLayout
 from ..sharding import local
-from .header import has_lines, is_own
+from .header import has_lines
 from .keeper import Keeper
 from .spec import StateSpec
 
@@ -43,7 +43,7 @@ def declared(keeper: Keeper) -> dict[str, StateSpec]:
 
 def has_row_of_each(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
     """Return whether a checkpoint has a row of each rank, and not what all have alike, as AdamW's does."""
-    return spec.of_rank and (not spec.by_parameter or is_own(keeper, header))
+    return spec.of_rank and (not spec.by_parameter or keeper.wrote(header))
 
 
 def saved(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
@@ -144,7 +144,7 @@ def _may_lack(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
     """Return whether a checkpoint may be without: AdamW's has nothing of LAMB's per tensor, or of rounds."""
     if spec.name == "master":
         return True
-    if is_own(keeper, header):
+    if keeper.wrote(header):
         return not spec.is_in(header)
     return spec.optional or (spec.per == "tensor" and not has_lines(header))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .keeper import Keeper
+KEY = "fusedonebit"
+"""Of the first group of a checkpoint, under which its header is."""
 
 _LIMIT = 2**63
 
@@ -122,51 +122,15 @@ def has_lines(header: Mapping[str, Any]) -> bool:
     return bool(header.get("lines", header.get("phase") == "compression"))
 
 
-def is_own(keeper: Keeper, header: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer of the same class has written it, on ranks that it tells of."""
-    return header.get("algorithm") == type(keeper).__name__ and "world_size" in header
-
-
-def check(keeper: Keeper, header: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
-    must, own = ["phase", "updates", "skipped"], is_own(keeper, header)  # then all must be there that it reads
-    if own and (has_lines(header) or not any(keeper.phases.values())):
-        must += [key for key, field in keeper.header_fields.items() if field.required]
-    for key in must:
-        if key not in header:
-            raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
-    check_each(header, BASE | {key: field.rule for key, field in keeper.header_fields.items()}, "")
-    if own:
-        _check_own(keeper, header)
-
-
-def _check_own(keeper: Keeper, header: Mapping[str, Any]) -> None:
-    if header.get("trained") and "step" not in header.get("names", ["step"]):
-        _damaged("names", "have step", header["names"])
-    tensors, groups = len(keeper.parameters), len(keeper.param_groups)
-    for key, field in keeper.header_fields.items():
-        told = header.get(key)
-        if not field.one_per or not isinstance(told, list):
-            continue
-        if field.one_per == "index" and any(index >= tensors for index in told):
-            _damaged(key, f"be below {tensors}", told)
-        if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
-            _damaged(key, f"have {expected} values", told)
-    phases = keeper.phases
-    lines = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
-    if header["phase"] not in phases or header.get("lines", lines) != lines:
-        got = f"{header['phase']!r} with lines={header.get('lines')}"
-        _damaged("phase", f"be one of {', '.join(phases)}", got)
-
-
 def check_each(header: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
     """Raise ValueError for the first value that breaks its key's rule."""
     for key, rule in rules.items():
         if key in header and not rule.holds(header[key]):
-            _damaged(prefix + key, f"be {rule.expected}", repr(header[key]))
+            damaged(prefix + key, f"be {rule.expected}", repr(header[key]))
 
 
-def _damaged(key: str, must: str, got: object) -> None:
+def damaged(key: str, must: str, got: object) -> None:
+    """Raise ValueError for a value that a header can't have."""
     raise ValueError(f"the checkpoint's header is damaged: {key} must {must}, got {got}; load another checkpoint")
 
 

@@ -1,20 +1,26 @@
-"""What code that saves, loads and copies must know of an optimizer."""
+"""An optimizer between two steps: parameters, groups and ranks that agree on them, and the state that it declares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import ShardGroup, Transport
-from ...triton_kernels import FlatLayout, LiveTable
+from ...comm import CollectiveError, Flag, ShardGroup, Transport, agree, checksum, make_transport
+from ...comm.agreement import Fact
+from ...triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
+from ...triton_kernels.tables import tables_of
+from ..consensus import check_device, check_masks, check_rounding, failure
+from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
-from ..params import ParameterList
-from ..settings import Options
+from ..params import ParameterList, first_device, first_mesh, materialise, materialise_group
+from ..settings import NUMERICS, WIRE, Layerwise, Options, Params, Ranks, names_of
+from ..sharding import check_groups, group_of, levels, local
 from ..step_count import StepCount
-from .header import Fields
+from .header import KEY, Fields
 from .rank_local import Rows
 from .spec import Specs, StateSpec
 
@@ -22,7 +28,13 @@ Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
 
 class Keeper(torch.optim.Optimizer):
-    """An optimizer that declares what it keeps; see ``StateSpec``."""
+    """An optimizer that declares what it keeps; see ``StateSpec``. ``DistributedOptimizer`` adds the step."""
+
+    settings: ClassVar[type[Options]] = Options
+    """What the option objects are settled into; its other fields are further ``settings`` of the constructor."""
+
+    columns: ClassVar[dict[Coef, str]] = {}
+    """Hyper-parameters of a group that go into the coefficient table as they are."""
 
     kept: ClassVar[Specs] = ()
     """What it keeps as tensors, besides the parameters' ``step`` and ``master``."""
@@ -42,40 +54,323 @@ class Keeper(torch.optim.Optimizer):
     masters_of_rank: ClassVar[bool] = False
     """Whether each rank has master weights of its own."""
 
+    sums_up = True
+    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
+
     options: Options
-    layout: FlatLayout
-    device: torch.device
-    parameters: ParameterList
-    transport: Transport
-    shards: ShardGroup
-    rows: Rows
-    live: LiveTable
-    masks: dict[Tensor, Tensor]
     levels: tuple[Transport, Transport] | None
-    inside: Transport
-    lr_tensors: list[Tensor]
-    outcomes: Outcomes
-    step_count: StepCount
-    updates: Tensor
-    own_steps: Tensor
-    given_block_size: int | None
-    hyper_parameters: tuple[str, ...]
-    published: set[str]
-    broken: str
-    just_loaded: bool
-    sums_up: bool
-    set_up: Callable[[int | None], None]
-    build: Callable[[], None]
-    catch_up: Callable[[], None]
-    publish_state: Callable[[], None]
-    put_lr_on_the_device: Callable[[], None]
-    check_group: Callable[..., None]
-    check_levels: Callable[[], None]
+    _built: bool = False
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        process_group: Ranks = None,
+        **settings: Any,
+    ) -> None:
+        # Of a group; torch adds others to its own table.
+        self.hyper_parameters = (*defaults, *self.settings.grouped)
+        self.lr_tensors: list[Tensor] = []
+        # From here to the agreement no rank may leave on its own: the others would wait for it.
+        params, error = materialise(params)
+        self.device = first_device(params)
+        self.transport = make_transport(group_of(process_group), self.device)
+        mesh = first_mesh(params)
+        self.shards = ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), self.device))
+        self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
+        wire = WIRE
+        try:
+            if error is not None:
+                raise error
+            self.options = options = self.settings.of(type(self).__name__, settings)
+            options.check()
+            wire = settings.get("wire", wire)
+            defaults = defaults | {name: getattr(options, name) for name in options.grouped}
+            self.check_group(numbers(defaults))
+            super().__init__(params, defaults)
+            # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
+            self.param_groups[0][KEY] = ""
+            self.put_lr_on_the_device()
+            self.parameters = ParameterList(self.param_groups, options.master_weights)
+            self._check_shards()
+            masks = settings.get("numerics", NUMERICS).mask or {}
+            check_masks(masks, self.parameters)
+            check_rounding(options.stochastic_rounding, self.parameters)
+            self.masks: dict[Tensor, Tensor] = dict(masks)
+            check_device(self.device)
+            self.levels = None if wire.hierarchy is None else self._levels_of(wire.hierarchy)
+            self.inside = self.inside if self.levels is None else self.levels[1]
+        except Exception as caught:
+            error = caught
+        self._agree_on_everything(error, wire.broadcast_parameters)
+        self.set_up()
+
+    # ---------------------------------------------------------------- construction
+
+    def _check_shards(self) -> None:
+        """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+        mesh = self.parameters.mesh
+        if mesh is None:
+            return
+        if not self.takes_shards:
+            raise ValueError(
+                f"parameters of {type(self).__name__} must be whole, but {self.parameters.names[0]} is a DTensor; "
+                "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
+            )
+        check_groups(mesh.get_group(), getattr(self.transport, "group", None), self.transport.world_size)
+
+    def _levels_of(self, hierarchy: Any) -> tuple[Transport, Transport]:
+        """Return the ranks between nodes and those inside one; TypeError or ValueError if they are not to be had."""
+        self.check_levels()
+        if self.shards.count > 1:
+            raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
+        return levels(hierarchy, self.transport, self.device)
+
+    def check_levels(self) -> None:
+        """Raise ValueError if this optimizer, as it is, can't work in two levels."""
+
+    def set_up(self, block_size: int | None = None) -> None:
+        """Make all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
+        self.published: set[str] = set()  # names of entries of ``state`` that are ours
+        self.step_count = StepCount(self.parameters.owners, self.device if self.options.capturable else None)
+        self.rows = Rows(self.transport, self.shards, self.device)
+        _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
+        self.given_block_size = block_size
+        self.saving_group: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
+        self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
+        self.just_loaded = False  # a checkpoint, and no step was taken since
+        self.build()
+        self._built = True
+
+    def build(self) -> None:
+        """Lay out the parameters and allocate all state; also anew after ``add_param_group``."""
+        plist, device = self.parameters, self.device
+        self.layout = self._laid_out()
+        self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
+        self._block_tensor = self._launch_tables.tensor
+        self.live = self.active_mask()
+        self.allocate()
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
+        self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        self.coefficients = CoefficientTable(
+            plist.group_of, device, self.options.bias_correction, self.columns, self.options.capturable
+        )
+        self._taken: list[dict[str, Any]] = []
+        self.put_lr_on_the_device()
+        self.take_hyper_parameters()
+        self._phase = next(iter(self.phases))
+        self.outcomes = Outcomes(device, self.options.nonfinite)
+        self.outcomes.on_replays = self.step_count.replayed
+        if self.options.capturable:
+            self.outcomes.count_replays(device)
+        self.broken = ""
+        self.publish_state()
+
+    def allocate(self) -> None:
+        """Make the tensors that are declared."""
+        for spec in self.kept:
+            spec.allocate(self, self.layout, self.device)
+
+    def _laid_out(self) -> FlatLayout:
+        """Return the flat index space; as long for each shard, so that checkpoints are rectangular."""
+        sizes, chunks = self.parameters.sizes, self.transport.world_size * self.options.bucket_count
+        given = self.options.block_size or self.given_block_size
+        block_size = given or choose_block_size(sizes, chunks)
+        if self.shards.count == 1:
+            return FlatLayout(sizes, chunks, block_size)
+        if given is None:
+            block_size = -int(self.shards.max(torch.tensor([-block_size], device=self.device)))
+        blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
+        return FlatLayout(sizes, chunks, block_size, int(self.shards.max(blocks)))
+
+    def active_mask(self, excluded: Sequence[int] = ()) -> LiveTable:
+        """Return which elements count: those no mask keeps still, of tensors that are not excluded."""
+        masks = {}
+        for i, (owner, p) in enumerate(zip(self.parameters.owners, self.parameters.params, strict=True)):
+            if owner in self.masks:
+                ordered = torch.empty_strided(p.shape, self.parameters.dense[i].stride(), dtype=torch.bool)
+                masks[i] = ordered.copy_(local(self.masks[owner])).as_strided((p.numel(),), (1,))
+        return live_table(self.layout, masks, excluded).to(self.device)
+
+    def publish_state(self) -> None:
+        """Put views of the flat buffers into ``self.state``, under torch's names; leave what others keep there."""
+        specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
+        visible = {spec.name: spec.tensor(self) for spec in specs}
+        before, self.published = self.published, {"step", "master", *visible}
+        for i, p in enumerate(self.parameters.owners):
+            parts = {name: self.parameters.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
+            if i in self.parameters.masters:
+                parts["master"] = self.parameters.dense[i]
+            views = {name: self.parameters.published(part, i) for name, part in parts.items()}
+            others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
+            self.state[p] = {**others, "step": self.own_steps[i], **views}
+
+    # ---------------------------------------------------------------- agreement
+
+    def agree_on(
+        self, facts: list[Fact], of_shards: Sequence[Fact] = (), error: Exception | None = None, hint: str = ""
+    ) -> None:
+        """Return on all ranks, or raise on all; ``of_shards`` is what ranks with other shards have alike too."""
+        of_replicas = failure(lambda: agree(self.transport, facts, self.device, error, hint))
+        agree(self.shards.transport, of_shards, self.device, of_replicas, hint, "shard")
+
+    def _agree_on_everything(self, error: Exception | None, broadcast: bool = False) -> None:
+        """Return on all ranks if all mean the same and none has an ``error``; else raise on all.
+
+        Values come last. Those of different shards differ; all else they have in common.
+        """
+        facts = [] if error else self._facts()
+        names = [] if error else self.parameters.names
+        of_a_shard = {what for name in names for what in (name, f"the mask of {name}")}
+        of_all = [fact for fact in facts if fact[0] not in of_a_shard]
+        self.agree_on(facts, of_all, error, "construct the optimizer alike on every rank")
+        if broadcast:
+            self.parameters.before_update()
+            for dense in self.parameters.dense:
+                self.transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
+            with torch.no_grad():
+                self.parameters.after_update()
+        self._agree_on_values(
+            "seed all ranks alike, load the same checkpoint, or pass Wire(broadcast_parameters=True) to use rank 0's"
+        )
+
+    def _agree_on_values(self, hint: str) -> None:
+        """Return on all ranks if all have the same parameters; else raise on all, naming the first that differs."""
+        self.agree_on(self.parameters.values(), hint=hint)
+
+    def agree_on_loaded(self) -> None:
+        """As ``_agree_on_values``, at the first step after a checkpoint was loaded: models may be loaded later.
+
+        Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
+        those of the round's beginning, on which all have agreed while they loaded.
+        """
+        if self.transport.world_size > 1 and self.synchronised:
+            self._agree_on_values(
+                "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
+                "load_state_dict(), and no parameter was changed"
+            )
+
+    def _facts(self) -> list[Fact]:
+        """Return everything but values that must be equal on all ranks."""
+        options, plist = self.options, self.parameters
+        groups = [
+            (f"{key} of group {i}", repr(value.tolist() if isinstance(value := group[key], Tensor) else value))
+            for i, group in enumerate(map(numbers, self.param_groups))
+            for key in self.hyper_parameters
+        ]
+        checksums = {p: f"checksum {checksum(local(mask).contiguous())}" for p, mask in self.masks.items()}
+        named = list(zip(plist.owners, plist.names, strict=True))
+        return [
+            ("the optimizer", type(self).__name__),
+            *((name, stated(getattr(options, name))) for name in options.names()),
+            ("the number of ranks of a node", str(self.inside.world_size)),
+            *plist.facts(),
+            ("the number of groups", str(len(self.param_groups))),
+            *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
+            *groups,
+            *((f"the mask of {name}", checksums.get(p, "none")) for p, name in named),
+        ]
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, before any variance is frozen. Every rank must call it.
+
+        Raises:
+            RuntimeError: in the compression stage.
+            ValueError: for bad hyper-parameters, or if ranks add different groups.
+        """
+        if not self._built:
+            super().add_param_group(param_group)
+            self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
+            return
+        if self._phase == "compression":
+            raise RuntimeError(
+                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
+                "construct a new optimizer"
+            )
+        self._refuse_if_broken()
+        self.catch_up()
+        self.parameters.refresh_masters()
+        kept = {
+            p: {k: v.clone() for k, v in self.state[p].items() if k in self.published} for p in self.parameters.owners
+        }
+        specs = [spec for spec in self.specs() if spec.per == "tensor"]
+        tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
+        before = self.parameters, list(self.param_groups)
+        outcomes, updates = self.outcomes, self.updates
+        try:
+            self._agree_on_everything(failure(lambda: self._take_group(param_group)))
+        except Exception:
+            self.parameters, self.param_groups = before
+            raise
+        self.given_block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
+        self.build()
+        self.outcomes, self.updates = outcomes, updates
+        for i, p in enumerate(self.parameters.owners):
+            for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
+                spec.tensor(self)[..., i] = column
+        for p, state in kept.items():
+            for key, value in state.items():
+                self.state[p][key].copy_(value)
+
+    def _take_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(materialise_group(param_group))
+        for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
+            self.check_group(numbers(group), f"group {i}")
+        self.put_lr_on_the_device()
+        self.parameters = ParameterList(self.param_groups, self.options.master_weights)
+        check_rounding(self.options.stochastic_rounding, self.parameters)
+
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
+        check_group(group, name)
+        for key in ("frozen_dtype", "freeze_step"):
+            if key in group:
+                raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
+        for key in group:
+            if key in names_of(Layerwise) and key not in self.hyper_parameters:
+                raise ValueError(
+                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
+                )
+
+    def put_lr_on_the_device(self) -> None:
+        """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""
+        if not self.options.capturable:
+            return
+        for i, group in enumerate(self.param_groups):
+            if i == len(self.lr_tensors):
+                self.lr_tensors.append(torch.zeros((), device=self.device))
+            if group["lr"] is not self.lr_tensors[i]:
+                check_lr(group["lr"], f" in group {i}")
+                self.lr_tensors[i].fill_(group["lr"])
+                group["lr"] = self.lr_tensors[i]
+
+    def take_hyper_parameters(self) -> None:
+        """Check the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
+        for i, group in enumerate(self.param_groups):
+            read_once(group)
+            # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
+            taken = numbers({key: group[key] for key in self.hyper_parameters})
+            if isinstance(group["lr"], Tensor) and not self.options.capturable:
+                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
+            if i == len(self._taken):
+                self._taken.append(taken)
+            elif not _same(taken, self._taken[i]):
+                self.check_group({**group, **taken}, f"group {i}")
+                self._taken[i] = taken
+
+    # ---------------------------------------------------------------- what it keeps
 
     @property
     def phase(self) -> Phase:
-        """Return the stage of the last step taken."""
-        raise NotImplementedError
+        """The stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
+
+        Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
+        """
+        return self._phase
 
     @property
     def compressed(self) -> bool:
@@ -87,10 +382,9 @@ class Keeper(torch.optim.Optimizer):
         compressed = self.compressed if compressed is None else compressed
         return [spec for spec in self.kept if spec.applies(self, compressed)]
 
-    def allocate(self) -> None:
-        """Make the tensors that are declared."""
-        for spec in self.kept:
-            spec.allocate(self, self.layout, self.device)
+    def wrote(self, header: Mapping[str, Any]) -> bool:
+        """Return whether an optimizer of the same class has written a checkpoint, on ranks that it tells of."""
+        return header.get("algorithm") == type(self).__name__ and "world_size" in header
 
     @property
     def synchronised(self) -> bool:
@@ -105,6 +399,18 @@ class Keeper(torch.optim.Optimizer):
     def cut_alike(self, header: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint's rows are ordered by the same."""
         return all(header[key] == value for key, value in self.cut().items())
+
+    def catch_up(self) -> None:
+        """Wait until the host knows how all steps so far have ended; raises as ``step`` does."""
+        self.outcomes.catch_up(self._describe)
+
+    def _describe(self, flag: Flag) -> str:
+        """Return details of why a step was skipped."""
+        raise NotImplementedError
+
+    def _refuse_if_broken(self) -> None:
+        if self.broken:
+            raise CollectiveError(f"this optimizer can't go on: {self.broken}")
 
     def settle(self) -> None:
         """Bring what is kept into the form in which it is saved."""
@@ -121,3 +427,11 @@ class Keeper(torch.optim.Optimizer):
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         """Take note that the buffers are filled."""
+
+
+def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    # Tensors are the same or not: comparing values would wait for the device.
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

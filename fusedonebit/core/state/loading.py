@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
-from ..consensus import agree_on, failure
+from ..consensus import failure
 from ..options import numbers
 from ..settings import Layerwise, names_of
 from ..sharding import local
 from . import entries, integrity
-from . import header as header_rules
-from .header import has_lines, is_own
+from .header import BASE, KEY, check_each, damaged, has_lines
 from .keeper import Keeper
-from .saving import FORMAT, KEY, State, by_parameter, call_hooks, header_of, masks, numerics
+from .saving import FORMAT, State, by_parameter, call_hooks, header_of, masks, numerics
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -45,7 +44,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         raise
     except Exception as caught:
         error = caught
-    agree_on(keeper, facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
+    keeper.agree_on(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
         _take_up(keeper, state_dict, header, states)
     except Exception as caught:
@@ -55,7 +54,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         error = failure(lambda: call_hooks(keeper, "load_state_dict_post"))
     elif isinstance(error, CollectiveError):
         raise error
-    agree_on(keeper, [], [], error, "load_state_dict() did not end well there: load on all ranks anew")
+    keeper.agree_on([], [], error, "load_state_dict() did not end well there: load on all ranks anew")
 
 
 def take_state(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
@@ -68,7 +67,7 @@ def check_header(keeper: Keeper, header: State) -> None:
     """Raise ValueError if this optimizer can't go on from a checkpoint with this header."""
     if header.get("format", FORMAT) != FORMAT:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
-    header_rules.check(keeper, header)
+    _check_fields(keeper, header)
     keeper.check_plain_state(header)
     if not has_lines(header):
         return
@@ -96,6 +95,38 @@ def check_header(keeper: Keeper, header: State) -> None:
 
 
 # ---------------------------------------------------------------- checks
+
+
+def _check_fields(keeper: Keeper, header: State) -> None:
+    """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
+    must, own = ["phase", "updates", "skipped"], keeper.wrote(header)  # then all must be there that it reads
+    if own and (has_lines(header) or not any(keeper.phases.values())):
+        must += [key for key, field in keeper.header_fields.items() if field.required]
+    for key in must:
+        if key not in header:
+            raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
+    check_each(header, BASE | {key: field.rule for key, field in keeper.header_fields.items()}, "")
+    if own:
+        _check_own(keeper, header)
+
+
+def _check_own(keeper: Keeper, header: State) -> None:
+    if header.get("trained") and "step" not in header.get("names", ["step"]):
+        damaged("names", "have step", header["names"])
+    tensors, groups = len(keeper.parameters), len(keeper.param_groups)
+    for key, field in keeper.header_fields.items():
+        told = header.get(key)
+        if not field.one_per or not isinstance(told, list):
+            continue
+        if field.one_per == "index" and any(index >= tensors for index in told):
+            damaged(key, f"be below {tensors}", told)
+        if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
+            damaged(key, f"have {expected} values", told)
+    phases = keeper.phases
+    lines = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
+    if header["phase"] not in phases or header.get("lines", lines) != lines:
+        got = f"{header['phase']!r} with lines={header.get('lines')}"
+        damaged("phase", f"be one of {', '.join(phases)}", got)
 
 
 def _verified_before_hooks(keeper: Keeper, state_dict: Mapping[str, Any]) -> bool:
@@ -166,7 +197,7 @@ def _check(keeper: Keeper, header: State | None, states: Sequence[State], verifi
             f"the checkpoint was written with another mask for {', '.join(other)}: what is masked now loses its "
             "momentum and its variance, what was masked begins with none"
         )
-    trained = header["trained"] if is_own(keeper, header) and "trained" in header else ()
+    trained = header["trained"] if keeper.wrote(header) and "trained" in header else ()
     # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
     places = zip(states, keeper.parameters.index_of, strict=True)
     required = {i for i, (state, index) in enumerate(places) if state or compressed or index in trained}

@@ -29,11 +29,10 @@ from torch.optim import Optimizer
 from ...comm import checksum
 from ..options import stated
 from . import entries, integrity
-from .header import has_lines
+from .header import KEY, has_lines
 from .integrity import read_header
 from .keeper import Keeper
 
-KEY = "fusedonebit"
 FORMAT = 2
 
 State = Mapping[str, Any]
