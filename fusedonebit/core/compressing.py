@@ -14,7 +14,6 @@ from torch import Tensor
 from ..comm import FeedbackReducer, Flag, LocalTransport, Reducer, Told
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
-from . import inspection
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed, LossScale, agree_on_scaling
 from .state.header import LINES, Fields
@@ -84,7 +83,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def stats(self) -> dict[str, Any]:
         """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        scratch = sum(t.nbytes for t in inspection.scratch_of(self))
+        scratch = sum(t.nbytes for t in self._scratch())
         return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
 
 
@@ -102,6 +101,10 @@ class FeedbackOptimizer(CompressingOptimizer):
     phases: ClassVar[dict[Phase, bool]] = {"one-bit": True}
     header_fields: ClassVar[Fields] = LINES
     reducer: FeedbackReducer
+
+    def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
+        """Return what compresses this rank's momentum, with these gradients in it."""
+        raise NotImplementedError
 
     def plain_state(self) -> dict[str, Any]:
         return super().plain_state() | {"digests": self.reducer.digests}

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from ..comm import CollectiveError
+from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
-from . import copies, inspection, step_op
+from . import copies, step_op
 from .handshake import ddp_averages, warn_of_averages
 from .scaling import SCALER_ATTRIBUTES
 from .settings import Options
 from .state import loading, saving
 from .state.keeper import Keeper
 from .step_count import as_word
+
+SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
+"""Options that ``repr`` only shows where they are on."""
 
 
 class DistributedOptimizer(Keeper):
@@ -308,7 +312,43 @@ class DistributedOptimizer(Keeper):
             last step, between ranks that hold other shards, or are of one node); state_bytes (allocated); freeze_step
             (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
         """
-        return inspection.stats(self)
+        self.catch_up()
+        transport, layout = self.transport, self.layout
+        return {
+            "phase": self.phase,
+            "step": self.outcomes.updates,
+            "skipped_steps": self.outcomes.skipped,
+            "freeze_step": None,
+            "backend": backend(self.device),
+            "transport": repr(transport),
+            "world_size": transport.world_size,
+            "parameters": layout.real_numel,
+            "padding": layout.numel - layout.real_numel,
+            "collectives_step": transport.traffic.collectives_step,
+            "bytes_step": transport.traffic.bytes_step,
+            "bytes_total": transport.traffic.bytes_total,
+            "averaged_already": bool(self.averaged_elsewhere),
+            "collectives_inside": self.inside.traffic.collectives_step,
+            "bytes_inside": self.inside.traffic.bytes_step,
+            # Of a ring all-reduce of float32 gradients.
+            "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
+            "state_bytes": self._state_bytes(),
+            "grad_norm": None if self.options.max_grad_norm is None else float(self.last_grad_norm),
+        }
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of all that the next step needs, tables included; each piece of memory counts once."""
+        own = vars(self)
+        tensors = [value for value in own.values() if isinstance(value, Tensor)]
+        tensors += [self.parameters.dense[i] for i in self.parameters.masters] + list(self.live)
+        tensors += [t for part in own.values() if callable(state := getattr(part, "state", None)) for t in state()]
+        scratch = {t.untyped_storage().data_ptr() for t in self._scratch()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
+
+    def _scratch(self) -> list[Tensor]:
+        """Return what only serves within a step."""
+        return [vars(self)[name] for name in self.scratch if name in vars(self)]
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
@@ -326,7 +366,17 @@ class DistributedOptimizer(Keeper):
         raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")
 
     def __repr__(self) -> str:
-        return inspection.describe(self, super().__repr__(), self._described())
+        shown = [name for name in SHOWN_WHERE_ON if getattr(self.options, name)]
+        lines = [
+            f"phase: {self.phase}, {self.outcomes.updates} updates",
+            *self._described(),
+            f"block_size: {self.layout.block_size}",
+            f"backend: {backend(self.device)}",
+            f"transport: {self.transport!r}",
+            *(f"{name}: {getattr(self.options, name)!r}" for name in shown),
+        ]
+        groups = super().__repr__().split("\n", 1)[1]
+        return "\n".join([f"{type(self).__name__} (", *lines, groups])
 
     def _described(self) -> list[str]:
         """Return lines of a subclass for ``repr``: what it alone can be told."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .optimizer import DistributedOptimizer
+
+class _TakesSteps(Protocol):
+    def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
+        """See ``DistributedOptimizer``."""
+
 
 _numbers = itertools.count()
-_optimizers: WeakValueDictionary[int, DistributedOptimizer] = WeakValueDictionary()
+_optimizers: WeakValueDictionary[int, _TakesSteps] = WeakValueDictionary()
 
 _LIBRARY = torch.library.Library("fusedonebit", "FRAGMENT")
 # What the host decides in a step must be decided in every step: no replay of a CUDA graph that the compiler makes.
@@ -28,7 +31,7 @@ _TAGS = [tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, nam
 _LIBRARY.define("step(Tensor(a!)[] params, Tensor[] grads, int optimizer, bool checked) -> ()", tags=_TAGS)
 
 
-def number_of(optimizer: DistributedOptimizer) -> int:
+def number_of(optimizer: _TakesSteps) -> int:
     """Register an optimizer; return the number by which the op finds it, while it lives."""
     number = next(_numbers)
     _optimizers[number] = optimizer
