@@ -11,10 +11,10 @@ from __future__ import annotations
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .marsit import MarsitAllReduce
-from .message import Flag, Messages, Word, describe_mismatch
+from .message import Flag, Messages, Told, Word, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
-from .reducer import FeedbackReducer, Reducer, Told
+from .reducer import FeedbackReducer, Reducer
 from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
 from .sign_vote import SignVote

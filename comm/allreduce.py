@@ -32,9 +32,9 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .message import Messages, Word, agreed_flags, digest
+from .message import Messages, Told, Word, agreed_flags, digest
 from .partition import Part
-from .reducer import Compress, FeedbackReducer, Told
+from .reducer import Compress, FeedbackReducer
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 

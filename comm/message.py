@@ -14,16 +14,14 @@ comparing them, for no extra collective.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
-
-if TYPE_CHECKING:
-    from .reducer import Told
 
 MAGIC = 0x03314F46  # "FO1", and the format's version
 ALIGNMENT = 16
@@ -66,6 +64,31 @@ class Flag(IntFlag):
     """A GradScaler found an infinite gradient: nothing at all may change."""
     LOCAL = 32
     """Only some ranks' GradScalers did."""
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of a step, and what it keeps, besides what it compresses.
+
+    Args:
+        tag: A 31-bit number that must be equal on all ranks, such as a hash of the hyper-parameters; else all skip.
+        number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
+        abort: Makes every rank skip this step.
+        hold: int32 [1], flags equal on all ranks: where any is set nothing changes, the last result included, but for
+            the count of synchronisations. None: none.
+        pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
+        missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
+        changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
+        goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
+    """
+
+    tag: int = 0
+    number: int | Tensor | None = None
+    abort: bool = False
+    hold: Tensor | None = None
+    pending: Tensor | None = None
+    missing: Sequence[int] = ()
+    changed: Sequence[Tensor] = ()
+    goes: Tensor | None = None
 
 
 class Messages:

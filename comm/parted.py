@@ -30,9 +30,9 @@ from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, told_by_all
 from .allreduce import CompressedAllReduce
-from .message import CHECKED, Messages, Word, union
+from .message import CHECKED, Messages, Told, Word, union
 from .partition import NodePart, Part
-from .reducer import Compress, FeedbackReducer, Told
+from .reducer import Compress, FeedbackReducer
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
 from .absent import Kept
-from .message import CHECKED, Messages, Word, describe_mismatch
+from .message import CHECKED, Messages, Told, Word, describe_mismatch
 from .shards import ShardGroup
 
 if TYPE_CHECKING:
@@ -31,31 +31,6 @@ Compress = Callable[..., None]
 """Writes this rank's bits into the messages of its first argument, the reducer of a part of the line.
 
 That is called once for each part; by ``RoundAllReduce`` for each range of chunks, its second argument."""
-
-
-class Told(NamedTuple):
-    """What a rank tells the others of a step, and what it keeps, besides what it compresses.
-
-    Args:
-        tag: A 31-bit number that must be equal on all ranks, such as a hash of the hyper-parameters; else all skip.
-        number: Of the step, an int32 that must be equal on all ranks; else all skip. None: of the synchronisation.
-        abort: Makes every rank skip this step.
-        hold: int32 [1], flags equal on all ranks: where any is set nothing changes, the last result included, but for
-            the count of synchronisations. None: none.
-        pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
-        missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
-        changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
-        goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
-    """
-
-    tag: int = 0
-    number: int | Tensor | None = None
-    abort: bool = False
-    hold: Tensor | None = None
-    pending: Tensor | None = None
-    missing: Sequence[int] = ()
-    changed: Sequence[Tensor] = ()
-    goes: Tensor | None = None
 
 
 class Reducer(Protocol):

@@ -18,9 +18,19 @@ from ..triton_kernels import Coef, FlatLayout, LiveTable, live_table, local_upda
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
 from .allreduce import check_world_size
-from .message import OUT_OF_STEP, Messages, Word, agreed_flags, checksum_of, describe_mismatch, describe_note, union
+from .message import (
+    OUT_OF_STEP,
+    Messages,
+    Told,
+    Word,
+    agreed_flags,
+    checksum_of,
+    describe_mismatch,
+    describe_note,
+    union,
+)
 from .partition import Part
-from .reducer import Compress, Reducer, Told
+from .reducer import Compress, Reducer
 from .transport import CollectiveError, LocalTransport, Transport
 
 Prepare = Callable[[slice], None]

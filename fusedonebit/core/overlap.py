@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,18 @@ from ..comm import (
     CompressedAllReduce,
     FeedbackReducer,
     HierarchicalAllReduce,
+    Told,
     TorchTransport,
     Transport,
 )
-from ..comm.reducer import Compress, Told
+from ..comm.reducer import Compress
+from .compressing import FeedbackOptimizer
 from .scaling import LossScale
 from .step_count import as_word
 
-if TYPE_CHECKING:
-    from ..optim.two_stage import OneBitOptimizer
 
-
-def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
-    """Make what averages momenta, in the storage that the warm-up's momentum has; and ``overlap`` anew."""
+def make_reducer(optimizer: FeedbackOptimizer, before: OverlappedAllReduce | None) -> FeedbackReducer:
+    """Make what averages momenta, in the storage that the warm-up's momentum has, instead of the one ``before``."""
     options, layout = optimizer.options, optimizer.layout
     shared: dict[str, Any] = {
         "device": optimizer.device,
@@ -47,13 +46,11 @@ def make_reducer(optimizer: OneBitOptimizer) -> FeedbackReducer:
         return CompressedAllReduce(layout, optimizer.transport, **shared)
     if not options.overlap:
         return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
-    if optimizer.overlap is not None:
-        optimizer.overlap.close()
-    if optimizer.transport_apart is None:  # so that nothing else comes between buckets
-        own = optimizer.transport
-        optimizer.transport_apart = own.apart() if isinstance(own, TorchTransport) else own
-    optimizer.overlap = OverlappedAllReduce(optimizer, optimizer.transport_apart, **shared)
-    return optimizer.overlap
+    if before is not None:
+        before.close()
+        return OverlappedAllReduce(optimizer, before.transport, **shared)
+    own = optimizer.transport  # buckets have one of their own, so that nothing else comes between them
+    return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
 
 
 class OverlappedAllReduce(BucketedAllReduce):
@@ -65,7 +62,7 @@ class OverlappedAllReduce(BucketedAllReduce):
     the optimizer weakly.
     """
 
-    def __init__(self, optimizer: OneBitOptimizer, transport: Transport, **options: Any) -> None:
+    def __init__(self, optimizer: FeedbackOptimizer, transport: Transport, **options: Any) -> None:
         super().__init__(optimizer.layout, optimizer.options.bucket_count, transport, **options)
         self._optimizer = weakref.ref(optimizer)
         self._buckets_of = [
@@ -147,7 +144,7 @@ class OverlappedAllReduce(BucketedAllReduce):
             self._start(optimizer, self._next)
             self._next -= 1
 
-    def _start(self, optimizer: OneBitOptimizer, bucket: int) -> None:
+    def _start(self, optimizer: FeedbackOptimizer, bucket: int) -> None:
         grads = [optimizer.nothing] * len(self._buckets_of)
         try:
             if self._coef is None:
@@ -219,8 +216,9 @@ class OverlappedAllReduce(BucketedAllReduce):
 
 
 def _check_idle(optimizer: torch.optim.Optimizer, _: object) -> None:
-    if not optimizer.broken:  # type: ignore[attr-defined]
-        optimizer.reducer.check_idle()  # type: ignore[attr-defined]
+    if isinstance(optimizer, FeedbackOptimizer) and not optimizer.broken:
+        assert isinstance(optimizer.reducer, OverlappedAllReduce)
+        optimizer.reducer.check_idle()
 
 
 def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:

@@ -199,8 +199,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
         self._unit_is_known = False
 
-    def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        super().begin_warm(tables)
+    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        super()._begin_warm(tables)
         self._layers.copy_(tables["layer"])
         if self._unit is not None and "unit" in tables:
             self._unit, self._unit_is_known = tables["unit"], True

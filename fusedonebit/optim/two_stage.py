@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import Flag, Told, Transport
+from ..comm import Flag, Told
 from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
 from ..core.overlap import OverlappedAllReduce, make_reducer
@@ -41,7 +41,7 @@ from ..triton_kernels import Coef, freeze, thaw, update_sums
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
-from .warm_start import warm_start as take_warm_start
+from .warm_start import warm_start
 
 
 class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
@@ -76,7 +76,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         "auto": Field(or_none(TABLE), False),
     }
     overlap: OverlappedAllReduce | None = None
-    transport_apart: Transport | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
         freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
@@ -84,12 +83,13 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         said |= {"freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
         super().__init__(params, defaults, **said, **keywords)
         if freeze.warm_start is not None:
-            take_warm_start(self, freeze.warm_start)
+            self._begin_warm(warm_start(self, freeze.warm_start))
 
     def build(self) -> None:
         super().build()
         options, device = self.options, self.device
-        self.reducer = make_reducer(self)
+        self.reducer = make_reducer(self, self.overlap)
+        self.overlap = self.reducer if isinstance(self.reducer, OverlappedAllReduce) else None
         self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
@@ -165,7 +165,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return None if self.options.precondition else self.exp_avg_sq
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
-        """Return what compresses this rank's momentum, with these gradients in it."""
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
         return lambda part: part.compress(grads, coef, v, inside)
 
@@ -253,7 +252,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._arm_guard(last)
         self.publish_state()
 
-    def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
         self.exp_avg_sq.mul_(self.live.mask())
         self._behind.fill_(-math.inf)

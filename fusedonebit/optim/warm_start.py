@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,14 @@ from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
 from ..core.state.saving import by_parameter, header_of
-
-if TYPE_CHECKING:
-    from .two_stage import OneBitOptimizer
+from .averaging import AveragingOptimizer
 
 
-def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Takes from an earlier run's checkpoint what a freeze needs; every rank calls it.
+def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Take the variance from an earlier run's checkpoint, corrected for its start at 0 with that run's own betas.
 
-    That is the variance, corrected for its start at 0 with that run's own betas, and what is kept per
-    tensor (``StateSpec``): coefficients and momentum scales of LAMB. Momentum and residuals are not taken.
+    Return what that run has kept per tensor (``StateSpec``), by name: coefficients and momentum scales of LAMB.
+    Momentum and residuals are not taken. Every rank calls it.
 
     Raises:
         TypeError, ValueError: on every rank, if the checkpoint is of another model or optimizer.
@@ -52,10 +50,10 @@ def warm_start(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> Non
     with torch.no_grad():
         for i, v in enumerate(variances):
             optimizer.parameters.shaped(optimizer.exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
-    optimizer.begin_warm({name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()})
+    return {name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()}
 
 
-def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"warm_start must be an earlier run's state_dict(), got {type(state_dict).__name__}; "
@@ -67,7 +65,7 @@ def _check(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
 
 
-def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
+def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """A parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
     name, shape = optimizer.parameters.names[i], tuple(optimizer.parameters.params[i].shape)
     if not state:
@@ -88,7 +86,7 @@ def _variance(optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], state: 
 
 
 def _tables(
-    optimizer: OneBitOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+    optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
     """What the optimizer keeps per tensor, by name, one tensor each; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()

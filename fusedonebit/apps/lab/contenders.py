@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +33,22 @@ from ...triton_kernels import TAIL, Coef, freeze
 from ..averaged import Averaged
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam, BaselineSGD
-
-if TYPE_CHECKING:
-    from .run import Key
-    from .tasks import Task
+from .tasks import Task
 
 BETAS = (0.9, 0.99)
 EPS, LAMB_EPS = 1e-8, 1e-6
 EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
 """Shares of the steps after which the metric is taken; their mean counts."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which run."""
+
+    task: str
+    optimizer: str
+    seed: int
+    workers: int = 4
 
 
 @dataclass

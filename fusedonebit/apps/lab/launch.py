@@ -19,8 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ... import FusedOneBitWarning
 from ..arguments import missing
+from .contenders import Key
 from .report import named, table, traffic, verdicts
-from .run import Key, run
+from .run import run
 
 
 def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers: int, out: Path) -> None:

@@ -6,13 +6,13 @@ import copy
 import math
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ...comm import SimulatedGroup, Transport
-from .contenders import CONTENDERS, EVALUATED, Setting
+from .contenders import CONTENDERS, EVALUATED, Key, Setting
 from .tasks import TASKS, Trial
 
 WARM_UP = 0.2  # of the steps, before the freeze
@@ -20,16 +20,6 @@ LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the 
 DIVERGED = 10.0  # times the loss at the freeze
 WINDOW = 10  # steps that a loss is averaged over, there and later
 EARLIER_SEED = 1000
-
-
-@dataclass(frozen=True)
-class Key:
-    """Which run."""
-
-    task: str
-    optimizer: str
-    seed: int
-    workers: int = 4
 
 
 def run(key: Key) -> dict[str, object]:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from .run import Job
 
 
 class Display:
     """Progress bars on a terminal, about twenty plain lines a run elsewhere; silent on other ranks.
 
     Args:
-        job: What is being run.
+        steps: How many a run has.
         enabled: Whether this rank shows anything.
     """
 
-    def __init__(self, job: Job, enabled: bool) -> None:
-        self._job, self._enabled = job, enabled
+    def __init__(self, steps: int, enabled: bool) -> None:
+        self._steps, self._enabled = steps, enabled
         self._console = Console(highlight=False)
         self._live = enabled and self._console.is_terminal
-        self._every = max(1, job.steps // 20)
+        self._every = max(1, steps // 20)
         self._bars = Progress(
             TextColumn("{task.description:18}"),
             BarColumn(bar_width=20),
@@ -48,7 +45,7 @@ class Display:
 
     def start(self, name: str, first_step: int) -> None:
         """Begins another run."""
-        self._task = self._bars.add_task(name, total=self._job.steps, completed=first_step, text="")
+        self._task = self._bars.add_task(name, total=self._steps, completed=first_step, text="")
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Shows a step's record."""
@@ -58,8 +55,8 @@ class Display:
         )
         self._bars.update(self._task, completed=record["step"], text=text)
         step = record["step"]
-        if self._enabled and not self._live and (step % self._every == 0 or step == self._job.steps):
-            self._console.print(f"{record['optimizer']:18} step {step:>6}/{self._job.steps}  {text}", soft_wrap=True)
+        if self._enabled and not self._live and (step % self._every == 0 or step == self._steps):
+            self._console.print(f"{record['optimizer']:18} step {step:>6}/{self._steps}  {text}", soft_wrap=True)
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class Job:
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
     """Trains each of the job's optimizers; rank 0 writes and shows what happens."""
     corpus = Corpus(load_text(job.text), job.seq_len)
-    with Display(job, enabled=rank == 0) as display:
+    with Display(job.steps, enabled=rank == 0) as display:
         for name in job.optimizers:
             Run(job, name, corpus, display, rank, world_size, device).train()
 
