@@ -20,7 +20,7 @@ from ..triton_kernels import TAIL
 from .telemetry import upload
 
 
-class Mark(IntEnum):
+class HandshakeWord(IntEnum):
     """The words, float32, summed over the ranks; small enough to be exact."""
 
     NONFINITE = 0
@@ -35,10 +35,10 @@ class Mark(IntEnum):
     """Ranks whose GradScaler has found an inf."""
 
 
-_COMPARED = slice(Mark.STEP, Mark.OVERFLOW)
+_COMPARED = slice(HandshakeWord.STEP, HandshakeWord.OVERFLOW)
 
 
-class Marks:
+class Handshake:
     """Two numbers that must be equal on all ranks, told by their sums and sums of squares; and three counts.
 
     ``step`` is as this rank's user counts, ``tag`` a hash of the hyper-parameters; this rank has no gradient of the
@@ -49,8 +49,8 @@ class Marks:
         self, world_size: int, step: int, tag: int, tensors: int, missing: Sequence[int], skips: bool = False
     ) -> None:
         self._modulus = modulus = int((2**24 / world_size) ** 0.5)
-        marks = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
-        self._compared = [*marks, *(mark * mark for mark in marks)]
+        compared = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
+        self._compared = [*compared, *(number * number for number in compared)]
         self._world_size = world_size
         self._missing = bool(missing)
         self._present = [1.0] * tensors
@@ -63,21 +63,21 @@ class Marks:
         words += [0.0] * (TAIL - len(words))
         tail.copy_(upload(words + self._present, torch.float32, tail.device))
         if found_inf is not None:
-            tail[Mark.OVERFLOW] = found_inf > 0
+            tail[HandshakeWord.OVERFLOW] = found_inf > 0
         self._expected = tail[_COMPARED] * self._world_size
 
     def add_values(self, tail: Tensor, values: Tensor) -> None:
         """Make ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
-        tag = (tail[Mark.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
-        tail[Mark.TAG], tail[Mark.TAG_SQUARED] = tag, tag * tag
+        tag = (tail[HandshakeWord.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
+        tail[HandshakeWord.TAG], tail[HandshakeWord.TAG_SQUARED] = tag, tag * tag
         self._expected = tail[_COMPARED] * self._world_size
 
     def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what all ranks' words say: flags int32 [1], and where marks differ: bool [4], step and tag, twice."""
+        """Return what all ranks' words say: flags int32 [1], and where they differ: bool [4], step and tag, twice."""
         differ = tail[_COMPARED] != self._expected
         flags = (
-            (tail[Mark.NONFINITE] > 0).int() * int(Flag.NONFINITE)
-            + (tail[Mark.ABORT] > 0).int() * int(Flag.ABORT)
+            (tail[HandshakeWord.NONFINITE] > 0).int() * int(Flag.NONFINITE)
+            + (tail[HandshakeWord.ABORT] > 0).int() * int(Flag.ABORT)
             + differ.any().int() * int(Flag.MISMATCH)
         )
         return flags.reshape(1), differ

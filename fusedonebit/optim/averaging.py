@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import Flag
 from ..comm.message import OUT_OF_STEP
-from ..core.handshake import Mark, Marks
+from ..core.handshake import Handshake, HandshakeWord
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
 from ..core.state.spec import Specs, StateSpec
@@ -48,18 +48,18 @@ class AveragingOptimizer(DistributedOptimizer):
         if self._grad is None:
             self._grad = self._make_grad()
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
-        marks = self._make_marks()
-        marks.write(tail, abort, loss_scale.found_inf)
-        # What DDP's hook has averaged is not divided again, and only the marks behind it are summed.
+        handshake = self._make_handshake()
+        handshake.write(tail, abort, loss_scale.found_inf)
+        # What DDP's hook has averaged is not divided again, and only the handshake behind it is summed.
         share = 1.0 if self.averaged else 1 / self.transport.world_size
         flatten(grads, *self._places, share, loss_scale.factor(), self._grad[: layout.numel + TAIL])
         if self.averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
-            marks.add_values(tail, values)
+            handshake.add_values(tail, values)
         self.transport.all_reduce(tail if self.averaged else self._grad)
-        flags, self._marks_differ = marks.read(tail)
+        flags, self._handshake_differs = handshake.read(tail)
         if loss_scale.found_inf is not None:
-            flags = flags | overflow_flags(tail[Mark.OVERFLOW], self.transport.world_size)
-        told = flags, self._tag_of_shards, marks.absent(tail), len(layout.sizes)
+            flags = flags | overflow_flags(tail[HandshakeWord.OVERFLOW], self.transport.world_size)
+        told = flags, self._tag_of_shards, handshake.absent(tail), len(layout.sizes)
         flags, self._absent = self.shards.unite(*told)
         if loss_scale.found_inf is not None:
             self.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
@@ -69,9 +69,9 @@ class AveragingOptimizer(DistributedOptimizer):
         self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
         return flags
 
-    def _make_marks(self, skips: bool = False) -> Marks:
+    def _make_handshake(self, skips: bool = False) -> Handshake:
         tag = self.coefficients.tag ^ self.layout.fingerprint
-        return Marks(
+        return Handshake(
             self.transport.world_size, self.step_count.total + skips, tag, len(self.layout.sizes), self._missing, skips
         )
 
@@ -87,13 +87,13 @@ class AveragingOptimizer(DistributedOptimizer):
         super().zero_grad(set_to_none)
 
     def _skip_together(self) -> None:
-        # Others may be in their step, in which they send their marks: these are for them.
+        # Others may be in their step, in which they send their handshake: this is for them.
         tail = torch.zeros(TAIL + len(self.layout.sizes), device=self.device)
-        marks = self._make_marks(skips=True)
-        marks.write(tail, False, None)
+        handshake = self._make_handshake(skips=True)
+        handshake.write(tail, False, None)
         with self._breaking():
             self.transport.all_reduce(tail)
-        flags, _ = marks.read(tail)
+        flags, _ = handshake.read(tail)
         self.averaged = False
         if int(flags):
             raise OutOfStepError(
@@ -111,14 +111,14 @@ class AveragingOptimizer(DistributedOptimizer):
             )
 
     def _make_grad(self) -> Tensor:
-        """Room for the gradients and the marks behind them, float32 [P + TAIL + tensors]."""
+        """Room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _describe(self, flag: Flag) -> str:
-        return self._describe_marks()
+        return self._describe_handshake()
 
-    def _describe_marks(self) -> str:
-        steps, _ = self._marks_differ.view(2, 2).any(0).tolist()
+    def _describe_handshake(self) -> str:
+        steps, _ = self._handshake_differs.view(2, 2).any(0).tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
         if self.ddp_attached:
             what += (

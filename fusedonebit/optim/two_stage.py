@@ -90,7 +90,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         options, device = self.options, self.device
         self.reducer = make_reducer(self, self.overlap)
         self.overlap = self.reducer if isinstance(self.reducer, OverlappedAllReduce) else None
-        self._behind = torch.zeros_like(self.own_steps)  # updates that did not enter v; -inf where it is corrected
+        self._variance_step_offset = torch.zeros_like(
+            self.own_steps
+        )  # updates that did not enter v; -inf where it is corrected
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
@@ -133,8 +135,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @property
     def _is_corrected(self) -> bool:
-        """Whether the variance is corrected for its start at 0, as after a warm start or a thaw."""
-        return bool((self._behind == -math.inf).any())
+        """Whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
+        return bool((self._variance_step_offset == -math.inf).any())
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
@@ -146,7 +148,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def coefficient_table(self) -> Tensor:
         warming = self._variance_steps is None
-        entered = self.own_steps + 1 - self._behind if warming else self._variance_steps
+        entered = self.own_steps + 1 - self._variance_step_offset if warming else self._variance_steps
         coef = self.coefficients(self._taken, self.own_steps, entered, self._unit)
         if warming and self._rewarms:
             memory = float(self.options.rewarm_steps)
@@ -185,39 +187,35 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if flag & Flag.VETO:
             return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
         if self._phase == "warmup":
-            return self._describe_marks()
+            return self._describe_handshake()
         return super()._describe(flag)
 
-    # ---------------------------------------------------------------- freeze and thaw
+    # ---------------------------------------------------------------- freeze and re-warm-up
 
     def _enter_phase(self) -> None:
-        """Freeze the variance, or thaw it, if it is time; the same on all ranks."""
+        """Freeze the variance, or warm up again, if it is time; the same on all ranks."""
+        watched = self._auto if self._rewarms == 0 else None
         if self._phase == "compression":
-            if self.options.guard == "rewarm" and self.outcomes.veto_is_due():
-                self._thaw(after_veto=True)
-            elif self._rewarm_is_due():
-                self._thaw(after_veto=False)
-        elif self._auto is not None and not self._rewarms and self._auto.due():
+            vetoed = self.options.guard == "rewarm" and self.outcomes.veto_is_due()
+            every = self.options.rewarm_every
+            if vetoed or (every > 0 and self._has_updates((self._frozen_at or 0) + every)):
+                self._rewarm(vetoed)
+        elif watched is not None and watched.due():
             self._freeze()
-        elif self.outcomes.updates >= self._freeze_due:
-            # Skips may still be under way from the device: wait for them once, then it is exact.
-            self.catch_up()
-            if self.outcomes.updates >= self._freeze_due:
-                if self._auto is not None and not self._rewarms:
-                    warn(UNSETTLED.format(self._freeze_due))
-                self._freeze()
+        elif self._has_updates(self._freeze_due):
+            if watched is not None:
+                warn(UNSETTLED.format(self._freeze_due))
+            self._freeze()
 
-    def _rewarm_is_due(self) -> bool:
-        if self.options.rewarm_every == 0:
-            return False
-        due = (self._frozen_at or 0) + self.options.rewarm_every
+    def _has_updates(self, due: int) -> bool:
+        """Return whether so many are done."""
         if self.outcomes.updates >= due:
-            self.catch_up()  # as for the freeze
+            self.catch_up()  # skips may still be under way from the device: then it is exact
         return self.outcomes.updates >= due
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """End the warm-up, in place: nothing of full size is allocated until a thaw, but for ``frozen_dtype``."""
+        """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but for ``frozen_dtype``."""
         if self.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
@@ -228,7 +226,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
-        self._variance_steps = self.own_steps - self._behind
+        self._variance_steps = self.own_steps - self._variance_step_offset
         self.coefficients.freeze_variance(self._taken)
         coef = self.coefficient_table()
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
@@ -255,10 +253,10 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
         self.exp_avg_sq.mul_(self.live.mask())
-        self._behind.fill_(-math.inf)
+        self._variance_step_offset.fill_(-math.inf)
 
     @torch.no_grad()
-    def _thaw(self, after_veto: bool) -> None:
+    def _rewarm(self, after_veto: bool) -> None:
         """Begin a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
 
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
@@ -277,7 +275,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         thaw(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
-        self._behind.fill_(-math.inf)  # v is corrected
+        self._variance_step_offset.fill_(-math.inf)  # v is corrected
         self._variance_steps = self.coefficients.variance_betas = None
         self._phase = "warmup"
         self._freeze_due = self.outcomes.updates + options.rewarm_steps
@@ -324,7 +322,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return {"precondition": options.precondition} | kept | in_unit
 
     def plain_state(self) -> dict[str, Any]:
-        entered = self.own_steps - self._behind if self._variance_steps is None else self._variance_steps
+        entered = self.own_steps - self._variance_step_offset if self._variance_steps is None else self._variance_steps
         return super().plain_state() | {
             "settled": self._settled(),
             "variance_step": one_or_each(entered),
@@ -373,7 +371,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             entered = each(header["variance_step"], self.own_steps)
             # One number for all tensors may be more than some have had.
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
-            self._behind = self.own_steps - entered
+            self._variance_step_offset = self.own_steps - entered
         self._rewarms = header.get("rewarms", 0)
         self.outcomes.vetoed = header.get("vetoed", 0)
         self.outcomes.veto_at = header.get("veto_at")

@@ -243,4 +243,4 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
             self._lost.zero_()
 
     def _describe(self, flag: Flag) -> str:
-        return self._describe_marks() if self._phase == "uncompressed" else super()._describe(flag)
+        return self._describe_handshake() if self._phase == "uncompressed" else super()._describe(flag)
