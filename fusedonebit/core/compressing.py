@@ -16,7 +16,7 @@ from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed, LossScale, agree_on_scaling
-from .state.header import LINES, Fields
+from .state.header import LINES, Fields, has_lines
 from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
 
@@ -111,5 +111,7 @@ class FeedbackOptimizer(CompressingOptimizer):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
+        if not has_lines(header):
+            return
         digests, count = header["digests"], self.options.bucket_count
         self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)

@@ -132,7 +132,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     scratch: ClassVar[tuple[str, ...]] = (*LambUpdate.scratch, "_largest")
     header_fields: ClassVar = {
         **OneBitOptimizer.header_fields,
-        "unit_is_known": Field(FLAG, False),
+        "unit_is_known": Field(FLAG, False, at="_unit_is_known"),
         "started": Field(FLAG, False),
     }
 
@@ -311,7 +311,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     def plain_state(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
         started = {"started": bool(self._started)} if self._adaptive else {}
-        return super().plain_state() | {"unit_is_known": self._unit_is_known} | started
+        return super().plain_state() | started
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         super().check_plain_state(header)
@@ -321,7 +321,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        self._unit_is_known = header.get("unit_is_known", False)
         if self._phase == "compression":
             self._drop_norms()
             if self._adaptive:

@@ -44,16 +44,16 @@ class RoundOptimizer(CompressingOptimizer):
     takes_shards: ClassVar = False
     masters_of_rank: ClassVar = True
     header_fields: ClassVar[Fields] = {
-        "local": Field(COUNT),
-        "tag": Field(INT),
-        "missed": Field(list_of(COUNT), False, one_per="index"),
+        "local": Field(COUNT, at="_local"),
+        "tag": Field(INT, at="_tag"),
+        "missed": Field(list_of(COUNT), False, "index", "_missed"),
     }
     _anchor: Tensor
     """The parameters that all ranks have, while each moves by itself: float32 [P + TAIL]."""
 
     def build(self) -> None:
         self._local = self._tag = 0  # steps done in this round, and a hash of all of their hyper-parameters
-        self._missed: tuple[int, ...] = ()  # tensors of which this rank has had no gradient in this round
+        self._missed: Sequence[int] = ()  # tensors of which this rank has had no gradient in this round
         self._held_error: Exception | None = None
         self._unsettled: list[tuple[int, Any]] = []  # rounds that may have been skipped: attempt, and which it was
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -137,13 +137,9 @@ class RoundOptimizer(CompressingOptimizer):
         self._held_error = held if self._phase == "local" else None
         return None if self._phase == "local" else held
 
-    def plain_state(self) -> dict[str, Any]:
-        return super().plain_state() | {"local": self._local, "tag": self._tag, "missed": self._missed}
-
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        self._local, self._tag, self._phase = header["local"], header["tag"], header["phase"]
-        self._missed = tuple(header.get("missed", ()))
+        self._phase = header["phase"]
 
     def stats(self) -> dict[str, Any]:
         """Return what ``CompressingOptimizer.stats`` does, and local_steps (done in this round)."""

@@ -64,15 +64,15 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         **LINES,
         "settled": Field(TABLE),
         "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
-        "freeze_step": Field(or_none(COUNT), False),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
+        "freeze_step": Field(or_none(COUNT), False, at="_frozen_at"),
         "freeze_due": Field(or_none(COUNT), False),
-        "rewarms": Field(COUNT, False),
-        "vetoed": Field(COUNT, False),
-        "veto_at": Field(or_none(COUNT), False),
+        "rewarms": Field(COUNT, False, at="_rewarms"),
+        "vetoed": Field(COUNT, False, at="outcomes.vetoed"),
+        "veto_at": Field(or_none(COUNT), False, at="outcomes.veto_at"),
         "guard": Field(or_none(list_of(STEPS, 2)), False),
         "dead_tensors": Field(list_of(COUNT), one_per="index"),
-        "dead_coordinates": Field(COUNT),
+        "dead_coordinates": Field(COUNT, at="dead_coordinates"),
         "auto": Field(or_none(TABLE), False),
     }
     overlap: OverlappedAllReduce | None = None
@@ -326,15 +326,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return super().plain_state() | {
             "settled": self._settled(),
             "variance_step": one_or_each(entered),
-            "variance_betas": self.coefficients.variance_betas,
-            "freeze_step": self._frozen_at,
             "freeze_due": self._freeze_due,
-            "rewarms": self._rewarms,
-            "vetoed": self.outcomes.vetoed,
-            "veto_at": self.outcomes.veto_at,
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
             "dead_tensors": list(self.dead_tensors),
-            "dead_coordinates": self.dead_coordinates,
             "auto": None if self._auto is None else self._auto.state_dict(),
         }
 
@@ -364,6 +358,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
                 self._auto.check(header["auto"])
 
     def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
         entered = self.own_steps
@@ -372,10 +367,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             # One number for all tensors may be more than some have had.
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
             self._variance_step_offset = self.own_steps - entered
-        self._rewarms = header.get("rewarms", 0)
-        self.outcomes.vetoed = header.get("vetoed", 0)
-        self.outcomes.veto_at = header.get("veto_at")
-        self._frozen_at = header.get("freeze_step")
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
         if header["phase"] != "compression":
@@ -383,12 +374,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._phase = "compression"
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.frozen_dtype)
         self._variance_steps = entered
-        self.coefficients.variance_betas = header.get("variance_betas")
         if self.coefficients.variance_betas is None:  # written before it was kept
             self.coefficients.freeze_variance(self._taken)
-        self.dead_coordinates = header["dead_coordinates"]
         self._exclude(header["dead_tensors"])
-        super().resume(header)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":

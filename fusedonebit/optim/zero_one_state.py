@@ -90,11 +90,11 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         "done": Field(list_of(COUNT, 4)),
         "uncounted": Field(COUNT, False),
         "round": Field(_ROUND),
-        "floats": Field(FLAG),
+        "floats": Field(FLAG, at="_as_floats"),
         "entered": Field(AMOUNT_OF_EACH, one_per="updates"),
         "summed": Field(AMOUNT_OF_EACH, one_per="tensor"),
         "pending": Field(INT),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, one_per="group"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
     }
     _moved: Tensor
     _lost: Tensor
@@ -243,9 +243,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             "done": list(done[:4]),
             "uncounted": done.skipped,
             "round": list(self._round),
-            "floats": self._as_floats,
             "entered": one_or_each(self._entered),
-            "variance_betas": self.coefficients.variance_betas,
             "summed": one_or_each(self._summed),
             "pending": int(self._pending),
         }
@@ -281,9 +279,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         super().resume(header)
         done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
         self._confirmed = done._replace(steps=done.steps - self._local)
-        self._round, self._as_floats = Round(*header["round"]), header["floats"]
+        self._round = Round(*header["round"])
         self._entered = torch.minimum(each(header["entered"], self._entered), self.own_steps)
-        self.coefficients.variance_betas = header.get("variance_betas")
         self._summed = each(header["summed"], self._summed)
         self._pending.fill_(header["pending"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -417,13 +418,17 @@ class Keeper(torch.optim.Optimizer):
 
     def plain_state(self) -> dict[str, Any]:
         """Return the values of ``header_fields``."""
-        return {}
+        return {key: attrgetter(field.at)(self) for key, field in self.header_fields.items() if field.at}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's stage can't be taken up."""
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        """Take up a checkpoint's stage, with all buffers that it needs, still empty."""
+        """Take up a checkpoint's stage, with all buffers that it needs, still empty; also its ``header_fields``."""
+        for key, field in self.header_fields.items():
+            if field.at and key in header:
+                *parts, name = field.at.split(".")
+                setattr(attrgetter(".".join(parts))(self) if parts else self, name, header[key])
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         """Take note that the buffers are filled."""
