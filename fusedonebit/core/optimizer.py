@@ -60,17 +60,17 @@ class DistributedOptimizer(Keeper):
 
     @property
     def _rounding(self) -> Tensor | None:
-        """What the ops draw the random bits of stochastic rounding from; read on the device, equal on all ranks."""
+        """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
         return self.updates if self.options.stochastic_rounding else None
 
     @property
     def _places(self) -> tuple[tuple[int, ...], int]:
-        """Where tensors lie in the flat index space, for ops: their sizes, and the block size."""
+        """Say where tensors lie in the flat index space, for ops: their sizes, and the block size."""
         return self.layout.sizes, self.layout.block_size
 
     @property
     def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each block's tensor, and which elements count, for ops."""
+        """Return each block's tensor, and which elements count, for ops."""
         return self._block_tensor, self.live.bits, self.live.row
 
     # ---------------------------------------------------------------- the step
@@ -272,7 +272,7 @@ class DistributedOptimizer(Keeper):
 
     @property
     def _tag_of_shards(self) -> int:
-        """What ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
+        """Return what ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
         return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
 
     def _say_where(self, what: str) -> str:
@@ -298,7 +298,7 @@ class DistributedOptimizer(Keeper):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
+        """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
         return not self.compressed
 
     def stats(self) -> dict[str, Any]:

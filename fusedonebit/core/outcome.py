@@ -63,7 +63,7 @@ class Outcomes:
             self.catch_up(describe)
 
     def record_captured(self, flags: Tensor) -> None:
-        """As ``record``, in a CUDA graph: counts on the device, whenever the graph is replayed."""
+        """Do what ``record`` does, in a CUDA graph: count on the device, whenever the graph is replayed."""
         assert self._replays is not None  # allocated before the capture, or each replay would zero it
         self._replayed = True
         seen = flags[0].long()
@@ -96,7 +96,7 @@ class Outcomes:
             )
 
     def record_own_failure(self, flags: Tensor) -> None:
-        """As ``record``, on the rank whose own error is about to be raised."""
+        """Do what ``record`` does, on the rank whose own error is about to be raised."""
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
             self._count(int(arrived))
 

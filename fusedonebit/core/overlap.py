@@ -106,7 +106,7 @@ class OverlappedAllReduce(BucketedAllReduce):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes in here only accumulate gradients."""
+        """Let backward passes in here only accumulate gradients."""
         before, self._paused = self._paused, True
         try:
             yield

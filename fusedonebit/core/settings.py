@@ -269,7 +269,7 @@ class Options(Numerics, Wire, Faults):
 
     @property
     def bucket_count(self) -> int:
-        """Into how many buckets the line is cut."""
+        """Return into how many buckets the line is cut."""
         return 1
 
     @classmethod
@@ -351,7 +351,7 @@ class OneBitOptions(Options):
 
     @property
     def least_share(self) -> float:
-        """Of its tensor's mean that frozen v has at least."""
+        """Return the share of its tensor's mean that frozen v has at least."""
         preconditioned = VARIANCE_FLOOR if self.precondition else 0.0
         return preconditioned if self.variance_floor is None else self.variance_floor
 

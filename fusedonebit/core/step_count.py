@@ -59,22 +59,22 @@ class StepCount:
         return repeats
 
     def clear(self, owners: Sequence[Tensor]) -> None:
-        """Called before gradients are thrown away; several times between two steps count once."""
+        """Note that gradients are about to be thrown away; several times between two steps count once."""
         grad = _first(owners)
         if grad is not None and not self._unsure and not self._is_known(grad):
             self._dropped = True
 
     def cleared(self, owners: Sequence[Tensor]) -> None:
-        """Called after it; gradients that are zeros now are nothing new."""
+        """Note that they were; gradients that are zeros now are nothing new."""
         self._known = _mark(_first(owners))
         self._consumed = self._unsure = False
 
     def forget(self) -> None:
-        """Called after a step that has raised, and where a graph may have written gradients: judges none of them."""
+        """Judge no gradients: a step has raised, or a graph may have written them."""
         self._unsure = True
 
     def fail(self) -> None:
-        """Called after a step that this rank could not take, of which all ranks have heard: to them it is one step."""
+        """Count the step that this rank could not take, of which all ranks have heard, as one."""
         self.total = self._before + 1
         self._tell_device()
 
@@ -100,7 +100,7 @@ class StepCount:
             self._of_replays.fill_(as_word(self.total))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Weak references can't be copied: of a copy's gradients nothing is known."""
+        """Leave out weak references, which can't be copied: of a copy's gradients nothing is known."""
         return vars(self) | {"_known": None, "_unsure": True}
 
     def _is_known(self, grad: Tensor | None) -> bool:
@@ -111,7 +111,7 @@ class StepCount:
 
 
 def as_word(number: int) -> int:
-    """``number`` modulo 2^32 as an int32."""
+    """Return ``number`` modulo 2^32 as an int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -125,7 +125,7 @@ def _mark(grad: Tensor | None) -> _Mark | None:
 
 
 def _signature(owners: Sequence[Tensor]) -> int:
-    """Changes when any gradient does."""
+    """Return a number that changes when any gradient does."""
     grads = [p.grad for p in owners if p.grad is not None]
     parts = [local(g) for g in grads] if grads and is_dtensor(grads[0]) else grads
     versions = [] if any(g.is_inference() for g in parts) else [g._version for g in parts]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small host values as a tensor on ``device``, from pinned memory, so that nobody waits."""
+    """Return small host values as a tensor on ``device``, from pinned memory, so that nobody waits."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

@@ -43,7 +43,7 @@ class AveragingOptimizer(DistributedOptimizer):
         return self._average(grads, coef, abort)
 
     def _average(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``_exchange``: one all-reduce, or none where DDP has averaged."""
+        """Do what ``_exchange`` says by one all-reduce, or none where DDP has averaged."""
         layout, loss_scale = self.layout, LossScale.of(self)
         if self._grad is None:
             self._grad = self._make_grad()
@@ -111,7 +111,7 @@ class AveragingOptimizer(DistributedOptimizer):
             )
 
     def _make_grad(self) -> Tensor:
-        """Room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
+        """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _describe(self, flag: Flag) -> str:
@@ -128,7 +128,7 @@ class AveragingOptimizer(DistributedOptimizer):
         return self._say_where(f"number of steps ({OUT_OF_STEP})" if steps else what)
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        """One update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""
+        """Make one update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""
         raise NotImplementedError
 
 

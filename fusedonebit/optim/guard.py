@@ -37,7 +37,7 @@ class DivergenceGuard:
         self._root = torch.empty(0, device=device)
 
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
-        """Takes what the freeze knows.
+        """Take what the freeze knows.
 
         Args:
             last: float64 [], |u| of the last uncompressed update, 0 where there was none: after a warm
@@ -50,12 +50,12 @@ class DivergenceGuard:
         self._root = weight.sqrt().float()  # w itself may be beyond float32
 
     def resume(self, reference: float, limit: float) -> None:
-        """Takes up a checkpoint's numbers; ``arm`` has given the weights."""
+        """Take up a checkpoint's numbers; ``arm`` has given the weights."""
         self.reference.fill_(reference)
         self.limit.fill_(limit)
 
     def refuses(self, scale: Tensor, unbias: Tensor, shards: ShardGroup) -> Tensor:
-        """Whether an update is too large, or not finite: bool [1].
+        """Tell whether an update is too large, or not finite: bool [1].
 
         Args:
             scale: float32 [B], s.
@@ -66,7 +66,7 @@ class DivergenceGuard:
         return ~(self.norm <= self.limit).reshape(1)
 
     def describe(self, rewarms: bool, steps: int) -> str:
-        """Why an update was refused and what follows; waits for the device."""
+        """Say why an update was refused and what follows; wait for the device."""
         times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
             f"What it holds beyond a step of Adam's is dropped, and {steps} uncompressed updates follow"
@@ -81,5 +81,5 @@ class DivergenceGuard:
         )
 
     def state(self) -> list[Tensor]:
-        """All tensors."""
+        """Return all tensors."""
         return [self.reference, self.limit, self.norm, self._root]

@@ -54,7 +54,7 @@ class LambUpdate(AveragingOptimizer):
 
     @contextmanager
     def _layers_kept(self) -> Iterator[None]:
-        """What is kept per layer stays as it was for layers without a gradient."""
+        """Keep what there is per layer as it was for layers without a gradient."""
         if self._absent is None:
             yield
             return
@@ -63,28 +63,28 @@ class LambUpdate(AveragingOptimizer):
         self._layers.copy_(torch.where(self._absent, before, self._layers))
 
     def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
-        """Values [..., B] as kernels reduce them: with each tensor's first block; of shards, one column per tensor."""
+        """Return values [..., B] and each tensor's first block, for kernels; of shards one column per tensor."""
         if self.shards.count == 1:
             return values, self._layer_start
         whole = self.shards.sum if reduction == "sum" else self.shards.max
         return whole(self._segments(values, reduction)), self._one_each
 
     def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
-        """Of values [..., B], each tensor's sum or maximum here: [..., tensors]; 0 where nothing of it is here."""
+        """Return each tensor's sum or maximum of values [..., B] here: [..., tensors]; 0 where nothing of it is."""
         flat = by_block.reshape(-1, by_block.shape[-1])
         rows = [torch.segment_reduce(row, reduction, offsets=self._layer_start, initial=0.0) for row in flat]
         return torch.stack(rows).view(*by_block.shape[:-1], -1)
 
     def _variance(self) -> Tensor:
-        """The variance that follows the gradients, float32 [P]."""
+        """Return the variance that follows the gradients, float32 [P]."""
         return self.exp_avg_sq
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Of each tensor's live elements, float64 [tensors], from values float32 [P]."""
+        """Return that of each tensor's live elements, float64 [tensors], of values float32 [P]."""
         return self._segments(square_sums(*self._places, flat, self.live.bits, self.live.row), "sum")
 
     def stats(self, layers: bool = False) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
+        """Tell where training stands. Waits for the device.
 
         Args:
             layers: Also look at every layer; reads the variance once.

@@ -27,7 +27,7 @@ class LionOptions(Options):
 
     @property
     def servers_keep(self) -> bool:
-        """Whether servers have residuals."""
+        """Tell whether servers have residuals."""
         return self.aggregation == "mean"
 
 
@@ -86,7 +86,7 @@ class OneBitLion(FeedbackOptimizer):
         self.reducer = SignVote(self.layout, self.transport, aggregation=self.options.aggregation, **where)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, before the first step. Every rank must call it."""
+        """Add a group, before the first step. Every rank must call it."""
         if self._built and self.outcomes.attempts:
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
         super().add_param_group(param_group)

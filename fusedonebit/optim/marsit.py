@@ -165,7 +165,7 @@ class MarsitOptimizer(MarsitState):
             add_values(self.parameters.dense, *self._places, self._round_start, True, *mask, self._no_flags, None)
 
     def _going(self, by_block: Tensor) -> Tensor:
-        """A global update [B, ...], 0 in tensors that no worker has a gradient of."""
+        """Return a global update [B, ...] with 0 in tensors that no worker has a gradient of."""
         if self._absent is None:
             return by_block
         still = self._absent[self._block_tensor]

@@ -105,7 +105,7 @@ class MarsitState(RoundOptimizer):
         self.reducer = self._make_reducer(between, part)
 
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
-        """What makes one global update of all workers' updates of a part of the line."""
+        """Make what averages all workers' updates of a part of the line."""
         raise NotImplementedError
 
     def check_levels(self) -> None:
@@ -124,7 +124,7 @@ class MarsitState(RoundOptimizer):
         self._line_tables = tables_of(self._line, device)  # kept, because launches share what somebody keeps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
+        """Add a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
         if not self._built:
             super().add_param_group(param_group)
             return
@@ -152,7 +152,7 @@ class MarsitState(RoundOptimizer):
             self.reducer.take_back(full_precision=this)
 
     def _counted(self) -> int:
-        """Rounds that were not skipped, as far as this rank knows."""
+        """Return how many rounds were not skipped, as far as this rank knows."""
         skipped = [attempt for attempt, _ in self._unsettled if self.outcomes.seems_skipped(attempt)]
         return self.reducer.counted - len(skipped)
 
@@ -195,20 +195,20 @@ class MarsitState(RoundOptimizer):
     # ---------------------------------------------------------------- what users look at
 
     def compensation(self, param: Tensor) -> Tensor:
-        """This rank's compensation c of one parameter, float32 of its shape; zeros after a round of full precision."""
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
         i = self._index(param)
         self.reducer.settle()
         return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
 
     def momentum(self, param: Tensor) -> Tensor:
-        """This rank's own momentum of one parameter, float32 of its shape."""
+        """Return this rank's own momentum of one parameter, float32 of its shape."""
         if self.exp_avg.numel():
             return super().momentum(param)
         self._index(param)
         return torch.zeros_like(param, dtype=torch.float32)
 
     def stats(self, compensation: bool = False) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
+        """Tell where training stands. Waits for the device.
 
         Args:
             compensation: Also look at the compensation; reads and writes it once.

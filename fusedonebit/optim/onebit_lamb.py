@@ -60,12 +60,12 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 
     @property
     def layerwise(self) -> str:
-        """Which of the paper's two algorithms it is, as checkpoints name it."""
+        """Name which of the paper's two algorithms it is, as checkpoints do."""
         return "adaptive" if self.adaptive else "frozen"
 
     @property
     def scales_momentum(self) -> bool:
-        """Whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
+        """Tell whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
         return not self.precondition if self.momentum_scaling is None else self.momentum_scaling
 
     def check(self) -> None:
@@ -209,7 +209,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         return self._layers[Layer.AVERAGE]
 
     def _warn_of_averages(self) -> None:
-        """Says where c_avg is not what the layers moved with until now."""
+        """Warn where c_avg is not what the layers moved with until now."""
         live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.own_steps > 0)
         still = [
             self.parameters.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
@@ -240,7 +240,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         return torch.zeros(self.layout.numel, device=self.device)
 
     def _momentum_scales(self) -> Tensor:
-        """What makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).
+        """Return what makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).
 
         A layer that is quiet at the freeze has a size from its variance, which remembers longer: with
         that of its vanishing momentum it would drown all others once it moves again. It takes no
@@ -285,7 +285,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             kept.restore(self._absent)
 
     def _last_kept(self) -> Kept | None:
-        """The last momentum, to put back where there was no gradient; the fresh variance stays by its coefficients.
+        """Keep the last momentum, to put it back where there was no gradient; coefficients keep the fresh variance.
 
         In the first compressed step there is none in bits yet: the next gradient rebuilt is then too large, once.
         """

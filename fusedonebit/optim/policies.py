@@ -34,12 +34,12 @@ class Progress(NamedTuple):
     """Calls of ``step()`` that came to nothing."""
 
     def after(self, this: Round, steps: int) -> Progress:
-        """What was done when a round, of which ``steps`` are still to be done, has ended."""
+        """Return what was done when a round, of which ``steps`` are still to be done, has ended."""
         since = 0 if this.renews else self.since_renewal + 1
         return Progress(self.steps + steps, self.rounds + 1, self.renewals + this.renews, since, self.skipped)
 
     def without(self, this: Round) -> Progress:
-        """What was done when a round has been skipped."""
+        """Return what was done when a round has been skipped."""
         return self._replace(skipped=self.skipped + this.steps)
 
 
@@ -60,14 +60,14 @@ class VariancePolicy(Protocol):
     """
 
     def renews(self, done: Progress) -> bool:
-        """Whether the round that begins does; it is of one step then."""
+        """Tell whether the round that begins does; it is of one step then."""
 
 
 class SyncPolicy(Protocol):
     """Decides how many steps workers take before they synchronise in bits."""
 
     def steps(self, done: Progress) -> int:
-        """The length of the round that begins, at least 1."""
+        """Return the length of the round that begins, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class DeepSpeedVariance:
         _check("var_update_scaler", self.var_update_scaler, 1)
 
     def frozen(self, done: Progress) -> bool:
-        """Whether the variance is frozen for good: then momenta are synchronised instead of gradients."""
+        """Tell whether the variance is frozen for good: then momenta are synchronised instead of gradients."""
         return done.steps + _FIRST > self.var_freeze_step + 1
 
     def renews(self, done: Progress) -> bool:
@@ -231,7 +231,7 @@ class DeepSpeedRounds:
 
 
 def check_policies(variance: object, sync: object) -> None:
-    """Raises TypeError for the first policy that lacks its method."""
+    """Raise TypeError for the first policy that lacks its method."""
     wanted = {"variance_policy": (variance, "renews", DoublingVariance), "sync_policy": (sync, "steps", DoublingRounds)}
     for name, (policy, method, example) in wanted.items():
         if isinstance(policy, type) or not callable(getattr(policy, method, None)):
@@ -242,7 +242,7 @@ def check_policies(variance: object, sync: object) -> None:
 
 
 def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Round:
-    """Asks both about the round that begins.
+    """Ask both about the round that begins.
 
     Raises:
         ValueError: for an answer that is none.
@@ -266,7 +266,7 @@ def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Ro
 
 
 def planned(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> list[Round]:
-    """The rounds that begin with ``done``; fewer than ``PLANNED`` where later ones have no answer yet."""
+    """Return the rounds that begin with ``done``; fewer than ``PLANNED`` where later ones have no answer yet."""
     rounds: list[Round] = []
     while len(rounds) < PLANNED:
         try:
@@ -280,7 +280,7 @@ def planned(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> list[
 
 
 def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Progress:
-    """Where the policies are after so many steps: a run that begins with the state of another one goes on there."""
+    """Return where the policies are after so many steps: a run that begins with another one's state goes on there."""
     done = Progress(0, 0, 0, 0)
     while done.steps < steps:
         renews = variance.renews(done)

@@ -61,12 +61,12 @@ class RoundOptimizer(CompressingOptimizer):
 
     @property
     def _round_steps(self) -> int:
-        """The length of this round."""
+        """Return the length of this round."""
         raise NotImplementedError
 
     @property
     def synchronised(self) -> bool:
-        """Whether all ranks have the same parameters now: between two rounds, not within one."""
+        """Tell whether all ranks have the same parameters now: between two rounds, not within one."""
         return self._local == 0
 
     @property
@@ -75,7 +75,7 @@ class RoundOptimizer(CompressingOptimizer):
 
     @property
     def averages_gradients(self) -> bool:
-        """False: workers update with their own."""
+        """Return False: workers update with their own."""
         return False
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:

@@ -135,7 +135,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @property
     def _is_corrected(self) -> bool:
-        """Whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
+        """Tell whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
         return bool((self._variance_step_offset == -math.inf).any())
 
     def _exclude(self, tensors: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @property
     def _divisor(self) -> Tensor | None:
-        """v, by whose root updates are divided at the end; None where gradients were divided before compression."""
+        """Return v, by whose root updates are divided at the end; None where gradients were, before compression."""
         return None if self.options.precondition else self.exp_avg_sq
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:

@@ -66,7 +66,7 @@ def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None
 
 
 def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
-    """A parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
+    """Return a parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
     name, shape = optimizer.parameters.names[i], tuple(optimizer.parameters.params[i].shape)
     if not state:
         return torch.zeros(shape)
@@ -88,7 +88,7 @@ def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], stat
 def _tables(
     optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
-    """What the optimizer keeps per tensor, by name, one tensor each; an earlier warm-up has no momentum scales yet."""
+    """Return what the optimizer keeps per tensor, by name; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
     for spec in optimizer.specs():

@@ -96,7 +96,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the coming step averages gradients in full precision; else DDP must leave them alone."""
+        """Tell whether the coming step averages gradients in full precision; else DDP must leave them alone."""
         if self._begun:
             return self._phase == "uncompressed"
         if self._local:
@@ -105,7 +105,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
 
     def _enter_phase(self) -> None:
-        """Takes up the next round where one begins; the same on all ranks."""
+        """Take up the next round where one begins; the same on all ranks."""
         self._take_back_skipped()
         if self._local == 0:
             if not self._plan:
@@ -119,7 +119,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._phase = "uncompressed" if self._round.renews else "one-bit" if last else "local"
 
     def _plan_from(self, done: Progress) -> None:
-        """Asks for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        """Ask for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
         plan: list[Round] = []
         error: Exception | None = None
         try:
@@ -148,7 +148,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         return super()._exchange(grads, coef, abort)
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """A step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
+        """Take a step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
         self._make_floats(renews=True)
         flags = self._average(grads, coef, abort)
         taken = flags[0] == 0
@@ -190,7 +190,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         worker.scale.zero_()
 
     def _sum_up(self, coef: Tensor) -> None:
-        """How far a step of the round goes, and how much is left of the parameters."""
+        """Add up how far a step of the round goes, and how much is left of the parameters."""
         self._moved[STEP_SIZE] += coef[:, Coef.STEP_SIZE]
         if not self.leaks:
             self._moved[DECAY] *= coef[:, Coef.DECAY]
@@ -210,7 +210,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._apply(coef, agreed.hold)
 
     def _apply(self, coef: Tensor, hold: Tensor | None) -> None:
-        """x = x0 - mean step size * sum of the updates, from the x0 that all had (line 10); and the round ends."""
+        """Move to x0 - mean step size * sum of the updates, from the x0 that all had (line 10), and end the round."""
         steps = self._round.steps
         if steps > 1 or self.leaks:
             coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / steps
@@ -234,7 +234,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         return agreed
 
     def _tell_scaler(self, ranks: Tensor, alone: bool) -> None:
-        """That ``ranks`` of all have found an inf; while a worker is alone it keeps that to itself, or scales part."""
+        """Say that ``ranks`` of all have found an inf; a worker alone keeps that to itself, or scales part."""
         if alone:
             self._lost += ranks
             self.overflowed.zero_()

@@ -63,7 +63,7 @@ class ZeroOneOptions(RoundOptions):
     told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for the first setting that makes no sense."""
+        """Raise TypeError or ValueError for the first setting that makes no sense."""
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         super().check()
         check_policies(self.variance_policy, self.sync_policy)
@@ -122,7 +122,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, while all rounds have renewed the variance. Every rank must call it."""
+        """Add a group, while all rounds have renewed the variance. Every rank must call it."""
         if not self._built:
             super().add_param_group(param_group)
             return
@@ -142,21 +142,21 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._sum_variance()
 
     def _settle_round(self, this: Round, skipped: bool) -> None:
-        """Skipped rounds do not count: policies are asked again without them."""
+        """Count a round that was not skipped; else policies are asked again without it."""
         self._confirmed = self._confirmed.without(this) if skipped else self._confirmed.after(this, this.steps)
         if skipped:
             self._plan = []
 
     @property
     def _done(self) -> Progress:
-        """What was done before this round, as far as all ranks know. Only that may decide which round comes next."""
+        """Return what was done before this round, as far as all ranks know: only that may decide which comes next."""
         done = self._confirmed
         for _, this in self._unsettled:
             done = done.after(this, this.steps)
         return done
 
     def _progress(self) -> Progress:
-        """What was done, without the rounds that were skipped, as far as this rank knows."""
+        """Return what was done, without the rounds that were skipped, as far as this rank knows."""
         done = self._confirmed
         for attempt, this in self._unsettled:
             skipped = self.outcomes.seems_skipped(attempt)
@@ -176,7 +176,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return self.options.variance_floor > 0
 
     def _floored(self, coef: Tensor) -> Tensor:
-        """Denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
+        """Make denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
         if self._eps_inside_sqrt:
             mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
             coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
@@ -185,13 +185,13 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return coef
 
     def _sum_variance(self) -> None:
-        """As renewals do while they go."""
+        """Sum v up as renewals do while they go."""
         sums = self.exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
         self._exp_avg_sq_sums = sums
         self._mean_sq = self._means()
 
     def _means(self) -> Tensor:
-        """Of each tensor the mean of v over its live elements, float64 [tensors]."""
+        """Return each tensor's mean of v over its live elements, float64 [tensors]."""
         sums = self._exp_avg_sq_sums
         assert sums is not None
         owner = self._block_tensor.long()
@@ -201,11 +201,11 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
 
     @property
     def _seen(self) -> Tensor:
-        """Tensors that have had a variance, bool [tensors]: others wait for one, or would explode."""
+        """Return which tensors have had a variance, bool [tensors]: others wait for one, or would explode."""
         return self._mean_sq > 0
 
     def _make_floats(self, renews: bool) -> None:
-        """Momentum from the last synchronisation (line 9), in terms of what the coming step divides it by.
+        """Rebuild the momentum of the last synchronisation (line 9), in terms of what the coming step divides it by.
 
         Bits have no zero: where v is next to nothing, as in rows of an embedding that nobody has looked up, they leave
         noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
@@ -229,7 +229,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._as_floats = True
 
     def _drop_bits(self) -> None:
-        """The momentum is floats now; of the bits only ``stats`` wants to know how large they were."""
+        """Forget the bits, of which only ``stats`` wants to know how large they were: the momentum is floats now."""
         reduce = self.reducer
         self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
         reduce.scale.zero_()
@@ -292,7 +292,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     # ---------------------------------------------------------------- what users look at
 
     def momentum(self, param: Tensor) -> Tensor:
-        """The momentum of one parameter, float32 of its shape; equal on all ranks but within a round.
+        """Return the momentum of one parameter, float32 of its shape; equal on all ranks but within a round.
 
         Before a round's last step it is that of the step before: what is left of the newer is in ``worker_error``.
         """
@@ -308,7 +308,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         )
 
     def worker_error(self, param: Tensor) -> Tensor:
-        """This rank's residual of one parameter, and its updates of this round; in units of the update, float32.
+        """Return this rank's residual of one parameter, and its updates of this round; in units of the update, float32.
 
         Where not ``precondition`` in units of the momentum.
         """
@@ -317,7 +317,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return self.parameters.shaped(self.reducer.worker.compensated, i, self.layout.offset(i)).clone()
 
     def stats(self) -> dict[str, Any]:
-        """Where training stands. Waits for the device.
+        """Tell where training stands. Waits for the device.
 
         Returns:
             What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), renewals (of the variance,

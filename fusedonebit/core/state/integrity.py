@@ -28,7 +28,7 @@ State = Mapping[str, Any]
 
 
 def crc32(tensor: Tensor) -> int:
-    """zlib's CRC-32 of the elements in row-major order; a tensor on a device is copied to the host once."""
+    """Return zlib's CRC-32 of the elements in row-major order; a tensor on a device is copied to the host once."""
     here = tensor.detach().cpu().contiguous()
     if not here.nbytes:
         return 0

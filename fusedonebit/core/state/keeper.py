@@ -242,7 +242,7 @@ class Keeper(torch.optim.Optimizer):
         self.agree_on(self.parameters.values(), hint=hint)
 
     def agree_on_loaded(self) -> None:
-        """As ``_agree_on_values``, at the first step after a checkpoint was loaded: models may be loaded later.
+        """Do what ``_agree_on_values`` does, at the first step after a load: models may be loaded later.
 
         Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
         those of the round's beginning, on which all have agreed while they loaded.
@@ -367,7 +367,7 @@ class Keeper(torch.optim.Optimizer):
 
     @property
     def phase(self) -> Phase:
-        """The stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
+        """Return the stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
 
         Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
         """

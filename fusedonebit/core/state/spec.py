@@ -67,7 +67,7 @@ class StateSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is saved."""
+        """Return the dtype of what is saved."""
         return {"bit": torch.uint8, "rank": torch.int64}.get(self.per, torch.float32)
 
     def applies(self, owner: object, compressed: bool) -> bool:
