@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
@@ -261,7 +261,7 @@ def _room_for(
 ) -> dict[str, Any]:
     optimizer.expected_header = (header,)
     try:
-        room = cast("dict[str, Any]", get_optimizer_state_dict(model, optimizer))
+        room: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
     finally:
         optimizer.expected_header = None
     _check_names(model, prefix, saved)

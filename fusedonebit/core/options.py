@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def check_count(name: str, value: object, alternative: str | None = None) -> Non
     """Raise ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
     if alternative is not None and isinstance(value, str) and value == alternative:
         return
-    if not is_int(value) or value < 0:  # type: ignore[operator]
+    if not is_int(value) or value < 0:
         other = f' or "{alternative}"' if alternative else ""
         raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
 
@@ -85,29 +85,29 @@ def check_lr(lr: object, where: str) -> None:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}{where}")
         # One on another device is not read: that would wait for the device.
         lr = lr.item() if lr.device.type == "cpu" else 0.0
-    if not _fits_float32(lr) or lr < 0:  # type: ignore[operator]
+    if not _fits_float32(lr) or lr < 0:
         raise ValueError(f"lr must be a finite number >= 0, got {_shown(lr)}{where}")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Return whether it is an int, and no flag."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether it is a finite number."""
     # Not math.isfinite, which raises OverflowError for an int beyond float64.
-    return isinstance(value, Real) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
+    return isinstance(value, Real) and not isinstance(value, bool) and value < math.inf and not value <= -math.inf
 
 
-def _fits_float32(value: object) -> bool:
+def _fits_float32(value: object) -> TypeGuard[float]:
     """Return whether it is a number of which the kernels, which compute in float32, do not make an infinity."""
-    return is_number(value) and abs(value) <= torch.finfo(torch.float32).max  # type: ignore[arg-type]
+    return is_number(value) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def is_share(value: object) -> bool:
     """Return whether it is a number in [0, 1)."""
-    return is_number(value) and 0.0 <= value < 1.0  # type: ignore[operator]
+    return is_number(value) and 0.0 <= value < 1.0
 
 
 def _shown(value: object) -> str:

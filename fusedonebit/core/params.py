@@ -239,7 +239,7 @@ class ParameterList:
         self.refresh_masters()
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Changes when somebody writes into a 16-bit parameter, or gives it other memory."""
+        """Return what changes when somebody writes into a 16-bit parameter, or gives it other memory."""
         return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
 
     def load_master(self, i: int, saved: Tensor | None) -> None:
@@ -272,7 +272,7 @@ class ParameterList:
         return part.as_strided(self.dense[i].shape, self._strides[i])
 
     def published(self, part: Tensor, i: int) -> Tensor:
-        """``part``, of parameter ``i``'s shape here, distributed as the parameter is."""
+        """Return ``part``, of parameter ``i``'s shape here, distributed as the parameter is."""
         return like(self.owners[i], part)
 
     def strides(self) -> list[list[int]]:
@@ -380,5 +380,5 @@ def first_mesh(params: Sequence[Any]) -> DeviceMesh | None:
 
     Ranks that find something wrong must tell those with other shards, so all must know of them by then.
     """
-    meshes: Iterator[Any] = (p.device_mesh for p in _tensors(params) if p.requires_grad and is_dtensor(p))  # type: ignore[attr-defined]
+    meshes = (p.device_mesh for p in _tensors(params) if p.requires_grad and is_dtensor(p))
     return next((mesh for mesh in meshes if mesh.ndim == 1), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from ..comm import TorchTransport, Transport, make_transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and process_group=mesh["replicate"] for the optimizer'
 
 
-def is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether it is a DTensor; whoever has made one has imported them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -29,8 +30,7 @@ def local(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        here: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return here
+        return tensor.to_local()
 
 
 def with_own_storage(part: Tensor) -> Tensor:
@@ -51,16 +51,15 @@ def plain(state: Any) -> Any:
 
 
 def like(owner: Tensor, part: Tensor) -> Tensor:
-    """``part``, what this rank holds, as a tensor distributed as ``owner`` is; itself where that is whole."""
+    """Return ``part``, what this rank holds, as a tensor distributed as ``owner`` is; itself where that is whole."""
     if not is_dtensor(owner):
         return part
     from torch.distributed.tensor import DTensor
 
-    as_it_is: Any = owner
     return DTensor.from_local(
         with_own_storage(part),
-        as_it_is.device_mesh,
-        as_it_is.placements,
+        owner.device_mesh,
+        owner.placements,
         run_check=False,
         shape=owner.shape,
         stride=owner.stride(),
@@ -73,24 +72,21 @@ def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | N
     Raises:
         ValueError: if some are and some are not, or not over one dimension.
     """
-    sharded = [is_dtensor(p) for p in params]
-    if not any(sharded):
+    sharded = {name: p for name, p in zip(names, params, strict=True) if is_dtensor(p)}
+    if not sharded:
         return None
-    whole = [name for name, is_sharded in zip(names, sharded, strict=True) if not is_sharded]
-    if whole:
+    if whole := [name for name in names if name not in sharded]:
         raise ValueError(
-            f"params must be sharded all or none, but {whole[0]} is not and {names[sharded.index(True)]} is; "
+            f"params must be sharded all or none, but {whole[0]} is not and {next(iter(sharded))} is; "
             "let fully_shard() wrap the module that it belongs to"
         )
-    mesh: DeviceMesh = params[0].device_mesh  # type: ignore[attr-defined]
-    for p, name in zip(params, names, strict=True):
-        placements: Any = p.placements  # type: ignore[attr-defined]
-        if len(placements) != 1 or not placements[0].is_shard():
-            raise ValueError(f"{name} must be sharded over a mesh of one dimension, got {placements}; use {_WAY_OUT}")
-        if p.device_mesh != mesh:  # type: ignore[attr-defined]
+    mesh = sharded[names[0]].device_mesh
+    for name, p in sharded.items():
+        if len(p.placements) != 1 or not p.placements[0].is_shard():
+            raise ValueError(f"{name} must be sharded over a mesh of one dimension, got {p.placements}; use {_WAY_OUT}")
+        if p.device_mesh != mesh:
             raise ValueError(
-                f"params must be sharded over one mesh, but {name} is over {p.device_mesh} "  # type: ignore[attr-defined]
-                f"and {names[0]} over {mesh}"
+                f"params must be sharded over one mesh, but {name} is over {p.device_mesh} and {names[0]} over {mesh}"
             )
     return mesh
 

@@ -38,7 +38,7 @@ class Rows:
         return self._distributed(here[None], (None, 0))
 
     def spread(self, replicas: int, here: Tensor) -> Tensor:
-        """Room for ``of_each`` rows of another number of replicas, spread over these."""
+        """Make room for ``of_each`` rows of another number of replicas, spread over these."""
         shape, placed = (replicas, 1, *here.shape), (0, 1)
         if self.mesh is None or self.shape[0] == 1 or replicas == 1:
             return self._distributed(here.new_zeros(shape), (None, 1))
@@ -49,7 +49,7 @@ class Rows:
         return zeros(whole, dtype=here.dtype, device_mesh=self.mesh, placements=placements)
 
     def whole(self, replicas: int, here: Tensor) -> Tensor:
-        """Room for ``of_each`` rows of another number of replicas, all of them here."""
+        """Make room for ``of_each`` rows of another number of replicas, all of them here."""
         return self._distributed(here.new_zeros((replicas, 1, *here.shape)), (None, 1))
 
     def own(self, rows: Tensor) -> Tensor | None:
@@ -93,7 +93,7 @@ class Rows:
         """Return whether these ranks have between them the rows of all of another run's replicas."""
         if local(rows).shape[0] == replicas:
             return True
-        mesh: Any = rows.device_mesh if is_dtensor(rows) else None  # type: ignore[attr-defined]
+        mesh = rows.device_mesh if is_dtensor(rows) else None
         return mesh is not None and self.mesh is not None and mesh.size(0) == self.shape[0] and len(rows) == replicas
 
     def of_this_shard(self, rows: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Rows:
         Of ``inside`` of them, one after the other, each had a part [n] of one vector: then it is [inside * n].
         """
         part = self.of_this_shard(rows)
-        placements: Any = rows.placements if is_dtensor(rows) else ()  # type: ignore[attr-defined]
+        placements = rows.placements if is_dtensor(rows) else ()
         spread = any(placed.is_shard(0) for placed in placements)  # the same on every rank: not how many it has
         first = self.place[0] * -(-replicas // self.shape[0]) if spread else 0
         total = part.new_zeros(inside, *part.shape[1:])
@@ -118,7 +118,7 @@ class Rows:
         return (total / (replicas // inside)).flatten(0, 1) if inside > 1 else total[0] / replicas
 
     def _distributed(self, part: Tensor, dims: tuple[int | None, int]) -> Tensor:
-        """``part`` as a DTensor whose dimensions ``dims`` are spread over replicas and shards."""
+        """Return ``part`` as a DTensor whose dimensions ``dims`` are spread over replicas and shards."""
         if self.mesh is None or (dims[0] is None and self.shape[1] == 1):
             return part
         from torch.distributed.tensor import DTensor
