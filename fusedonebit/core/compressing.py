@@ -109,6 +109,14 @@ class FeedbackOptimizer(CompressingOptimizer):
     def plain_state(self) -> dict[str, Any]:
         return super().plain_state() | {"digests": self.reducer.digests}
 
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        own = has_lines(header) and self.wrote(header) and self.cut_alike(header)
+        if own and len(header["digests"]) != (count := len(self.reducer.digests)):
+            raise ValueError(
+                f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; "
+                "load another checkpoint"
+            )
+
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
         if not has_lines(header):

@@ -28,7 +28,6 @@ from ..core.state.header import (
     STEPS_OF_EACH,
     TABLE,
     Field,
-    Fields,
     check_each,
     each,
     list_of,
@@ -45,11 +44,10 @@ from .warm_start import warm_start
 
 
 class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
-    """Skeleton of a 1-bit optimizer; see the module's docstring and ``OneBitAdam``.
+    """Skeleton of a 1-bit optimizer; see the module's docstring.
 
     Args:
-        params, defaults, keywords: See ``DistributedOptimizer``.
-        freeze_step: See ``OneBitAdam``.
+        params, defaults, freeze_step, keywords: As for ``OneBitAdam``.
     """
 
     settings: ClassVar[type[Options]] = OneBitOptions
@@ -60,7 +58,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         *FeedbackOptimizer.kept,
     )
     phases: ClassVar = {"warmup": False, "compression": True}
-    header_fields: ClassVar[Fields] = {
+    header_fields: ClassVar = {
         **LINES,
         "settled": Field(TABLE),
         "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
@@ -71,7 +69,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         "vetoed": Field(COUNT, False, at="outcomes.vetoed"),
         "veto_at": Field(or_none(COUNT), False, at="outcomes.veto_at"),
         "guard": Field(or_none(list_of(STEPS, 2)), False),
-        "dead_tensors": Field(list_of(COUNT), one_per="index"),
+        "dead_tensors": Field(list_of(COUNT), one_per="index", at="dead_tensors"),
         "dead_coordinates": Field(COUNT, at="dead_coordinates"),
         "auto": Field(or_none(TABLE), False),
     }
@@ -90,9 +88,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         options, device = self.options, self.device
         self.reducer = make_reducer(self, self.overlap)
         self.overlap = self.reducer if isinstance(self.reducer, OverlappedAllReduce) else None
-        self._variance_step_offset = torch.zeros_like(
-            self.own_steps
-        )  # updates that did not enter v; -inf where it is corrected
+        # Updates that did not enter v; -inf where it is corrected.
+        self._variance_step_offset = torch.zeros_like(self.own_steps)
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
         self._unit: Tensor | None = None
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
@@ -316,10 +313,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
-        options = self.options
-        in_unit = {"eps_inside_sqrt": options.eps_inside_sqrt} if options.precondition else {}
-        kept = {"ternary": options.ternary, "frozen_dtype": str(options.frozen_dtype)}
-        return {"precondition": options.precondition} | kept | in_unit
+        own = self.options
+        told = {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(own.frozen_dtype)}
+        return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def plain_state(self) -> dict[str, Any]:
         entered = self.own_steps - self._variance_step_offset if self._variance_steps is None else self._variance_steps
@@ -328,7 +324,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             "variance_step": one_or_each(entered),
             "freeze_due": self._freeze_due,
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
-            "dead_tensors": list(self.dead_tensors),
             "auto": None if self._auto is None else self._auto.state_dict(),
         }
 
@@ -342,11 +337,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
                         "changed before the freeze"
                     )
-            if self.cut_alike(header) and len(header["digests"]) != (count := len(self.reducer.digests)):
-                raise ValueError(
-                    f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; "
-                    "load another checkpoint"
-                )
+        super().check_plain_state(header)
         if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
             raise ValueError(
                 f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
@@ -376,7 +367,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._variance_steps = entered
         if self.coefficients.variance_betas is None:  # written before it was kept
             self.coefficients.freeze_variance(self._taken)
-        self._exclude(header["dead_tensors"])
+        self._exclude(self.dead_tensors)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
@@ -395,26 +386,22 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
         Returns:
             What ``CompressingOptimizer.stats`` does, and: freeze_step (updates before the last freeze, None before the
-            first); rewarms; vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by
-            the learning rate) and update_norm_limit (the guard's);
-            worker_error_norm (this rank's residual), server_error_norm (of the chunk it serves) and
-            compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit in
-            which things are compressed; residual_over_momentum (of the last compressed step, see
-            ``CompressedAllReduce.residual_ratio``); dead_tensors (names);
-            dead_coordinates (with v == 0 at the freeze, in other tensors). With ``layers`` also "layers", lists
-            with one entry per tensor: name, and residual_over_momentum (of this rank's residual, of sharded
-            parameters and of nodes' parts what is here).
+            first); rewarms; vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by the
+            learning rate) and update_norm_limit (the guard's); worker_error_norm (this rank's residual),
+            server_error_norm (of the chunk it serves) and compensated_norm (of what was compressed), all three 0 in the
+            warm-up and in the unit in which things are compressed; residual_over_momentum (of the last compressed step,
+            see ``CompressedAllReduce.residual_ratio``); dead_tensors (names); dead_coordinates (with v == 0 at the
+            freeze, in other tensors). With ``layers`` also "layers", lists with one entry per tensor: name, and
+            residual_over_momentum (of this rank's residual, of sharded parameters and of nodes' parts what is here).
         """
-        reduce = self.reducer
-        compensated, worker_error, server_error = reduce.norms()
-        over_momentum = reduce.residual_ratio() if self._phase == "compression" else 0.0
+        compensated, worker_error, server_error = self.reducer.norms()
         told = super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
             "vetoed_steps": self.outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
-            "residual_over_momentum": over_momentum,
+            "residual_over_momentum": self.reducer.residual_ratio() if self.compressed else 0.0,
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
