@@ -69,13 +69,13 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_count(name: str, value: object, alternative: str | None = None) -> None:
-    """Raise ValueError unless ``value`` is an int >= 0 (or the alternative word)."""
+def check_count(name: str, value: object, alternative: str | None = None, least: int = 0) -> None:
+    """Raise ValueError unless ``value`` is an int of at least that (or the alternative word)."""
     if alternative is not None and isinstance(value, str) and value == alternative:
         return
-    if not is_int(value) or value < 0:
+    if not is_int(value) or value < least:
         other = f' or "{alternative}"' if alternative else ""
-        raise ValueError(f"{name} must be an int >= 0{other}, got {value!r}")
+        raise ValueError(f"{name} must be an int >= {least}{other}, got {value!r}")
 
 
 def check_lr(lr: object, where: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..comm import MarsitAllReduce, Part, Told, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.rounds import RoundAllReduce
-from ..core.options import check_count
+from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
 from ..triton_kernels import Coef, add_values, apply_momentum
@@ -51,8 +50,7 @@ class Rounds:
         check_count("full_precision_every", self.full_precision_every)
         check_count("seed", self.seed)
         limit = self.compensation_limit
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and 0 <= limit < inf):
+        if limit is not None and not (is_number(limit) and limit >= 0):
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {limit!r}")
 
 

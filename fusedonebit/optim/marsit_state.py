@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm import NodePart, Part, Transport
 from ..comm.rounds import RoundAllReduce
+from ..core.options import is_int
 from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.state.spec import Specs, StateSpec
@@ -29,9 +30,8 @@ class LocalOptions(RoundOptions):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        steps = self.local_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"local_steps must be an int >= 1, got {steps!r}: 1 synchronises every step")
+        if not is_int(self.local_steps) or self.local_steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {self.local_steps!r}: 1 synchronises every step")
         if self.stochastic_rounding and self.local_steps > 1:
             raise ValueError(
                 f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..core.options import stated
+from ..core.options import check_count, is_int, stated
 
 PLANNED = 64
 """Rounds on which ranks agree at a time."""
@@ -85,9 +85,9 @@ class DoublingVariance:
     until: int | None = None
 
     def __post_init__(self) -> None:
-        _check("scaler", self.scaler, 1)
+        check_count("scaler", self.scaler, least=1)
         if self.until is not None:
-            _check("until", self.until, 1)
+            check_count("until", self.until, least=1)
 
     def renews(self, done: Progress) -> bool:
         """See ``VariancePolicy``."""
@@ -115,9 +115,9 @@ class DoublingRounds:
     most: int = 16
 
     def __post_init__(self) -> None:
-        _check("after", self.after, 0)
-        _check("scaler", self.scaler, 1)
-        _check("most", self.most, 1)
+        check_count("after", self.after)
+        check_count("scaler", self.scaler, least=1)
+        check_count("most", self.most, least=1)
         if self.most & (self.most - 1):
             raise ValueError(f"most must be a power of two, got {self.most!r}")
 
@@ -153,7 +153,7 @@ class AlignedRounds:
     every: int
 
     def __post_init__(self) -> None:
-        _check("every", self.every, 1)
+        check_count("every", self.every, least=1)
         if isinstance(self.policy, type) or not callable(getattr(self.policy, "steps", None)):
             raise TypeError(f"policy must have a method steps(done), as DoublingRounds(...) has, got {self.policy!r}")
 
@@ -179,8 +179,8 @@ class DeepSpeedVariance:
     var_update_scaler: int = 16
 
     def __post_init__(self) -> None:
-        _check("var_freeze_step", self.var_freeze_step, _FIRST)
-        _check("var_update_scaler", self.var_update_scaler, 1)
+        check_count("var_freeze_step", self.var_freeze_step, least=_FIRST)
+        check_count("var_update_scaler", self.var_update_scaler, least=1)
 
     def frozen(self, done: Progress) -> bool:
         """Tell whether the variance is frozen for good: then momenta are synchronised instead of gradients."""
@@ -214,9 +214,9 @@ class DeepSpeedRounds:
     local_step_clipper: int = 16
 
     def __post_init__(self) -> None:
-        _check("var_freeze_step", self.var_freeze_step, _FIRST)
-        _check("local_step_scaler", self.local_step_scaler, 1)
-        _check("local_step_clipper", self.local_step_clipper, 1)
+        check_count("var_freeze_step", self.var_freeze_step, least=_FIRST)
+        check_count("local_step_scaler", self.local_step_scaler, least=1)
+        check_count("local_step_clipper", self.local_step_clipper, least=1)
 
     def steps(self, done: Progress) -> int:
         """See ``SyncPolicy``."""
@@ -260,7 +260,7 @@ def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Ro
             "none yet; let it, or load the state of an earlier run"
         )
     steps = sync.steps(done)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_int(steps) or steps < 1:
         raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
     return Round(renews=False, steps=steps)
 
@@ -287,8 +287,3 @@ def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Pr
         this = Round(renews, 1 if renews else sync.steps(done))
         done = done.after(this, min(this.steps, steps - done.steps))
     return done._replace(renewals=max(done.renewals, 1))  # there is a variance, whoever has made it
-
-
-def _check(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
