@@ -25,7 +25,7 @@ class Absence(NamedTuple):
     bits: Tensor
     """One for each tensor, packed: uint8 [bytes]."""
     rows: Tensor
-    """Their blocks on the line: int64 [n]."""
+    """Their blocks: int64 [n]."""
     pinned: tuple[Tensor, ...]
     """From where the two are uploaded."""
 
@@ -36,7 +36,7 @@ _captured: list[Absence] = []  # CUDA graphs read these again whenever they are 
 def absence(layout: FlatLayout, absent: Sequence[int], device: torch.device, blocks: slice | None = None) -> Absence:
     """Return the tables of ``absent`` tensors; they are uploaded only where they are others than the last times.
 
-    Where only some ``blocks`` of the line are meant, rows count from the first of them.
+    Where only some ``blocks`` are meant, rows count from the first of them.
     """
     first, last, _ = (blocks or slice(None)).indices(layout.n_blocks)
     what = (layout, tuple(absent), device, first, last)
@@ -82,8 +82,8 @@ class Kept:
     Args:
         rows: The blocks, int64 [n].
         block_tensor: Each block's tensor, int32 [B].
-        lines: Values of elements, of B blocks each; of these only ``rows`` are kept.
-        bits: Planes of bits, uint8 [chunks, bytes], or [chunks, 2, bytes] where ternary; as the lines.
+        elements: Values of elements, of B blocks each; of these only ``rows`` are kept.
+        bits: Planes of bits, uint8 [chunks, bytes], or [chunks, 2, bytes] where ternary; as the elements.
         tables: Values of blocks, [..., B]; kept whole.
     """
 
@@ -91,14 +91,14 @@ class Kept:
         self,
         rows: Tensor,
         block_tensor: Tensor,
-        lines: Sequence[Tensor] = (),
+        elements: Sequence[Tensor] = (),
         *,
         bits: Sequence[Tensor] = (),
         tables: Sequence[Tensor] = (),
     ) -> None:
         self._rows, self._block_tensor = rows, block_tensor
         blocks = len(block_tensor)
-        places: list[tuple[Tensor, tuple[Tensor, ...]]] = [(line.view(blocks, -1), (rows,)) for line in lines]
+        places: list[tuple[Tensor, tuple[Tensor, ...]]] = [(each.view(blocks, -1), (rows,)) for each in elements]
         for plane in bits:
             chunks = len(plane)
             per_chunk = blocks // chunks

@@ -140,12 +140,12 @@ class CompressedAllReduce(FeedbackReducer):
         transport: How messages travel; None for world size 1.
         device: Where everything lies.
         scale_norm: "l1", "l2" or "contractive"; see ``finish``.
-        scale_scope: "global", "layer" or "block"; servers cut scopes at chunk boundaries.
+        scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
-        part: Which part of a longer line ``layout`` is; None: all of it.
+        part: Which part of a longer index space ``layout`` is; None: all of it.
         gathered, scale, served: W messages, float32 [B], and zeros float32 [P / W] to use as the result's and the
             server's c; None allocates them.
 
@@ -237,9 +237,9 @@ class CompressedAllReduce(FeedbackReducer):
         """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
 
         Args:
-            tensors: g, of the whole line.
+            tensors: g, whole tensors.
             coef: float32 [tensors, columns of ``Coef``].
-            exp_avg_sq: Where the momentum is preconditioned: v of the whole line, float32 [P]; else None.
+            exp_avg_sq: Where the momentum is preconditioned: v of the whole index space, float32 [P]; else None.
             eps_inside_sqrt: Of its denominator.
         """
         momentum_compress(
@@ -345,7 +345,7 @@ class CompressedAllReduce(FeedbackReducer):
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
         self.flags = agreed_flags(self.gathered.words, self.served.words[0])
-        # The servers cut the workers' segments at chunk boundaries; see ``FlatLayout.scale_slots``.
+        # The servers split the workers' segments at chunk boundaries; see ``FlatLayout.scale_slots``.
         by_message = self.worker.segment.view(self.layout.world_size, -1)
         slot = (by_message - by_message[:, :1]).long()
         torch.gather(self.gathered.scales, 1, slot, out=self.scale.view_as(by_message))
@@ -395,6 +395,6 @@ class CompressedAllReduce(FeedbackReducer):
 
 
 def check_world_size(layout: FlatLayout, transport: Transport) -> None:
-    """Raise ValueError if the line has not a chunk for each rank."""
+    """Raise ValueError unless the layout has a chunk for each rank."""
     if layout.world_size != transport.world_size:
         raise ValueError(f"layout.world_size must be the transport's {transport.world_size}, got {layout.world_size}")

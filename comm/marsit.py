@@ -92,8 +92,8 @@ class MarsitAllReduce(RoundAllReduce):
         if self.topology == "owner":
             self._gather_owned(prepare)
         else:
-            self._reduce(prepare)
-            self._gather()
+            self._reduce_scatter(prepare)
+            self._all_gather()
             # Each segment has its finisher's header now; this worker's own is still on what it has finished.
             own = self._stages[-1].finished.start if self._stages else 0
             self.flags = agreed_flags(self.messages.words, self.messages.words[own])
@@ -102,7 +102,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     # ---------------------------------------------------------------- ring and torus
 
-    def _reduce(self, prepare: Prepare) -> None:
+    def _reduce_scatter(self, prepare: Prepare) -> None:
         """Algorithm 1, lines 4 to 7, stage by stage."""
         prepare(self._stages[0].first if self._stages else self.everything)
         for number, stage in enumerate(self._stages):
@@ -139,8 +139,8 @@ class MarsitAllReduce(RoundAllReduce):
             word = hashed(word ^ hashed(number + 1))
         return word
 
-    def _gather(self) -> None:
-        """Send finished segments round."""
+    def _all_gather(self) -> None:
+        """Send finished segments round the rings."""
         for stage in reversed(self._stages):
             for hop in stage.gather():
                 received, sent = self.messages.buffer[hop.received], self.messages.buffer[hop.sent]

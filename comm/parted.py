@@ -1,10 +1,10 @@
-"""Averages a line that is cut into parts: in buckets, each sent as soon as it is there, or in two levels.
+"""Averages in parts: in buckets, each sent as soon as its gradients are there, or hierarchically, in two levels.
 
 Each part has a ``CompressedAllReduce`` of its own; its messages become rows of one buffer, so that kernels find the
 signs of the whole result in one place, as if there were no parts.
 
-A backward pass fills the line from its end. Bucket k can travel while bucket k - 1 is not there yet; only the first
-bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
+A backward pass fills the index space from its end. Bucket k can travel while bucket k - 1 is not there yet; only the
+first bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
 
 Two levels are floats inside a node, where the network is fast, and bits between nodes:
 
@@ -41,9 +41,9 @@ class PartedAllReduce(FeedbackReducer):
     """Skeleton of a ``FeedbackReducer`` in parts.
 
     Args:
-        layout: The whole line, with as many chunks as all parts have.
-        count: Into how many parts it is cut.
-        here: Those that this rank takes part in.
+        layout: Of the whole, with as many chunks as all parts have.
+        count: How many parts there are.
+        here: Those parts that this rank averages.
         transport: Between the ranks that average a part.
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
     """
@@ -117,10 +117,10 @@ class PartedAllReduce(FeedbackReducer):
 
 
 class BucketedAllReduce(PartedAllReduce):
-    """A ``CompressedAllReduce`` of equal ranges of the line, one after the other, or each when it is told to.
+    """A ``CompressedAllReduce`` of equal ranges, one after the other, or each when it is told to.
 
     Args:
-        layout: The whole line; its ``world_size`` is ``count`` times the transport's.
+        layout: Of the whole; its ``world_size`` is ``count`` times the transport's.
         count: How many buckets.
         transport: How messages travel; None for world size 1.
         options: See ``CompressedAllReduce``.
@@ -179,7 +179,7 @@ class HierarchicalAllReduce(PartedAllReduce):
     """A ``CompressedAllReduce`` whose workers are nodes.
 
     Args:
-        layout: The whole line; its ``world_size`` is that of both transports, multiplied.
+        layout: Of the whole; its ``world_size`` is that of both transports, multiplied.
         between: The ranks of all nodes that have the same place in theirs.
         inside: The ranks of this node.
         dtype: In which gradients travel inside: float32 or bfloat16.

@@ -1,4 +1,4 @@
-"""Cuts the line of elements: into buckets, or into what each rank of a node reduces for all of its ranks."""
+"""Divides the flat index space: into buckets, or into what each rank of a node reduces for all of its ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .transport import LocalTransport, Transport
 
 
 class Part:
-    """A range of the line: all of it, or one of ``count`` equal ranges.
+    """Describe a range of the flat index space: all of it, or one of ``count`` equal ranges.
 
     Args:
-        line: The layout of the whole line, with as many chunks as all parts have.
+        whole: The layout of the whole index space, with as many chunks as all parts have.
         index: Which range.
         count: Of how many.
         inside: See below; None: this rank alone.
 
     Attributes:
         layout: Of the part alone.
-        elements: Where it lies on the line.
+        elements: Its range of the index space.
         blocks: Which blocks it has.
         chunks: Which chunks.
         inside: The ranks of a node, each of which has a part; without nodes this rank alone.
@@ -34,23 +34,23 @@ class Part:
     largest_gradient = LARGEST_GRADIENT
     wire_bytes = 0
 
-    def __init__(self, line: FlatLayout, index: int = 0, count: int = 1, inside: Transport | None = None) -> None:
-        self.line, self.whole = line, count == 1
+    def __init__(self, whole: FlatLayout, index: int = 0, count: int = 1, inside: Transport | None = None) -> None:
+        self.whole = whole
         self.inside: Transport = LocalTransport() if inside is None else inside
-        self.layout = line if count == 1 else line.part(index, count)
+        self.layout = whole if count == 1 else whole.part(index, count)
         self.elements, self.blocks, self.chunks = (
-            slice(index * n // count, (index + 1) * n // count) for n in (line.numel, line.n_blocks, line.world_size)
+            slice(index * n // count, (index + 1) * n // count) for n in (whole.numel, whole.n_blocks, whole.world_size)
         )
-        self._spans = list(line.spans(self.elements.start, self.elements.stop))
+        self._spans = list(whole.spans(self.elements.start, self.elements.stop))
 
     def pieces(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what of each tensor lies here, flat, in memory order, as views; an empty one where nothing does."""
-        if self.whole:
+        if self.layout is self.whole:
             return tensors
-        pieces = [tensors[0].new_empty(0)] * len(self.line.sizes)
+        pieces = [tensors[0].new_empty(0)] * len(self.whole.sizes)
         for tensor, start, stop, _ in self._spans:
             given = tensors[tensor]
-            if given.numel() and stop - start < self.line.sizes[tensor]:
+            if given.numel() and stop - start < self.whole.sizes[tensor]:
                 given = given.as_strided((stop - start,), (1,), given.storage_offset() + start)
             pieces[tensor] = given
         return pieces
@@ -63,7 +63,7 @@ class Part:
         """Let the next gradients be averaged anew."""
 
     def live(self, live: LiveTable) -> LiveTable:
-        """Return which elements of the part count, of those of the line."""
+        """Return which elements of the part count, of those of the whole."""
         return LiveTable(live.bits, live.row[self.blocks], live.numel[self.blocks])
 
 
@@ -71,7 +71,7 @@ class NodePart(Part):
     """What one rank of a node reduces for all of its ranks: of gradients the node's mean, by a reduce-scatter.
 
     Args:
-        line: The layout of the whole line.
+        whole: The layout of the whole index space.
         inside: The ranks of this node.
         dtype: In which gradients travel: float32 or bfloat16.
         device: Where they lie.
@@ -79,11 +79,11 @@ class NodePart(Part):
 
     largest_gradient = torch.finfo(torch.float32).max  # what drops out are elements of means, which may be larger
 
-    def __init__(self, line: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(line, inside.rank, inside.world_size, inside)
-        self._launch_tables = tables_of(line, device)  # kept, because launches share what somebody keeps
-        self._flat = torch.zeros(line.numel + TAIL, device=device)
-        self._sent = torch.zeros(line.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
+    def __init__(self, whole: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(whole, inside.rank, inside.world_size, inside)
+        self._launch_tables = tables_of(whole, device)  # kept, because launches share what somebody keeps
+        self._flat = torch.zeros(whole.numel + TAIL, device=device)
+        self._sent = torch.zeros(whole.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
         self._arrived = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self._means: list[Tensor] | None = None
         self.wire_bytes = self._flat.nbytes + self._sent.nbytes + self._arrived.nbytes
@@ -92,15 +92,15 @@ class NodePart(Part):
         """Return what of each tensor's mean over the node lies here; of one step, until ``forget``."""
         if self._means is None:
             self._average(tensors)
-            self._means = [self._arrived[:0]] * len(self.line.sizes)
+            self._means = [self._arrived[:0]] * len(self.whole.sizes)
             for tensor, start, stop, flat in self._spans:
                 at = flat - self.elements.start
                 self._means[tensor] = self._arrived[at : at + stop - start]
         return self._means
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        line, sent = self.line, self._flat[: self.line.numel]
-        flatten(tensors, line.sizes, line.block_size, 1.0 / self.inside.world_size, None, self._flat)
+        whole, sent = self.whole, self._flat[: self.whole.numel]
+        flatten(tensors, whole.sizes, whole.block_size, 1.0 / self.inside.world_size, None, self._flat)
         if self._sent.numel():
             sent = self._sent.copy_(sent)
         self.inside.reduce_scatter(self._arrived, sent)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .allreduce import CompressedAllReduce
 
 Compress = Callable[..., None]
-"""Writes this rank's bits into the messages of its first argument, the reducer of a part of the line.
+"""Writes this rank's bits into the messages of its first argument, the reducer of one part.
 
 That is called once for each part; by ``RoundAllReduce`` for each range of chunks, its second argument."""
 
@@ -117,7 +117,7 @@ class FeedbackReducer(Reducer, Protocol):
 
     @property
     def parts(self) -> Sequence[CompressedAllReduce]:
-        """What averages each part of the line that is here."""
+        """The all-reduce of each part that is here."""
 
     @property
     def bits(self) -> Tensor:
@@ -181,7 +181,7 @@ class FeedbackReducer(Reducer, Protocol):
     def residual_ratio(self) -> float:
         """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
 
-        The mean over the parts that are here, so equal on all ranks that have the same part of the line: on all, but
+        The mean over the parts that are here, so equal on all ranks that have the same part: on all, but
         for hierarchy and shards. Costs no extra collective; waits for the device.
         """
         ratios = []

@@ -44,11 +44,11 @@ class RoundAllReduce(Reducer):
         layout: The flat index space; its ``world_size`` is the transport's.
         transport: How messages travel; None for world size 1.
         device: Where everything lies.
-        live: Which elements of the whole line count; None: all but padding.
+        live: Which elements of the whole index space count; None: all but padding.
         compensation_limit: Largest compensation of a coordinate after a 1-bit round, in steps (eta_s); None:
             the paper's, without limit.
-        part: Which part of a longer line ``layout`` is; None: all of it. Where ranks of a node have one each they
-            gather the results of all: the messages, or the floats.
+        part: Which part of a longer index space ``layout`` is; None: all of it. Where ranks of a node have one each
+            they gather the results of all: the messages, or the floats.
 
     Attributes:
         compensated: float32 [P], the vector v of this worker: what it has kept, and its update; 0 where others have it.
@@ -73,17 +73,17 @@ class RoundAllReduce(Reducer):
         part: Part | None = None,
     ) -> None:
         self.layout, self.part = layout, part or Part(layout)
-        line, self.largest_gradient = self.part.line, self.part.largest_gradient
+        whole, self.largest_gradient = self.part.whole, self.part.largest_gradient
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)
         self.device = torch.device(device)
         self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
-        self.live = live_table(line).to(self.device) if live is None else live
+        self.live = live_table(whole).to(self.device) if live is None else live
         self._live = self.part.live(self.live)
         self.block_tensor = self._launch_tables.tensor
-        self.compensated = torch.zeros(line.numel, device=self.device)
+        self.compensated = torch.zeros(whole.numel, device=self.device)
         self._own = self.compensated[self.part.elements]
-        self.scale = torch.zeros(line.n_blocks, device=self.device)
+        self.scale = torch.zeros(whole.n_blocks, device=self.device)
         self._taken = self.scale[self.part.blocks]  # of what is compensated, until it has been formed
         if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
@@ -91,7 +91,7 @@ class RoundAllReduce(Reducer):
         self._unlimited = torch.full_like(self._taken, torch.inf)
         self._limit = self._unlimited
         self.messages = Messages(layout.world_size, 0, layout, self.device)
-        self.gathered = self.messages if self.part.whole else Messages(line.world_size, 0, line, self.device)
+        self.gathered = self.messages if layout is whole else Messages(whole.world_size, 0, whole, self.device)
         self.values: Tensor | None = None
         self.full_precision = False
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -176,7 +176,7 @@ class RoundAllReduce(Reducer):
         decays: bool,
         moves: bool = False,
     ) -> None:
-        """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of the whole line."""
+        """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of whole tensors."""
         layout, here = self.layout, self.part.elements
         local_update(
             self.part.pieces(params),
@@ -211,8 +211,8 @@ class RoundAllReduce(Reducer):
             self.messages.absent.zero_()
         self._has_told, self._kept = bool(missing), None
         if tables is not None:
-            lines = [self._own, *(line[self.part.elements] for line in changed)]
-            self._kept = Kept(tables.rows, self.block_tensor, lines, bits=[self.messages.bits])
+            elements = [self._own, *(values[self.part.elements] for values in changed)]
+            self._kept = Kept(tables.rows, self.block_tensor, elements, bits=[self.messages.bits])
             self._taken_before, self._limit_before = self._taken, self._limit
 
     def restore(self, absent: Tensor) -> None:

@@ -174,7 +174,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
             worker = self.reducer.worker
             worker.settle()
             rows = absence(self.layout, self._missing, self.device).rows
-            kept = Kept(rows, self._block_tensor, lines=[worker.compensated])
+            kept = Kept(rows, self._block_tensor, elements=[worker.compensated])
             self._add(grads, self._leaving_out(scaled), agreed.hold, moves=True, last=False)
             kept.restore(torch.ones(len(self.parameters), dtype=torch.bool, device=self.device))
             if last:
