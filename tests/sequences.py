@@ -188,22 +188,22 @@ def go_through(rank: int, world_size: int, name: str, sequence: list[tuple], tra
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             first = [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-            trainee, twin = Trainee(name, [first], transport), None
+            trainee, resumed = Trainee(name, [first], transport), None
             before = trainee.look()
             for command in sequence:
                 broken: list[str] = []
                 if command[0] == "resume":
-                    twin = trainee.resumed()
+                    resumed = trainee.resumed()
                     if command[1]:
-                        trainee, twin = twin, trainee
+                        trainee, resumed = resumed, trainee
                     refused = ""
                 else:
                     refused = trainee.do(command, rank)
-                    if twin is not None and twin.do(command, rank) != refused:
+                    if resumed is not None and resumed.do(command, rank) != refused:
                         broken.append("the copy refuses something else")
                 after = trainee.look()
-                if twin is not None and twin.look() != after:
-                    broken.append(f"the copy is not the same: {twin.look()}")
+                if resumed is not None and resumed.look() != after:
+                    broken.append(f"the copy is not the same: {resumed.look()}")
                 broken += _check(command, before, after, [p.shape for p in trainee.params], world_size)
                 seen.append({"command": command, "refused": refused, "broken": broken} | after)
                 before = after

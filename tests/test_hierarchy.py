@@ -99,7 +99,7 @@ def follow(rank: int, world_size: int, name: str, cases: list[str]) -> dict[str,
     return found
 
 
-def twin(name: str, case: str) -> list[tuple[list[np.ndarray], dict[str, np.ndarray], int]]:
+def one_worker_per_node(name: str, case: str) -> list[tuple[list[np.ndarray], dict[str, np.ndarray], int]]:
     """One simulated worker per node."""
     given = CASES[case]
     nodes = given.get("nodes", 2)
@@ -128,7 +128,7 @@ def check(name: str, cases: list[str]) -> list[dict[str, Any]]:
     runs = run_ranks(follow, RANKS, name, cases)
     for case in cases:
         nodes = CASES[case].get("nodes", 2)
-        inside, expected = RANKS // nodes, twin(name, case)
+        inside, expected = RANKS // nodes, one_worker_per_node(name, case)
         for rank, run in enumerate(runs):
             xs, state, _, stats, _ = run[case]
             node, part = divmod(rank, inside)

@@ -1,8 +1,8 @@
-"""Sharded models on 2 x 2 ranks against a twin in one process, each compressed step from the optimizer's own state.
+"""Sharded models on 2 x 2 ranks against a plain model in one process, each compressed step from the optimizer's state.
 
-The twin has a plain model. It averages the gradients of each replica's two batches, cuts them as FSDP2
-does, and gives each column of shards its own compression in float64: scales are those of a column's
-elements. What LAMB knows of a layer it computes from the whole layer. See ``teacher_forced`` for what may differ.
+The plain run averages the gradients of each replica's two batches, splits them as FSDP2 does, and gives each column of
+shards its own compression in float64: scales are those of a column's elements. What LAMB knows of a layer it computes
+from the whole layer. See ``teacher_forced`` for what may differ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def record_steps(rank: int, world_size: int, name: str, options: dict) -> dict:
     return {"states": states, "losses": losses}
 
 
-class Twin:
+class PlainRun:
     """A plain model, and the flat vector of its parameters."""
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class Twin:
         return [g.astype(np.float64) for g in replicas], losses
 
 
-def whole(twin: Twin, runs: list[dict], t: int) -> SimpleNamespace:
+def whole(plain: PlainRun, runs: list[dict], t: int) -> SimpleNamespace:
     """The state of all ranks before step ``t``, by the flat index of whole tensors; equal in both replicas."""
     states = [run["states"][t] for run in runs]
-    d = twin.layers[-1].stop
+    d = plain.layers[-1].stop
 
     def join(key: str, replica: int, dtype: type = np.float64) -> np.ndarray:
         line = np.zeros(d, dtype=dtype)
-        for column, where in enumerate(twin.columns):
+        for column, where in enumerate(plain.columns):
             line[where] = states[replica * SHARDS + column][key]
         return line
 
@@ -120,20 +120,20 @@ def whole(twin: Twin, runs: list[dict], t: int) -> SimpleNamespace:
         np.testing.assert_array_equal(states[0][key], states[1][key])
     keys = [key for key in ("x", "v", "m", "travelled", "fresh") if key in states[0]]
     found = SimpleNamespace(**{key: join(key, 0) for key in keys}, x32=join("x", 0, np.float32))
-    found.layers = states[0].get("layers", np.zeros((3, len(twin.layers)))).astype(np.float64)
-    found.unit = np.repeat(states[0]["unit"].astype(np.float64), [layer.stop - layer.start for layer in twin.layers])
+    found.layers = states[0].get("layers", np.zeros((3, len(plain.layers)))).astype(np.float64)
+    found.unit = np.repeat(states[0]["unit"].astype(np.float64), [layer.stop - layer.start for layer in plain.layers])
     found.worker_error = [join("worker_error", i) for i in range(REPLICAS)]
     found.server_error = np.zeros(d)
     found.served = []
     for rank, state in enumerate(states):
-        where = twin.columns[rank % SHARDS][state["served"]]
+        where = plain.columns[rank % SHARDS][state["served"]]
         found.server_error[where] = state["server_error"]
         found.served.append(where)
     return found
 
 
 def compare_scopes(
-    twin: Twin,
+    plain: PlainRun,
     deviation: Deviation,
     before: SimpleNamespace,
     after: SimpleNamespace,
@@ -142,7 +142,7 @@ def compare_scopes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each scope's exchange by itself; returns the momentum and where all signs are equal."""
     m, agreed = np.zeros_like(before.x), np.zeros(before.x.size, dtype=bool)
-    for column, scope in twin.scopes(options.get("scale_scope", "block")):
+    for column, scope in plain.scopes(options.get("scale_scope", "block")):
         parts = [np.flatnonzero(np.isin(scope, after.served[column + i * SHARDS])) for i in range(REPLICAS)]
         parts = [part for part in parts if part.size]
         unit = before.unit[scope]
@@ -165,20 +165,20 @@ def compare_scopes(
     return m, agreed
 
 
-def check_moments(twin: Twin, runs: list[dict], options: dict, after: SimpleNamespace) -> float:
+def check_moments(plain: PlainRun, runs: list[dict], options: dict, after: SimpleNamespace) -> float:
     """The warm-up's m and v, of averaged gradients, and LAMB's coefficients c and c_avg, of whole layers."""
     beta1, beta2 = options["betas"]
-    d, off = twin.layers[-1].stop, 0.0
+    d, off = plain.layers[-1].stop, 0.0
     m, v, m_terms, v_terms = np.zeros((4, d))
-    lamb = reference_lamb.WarmUp(whole(twin, runs, 0).x, m, v, *np.zeros((2, len(twin.layers))))
+    lamb = reference_lamb.WarmUp(whole(plain, runs, 0).x, m, v, *np.zeros((2, len(plain.layers))))
     for t in range(WARM_UP):
-        gradients, losses = twin.gradients(whole(twin, runs, t).x32, t)
+        gradients, losses = plain.gradients(whole(plain, runs, t).x32, t)
         off = worst(off, np.abs(np.array(losses) - [run["losses"][t] for run in runs]))
         g, size = np.mean(gradients, 0), np.mean(np.abs(gradients), 0)
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
         m_terms, v_terms = beta1 * m_terms + (1 - beta1) * size, beta2 * v_terms + (1 - beta2) * size**2
         if "beta3" in options:
-            lamb = reference_lamb.warmup_step(lamb, g, twin.layers, settings(options), Counter())
+            lamb = reference_lamb.warmup_step(lamb, g, plain.layers, settings(options), Counter())
     np.testing.assert_array_less(np.abs(after.m - m), 1e-6 * m_terms + 1e-30)
     np.testing.assert_array_less(np.abs(after.v - v), 1e-6 * v_terms + 1e-30)
     if "beta3" in options:
@@ -194,40 +194,40 @@ def settings(options: dict) -> reference_lamb.Settings:
     return reference_lamb.Settings(beta1=beta1, beta2=beta2, **named, **BOUNDS)
 
 
-def floored(twin: Twin, v: np.ndarray, name: str, options: dict) -> np.ndarray:
+def floored(plain: PlainRun, v: np.ndarray, name: str, options: dict) -> np.ndarray:
     """What is frozen: v, by default at least a hundredth of its whole tensor's mean."""
     if "variance_floor" in options:
         return v
-    return np.concatenate([np.maximum(v[layer], 0.01 * v[layer].mean()) for layer in twin.layers])
+    return np.concatenate([np.maximum(v[layer], 0.01 * v[layer].mean()) for layer in plain.layers])
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.full if case in FULL else ()) for case in CASES])
 def test_every_compressed_step_is_the_papers_with_the_shards_as_its_scopes(case):
     name, options = CASES[case]
-    runs, twin = run_ranks(record_steps, REPLICAS * SHARDS, name, options), Twin()
-    assert [min(piece.size for piece in pieces) for pieces in twin.pieces] == [1, 0]
+    runs, plain = run_ranks(record_steps, REPLICAS * SHARDS, name, options), PlainRun()
+    assert [min(piece.size for piece in pieces) for pieces in plain.pieces] == [1, 0]
     preconditioned = name == "onebit-adam" and "precondition" not in options
-    states = [whole(twin, runs, t) for t in range(WARM_UP, WARM_UP + STEPS + 1)]
+    states = [whole(plain, runs, t) for t in range(WARM_UP, WARM_UP + STEPS + 1)]
     deviation = Deviation() if name == "onebit-adam" else LambDeviation()
-    loss = check_moments(twin, runs, options, states[0])
-    np.testing.assert_allclose(states[1].v, floored(twin, states[0].v, name, options), rtol=2e-7)
+    loss = check_moments(plain, runs, options, states[0])
+    np.testing.assert_allclose(states[1].v, floored(plain, states[0].v, name, options), rtol=2e-7)
     for t, (before, after) in enumerate(pairwise(states)):
         before.v, step = after.v, WARM_UP + t
-        gradients, losses = twin.gradients(before.x32, step)
+        gradients, losses = plain.gradients(before.x32, step)
         loss = worst(loss, np.abs(np.array(losses) - [run["losses"][step] for run in runs]))
         denom = np.sqrt(before.v / (1 - options["betas"][1] ** WARM_UP)) + options["eps"]
         before.unit = 1 / denom if preconditioned else after.unit
         if t:
             before.m = before.travelled / before.unit
         after.m = after.travelled / before.unit
-        m, agreed = compare_scopes(twin, deviation, before, after, gradients, options)
+        m, agreed = compare_scopes(plain, deviation, before, after, gradients, options)
         if name == "onebit-adam":
             m_hat = m / (1 - options["betas"][0] ** (step + 1))
             x = before.x - options["lr"] * (m_hat / denom + options["weight_decay"] * before.x)
             deviation.compare_parameters(before, after, SimpleNamespace(x=x), agreed)
         else:
-            compare_layers(twin, deviation, before, after, m, agreed, options, states[0], name == "onebit-lamb")
+            compare_layers(plain, deviation, before, after, m, agreed, options, states[0], name == "onebit-lamb")
     deviation.check(case)
     print(f"{case}: losses: {loss:.1e} (limit 1e-5)")
     assert loss <= 1e-5
@@ -235,7 +235,7 @@ def test_every_compressed_step_is_the_papers_with_the_shards_as_its_scopes(case)
 
 
 def compare_layers(
-    twin: Twin,
+    plain: PlainRun,
     deviation: LambDeviation,
     before: SimpleNamespace,
     after: SimpleNamespace,
@@ -246,18 +246,18 @@ def compare_layers(
     adaptive: bool,
 ) -> None:
     """What follows from the momentum of whole layers."""
-    scales = reference_lamb.momentum_scales(first.m, twin.layers)
-    np.testing.assert_allclose([after.unit[layer.start] for layer in twin.layers], scales, rtol=1e-5)
+    scales = reference_lamb.momentum_scales(first.m, plain.layers)
+    np.testing.assert_allclose([after.unit[layer.start] for layer in plain.layers], scales, rtol=1e-5)
     here, there = (
         reference_lamb.State(s.x, s.m, s.v, s.fresh, s.layers[1], s.layers[0], s.worker_error, s.server_error)
         for s in (before, after)
     )
     if before is first:
         here.v = here.v_frozen  # raised to its floor at the freeze
-    spec = reference_lamb.update(here, m, twin.layers, settings(options), adaptive)
-    complete = np.concatenate([np.full(layer.stop - layer.start, agreed[layer].all()) for layer in twin.layers])
+    spec = reference_lamb.update(here, m, plain.layers, settings(options), adaptive)
+    complete = np.concatenate([np.full(layer.stop - layer.start, agreed[layer].all()) for layer in plain.layers])
     deviation.compare_parameters(here, there, spec, agreed & complete)
     if not adaptive:
         here.v = there.v = np.ones_like(m)  # no variance follows the gradients
         spec.v = np.ones_like(m)
-    deviation.compare_layers(twin.layers, there, after.layers[2], spec, agreed)
+    deviation.compare_layers(plain.layers, there, after.layers[2], spec, agreed)

@@ -27,7 +27,7 @@ AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
     "ssdm": StochasticSign,
     "cascading": Cascading,
 }
-"""By the name that ``aggregation`` takes; see ``comm.baselines`` for what each does."""
+"""By the name that ``aggregation`` takes; see ``baseline_reducers`` for what each does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class BaselineSGD(_Baseline):
         lr: eta_l.
         momentum: mu.
         weight_decay: Added to the gradient as in ``torch.optim.SGD``.
-        aggregation: "psgd", "signsgd", "ef-signsgd", "ssdm" or "cascading"; see ``comm.baselines``.
+        aggregation: "psgd", "signsgd", "ef-signsgd", "ssdm" or "cascading"; see ``baseline_reducers``.
         topology: "ring" or "torus"; "psgd" leaves it to the library's all-reduce.
         coding: Of sums of signs: "elias" or "fixed" width.
         global_ratio: eta_s / eta_l of "signsgd" and "ssdm"; the others' updates have a size of their own.
