@@ -29,7 +29,7 @@ def agree(
     hint: str = "",
     member: str = "rank",
 ) -> None:
-    """Returns on all ranks if all state the same facts and none has an error; else raises on all.
+    """Return on all ranks if all state the same facts and none has an error; else raises on all.
 
     One collective of 32 bytes a rank. Only where digests differ each rank gets rank 0's facts, and tells what its own
     differ in first: all ranks' facts together might not fit into the memory of one.

@@ -32,7 +32,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, packed, told_by_all
-from .message import Messages, Told, Word, agreed_flags, digest
+from .message import Messages, Told, Word, agreed_flags, checksum_of
 from .partition import Part
 from .reducer import Compress, FeedbackReducer
 from .shards import ShardGroup
@@ -107,18 +107,17 @@ class ErrorFeedback:
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""
-        return float(self._squares()[0].sum().sqrt()), float(self.error_norm())
+        return float(self.squares()[0].sum().sqrt()), float(self.error_norm())
 
     def error_norm(self) -> Tensor:
         """Return |e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
-        return self._squares()[1].sum().clamp(min=0).sqrt()
+        return self.squares()[1].sum().clamp(min=0).sqrt()
 
-    def error_squares(self) -> Tensor:
-        """Return |e|^2 of each block in the last step, float64 [blocks]; also after ``settle``. Reads no element."""
-        return self._squares()[1].clamp(min=0)
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Return c^2 and |e|^2 of each block in the last step, float64 [blocks] each; also after ``settle``.
 
-    def _squares(self) -> tuple[Tensor, Tensor]:
-        """Return c^2 and |e|^2 of each block in the last step, rounding errors included: float64 [blocks] each."""
+        Reads no element. Rounding errors are included: |e|^2 may be below 0.
+        """
         absolute, square, _, *nonzero = self.partials.unbind(0)
         s, numel = (self.scale + self.settled).double(), nonzero[0] if self._ternary else self._live.numel
         return square, square - s * (2 * absolute - s * numel)
@@ -190,8 +189,8 @@ class CompressedAllReduce(FeedbackReducer):
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
-        self.worker_residual = compensated
         served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
+        self.worker_residual, self.server_residual = compensated, served
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary)
         self.server = ErrorFeedback(served, slot[self._own], norm, ternary)
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
@@ -270,9 +269,7 @@ class CompressedAllReduce(FeedbackReducer):
         self._sign_messages(told)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
         self.arrived_words = self.gathered.words.clone()
-        self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank])
-        if told.hold is not None:
-            self.flags = self.flags | told.hold
+        self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank], told.hold)
         self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
@@ -349,7 +346,7 @@ class CompressedAllReduce(FeedbackReducer):
         by_message = self.worker.segment.view(self.layout.world_size, -1)
         slot = (by_message - by_message[:, :1]).long()
         torch.gather(self.gathered.scales, 1, slot, out=self.scale.view_as(by_message))
-        self.served.words[:, Word.DIGEST] = digest(self.gathered)
+        self.served.words[:, Word.DIGEST] = checksum_of(self.gathered.payload)
         # Skipped: s := 0 turns all of c into residual, which already contains the momentum. A server that has seen
         # nothing wrong has averaged what arrived, and keeps that: workers don't keep it as well.
         kept, averaged = self.flags == 0, self.gathered.words[:, Word.FLAGS] == 0
@@ -379,10 +376,6 @@ class CompressedAllReduce(FeedbackReducer):
     @property
     def parts(self) -> tuple[CompressedAllReduce]:
         return (self,)
-
-    @property
-    def server_residual(self) -> Tensor:
-        return self.server.compensated
 
     def plain_coefficients(self) -> Tensor:
         """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""

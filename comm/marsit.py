@@ -90,15 +90,13 @@ class MarsitAllReduce(RoundAllReduce):
             self._average(prepare, hold)
             return
         if self.topology == "owner":
-            self._gather_owned(prepare)
+            self._gather_owned(prepare, hold)
         else:
             self._reduce_scatter(prepare)
             self._all_gather()
             # Each segment has its finisher's header now; this worker's own is still on what it has finished.
             own = self._stages[-1].finished.start if self._stages else 0
-            self.flags = agreed_flags(self.messages.words, self.messages.words[own])
-        if hold is not None:
-            self.flags = self.flags | hold
+            self.flags = agreed_flags(self.messages.words, self.messages.words[own], hold)
 
     # ---------------------------------------------------------------- ring and torus
 
@@ -148,7 +146,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     # ---------------------------------------------------------------- owner
 
-    def _gather_owned(self, prepare: Prepare) -> None:
+    def _gather_owned(self, prepare: Prepare, hold: Tensor | None) -> None:
         prepare(self.everything)
         pick_owned(self.messages.bits, self.transport.rank, self._draw(), self._owners, self._picked.bits)
         self._picked.head.copy_(self.messages.head[:1])
@@ -156,7 +154,7 @@ class MarsitAllReduce(RoundAllReduce):
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
         self._told = self._arrived.absent
         place_owned(self._arrived.bits, self._owners, self.messages.bits)
-        self.flags = agreed_flags(self._arrived.words, self._picked.words[0])
+        self.flags = agreed_flags(self._arrived.words, self._picked.words[0], hold)
         self.arrived_words = self._arrived.words
 
     # ---------------------------------------------------------------- full precision
@@ -181,7 +179,7 @@ class MarsitAllReduce(RoundAllReduce):
 
 
 def check_topology(topology: str, rows: int | None, world_size: int, full_precision_every: int, seed: int) -> None:
-    """Raises ValueError for the first argument that makes no sense."""
+    """Raise ValueError for the first argument that makes no sense."""
     if topology not in TOPOLOGIES:
         raise ValueError(f"topology must be one of {', '.join(map(repr, TOPOLOGIES))}, got {topology!r}")
     if rows is not None and topology != "torus":

@@ -36,7 +36,7 @@ class Word(IntEnum):
     LAYOUT = 2
     """``layout_word``."""
     DIGEST = 3
-    """``digest`` of the last gathered messages, but for their words."""
+    """``checksum_of`` the last gathered messages, but for their words."""
     TAG = 4
     """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
     SENDER = 5
@@ -176,9 +176,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def agreed_flags(arrived: Tensor, own: Tensor) -> Tensor:
-    """Return the flags of a step, int32 [1], equal on every rank, of all ranks' headers [W, 8] and this one's, [8]."""
-    return union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
+def agreed_flags(arrived: Tensor, own: Tensor, hold: Tensor | None = None) -> Tensor:
+    """Return the flags of a step, int32 [1], equal on every rank.
+
+    They are those of all ranks' headers int32 [W, 8], compared with this rank's, [8], and those of ``hold`` int32 [1].
+    """
+    flags = union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
+    return flags if hold is None else flags | hold
 
 
 def union(flags: Tensor, differ: Tensor | None = None) -> Tensor:
@@ -227,13 +231,8 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
     return otherwise
 
 
-def digest(messages: Messages) -> Tensor:
-    """``checksum_of`` all payloads."""
-    return checksum_of(messages.payload)
-
-
 def checksum_of(values: Tensor) -> Tensor:
-    """Wrapping 64-bit sum of the bits of ``values``, its halves combined, int32 []; stays on the device."""
+    """Return the wrapping 64-bit sum of the bits of ``values``, its halves combined, int32 []; stays on the device."""
     # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
     total = values.view(torch.int64).sum()
     return (total ^ (total >> 32)).to(torch.int32)

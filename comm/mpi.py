@@ -220,7 +220,7 @@ def _in_pieces(memory: Any) -> list[Any]:
 
 
 def load_mpi() -> ModuleType:
-    """Returns ``mpi4py.MPI``, whose first import initialises MPI.
+    """Return ``mpi4py.MPI``, whose first import initialises MPI.
 
     Raises:
         ImportError: naming what is missing and the way out.

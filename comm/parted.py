@@ -71,7 +71,7 @@ class PartedAllReduce(FeedbackReducer):
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self.block_tensor = tables_of(layout, device).tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self._served = torch.zeros(len(here), layout.chunk_numel, device=device)
+        self.server_residual = torch.zeros(len(here), layout.chunk_numel, device=device)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._parts = [
@@ -91,7 +91,7 @@ class PartedAllReduce(FeedbackReducer):
                 scale=self.scale[part.blocks],
                 served=served,
             )
-            for part, served in zip(here, self._served, strict=True)
+            for part, served in zip(here, self.server_residual, strict=True)
         ]
         self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
@@ -110,10 +110,6 @@ class PartedAllReduce(FeedbackReducer):
     @property
     def parts(self) -> list[CompressedAllReduce]:
         return self._parts
-
-    @property
-    def server_residual(self) -> Tensor:
-        return self._served
 
 
 class BucketedAllReduce(PartedAllReduce):

@@ -13,7 +13,7 @@ from .transport import LocalTransport, Transport
 
 
 class Part:
-    """Describe a range of the flat index space: all of it, or one of ``count`` equal ranges.
+    """Describes a range of the flat index space: all of it, or one of ``count`` equal ranges.
 
     Args:
         whole: The layout of the whole index space, with as many chunks as all parts have.

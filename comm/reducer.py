@@ -106,6 +106,7 @@ class FeedbackReducer(Reducer, Protocol):
         block_tensor: int32 [B], each block's tensor.
         shards: The ranks that hold other shards of the same tensors.
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
+        server_residual: That of the chunks which it serves: float32.
         kept: What ``restore`` puts back.
     """
 
@@ -113,6 +114,7 @@ class FeedbackReducer(Reducer, Protocol):
     block_tensor: Tensor
     shards: ShardGroup
     worker_residual: Tensor
+    server_residual: Tensor
     kept: list[Kept]
 
     @property
@@ -122,10 +124,6 @@ class FeedbackReducer(Reducer, Protocol):
     @property
     def bits(self) -> Tensor:
         return self.gathered.bits
-
-    @property
-    def server_residual(self) -> Tensor:
-        """That of the chunks which it serves: float32."""
 
     @property
     def digests(self) -> list[int]:
@@ -196,7 +194,7 @@ class FeedbackReducer(Reducer, Protocol):
         """Return |e|^2 of this rank's residual and of the result: float64 [2, B], 0 where a part is not here."""
         squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
         for part in self.parts:
-            squares[0, part.part.blocks] = part.worker.error_squares()
+            squares[0, part.part.blocks] = part.worker.squares()[1].clamp(min=0)
             squares[1, part.part.blocks] = part.squares_of_result()
         return squares
 

@@ -54,6 +54,7 @@ class RoundAllReduce(Reducer):
         compensated: float32 [P], the vector v of this worker: what it has kept, and its update; 0 where others have it.
         messages: M messages; their bits are this worker's signs, after a 1-bit round those of the global update.
         gathered: The messages of all parts.
+        everything: All chunks.
         scale: float32 [B]: how far the last round went; 0 if it was skipped.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
@@ -76,7 +77,7 @@ class RoundAllReduce(Reducer):
         whole, self.largest_gradient = self.part.whole, self.part.largest_gradient
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)
-        self.device = torch.device(device)
+        self.device, self.everything = torch.device(device), slice(0, layout.world_size)
         self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
         self.live = live_table(whole).to(self.device) if live is None else live
         self._live = self.part.live(self.live)
@@ -104,11 +105,6 @@ class RoundAllReduce(Reducer):
         self._told_inside: Tensor | None = None
         self._has_told = False
         self._kept: Kept | None = None
-
-    @property
-    def everything(self) -> slice:
-        """All chunks."""
-        return slice(0, self.layout.world_size)
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
         """Make one round on tensors themselves.
@@ -296,22 +292,21 @@ class RoundAllReduce(Reducer):
         inside.all_gather(gathered.view(inside.world_size, -1), sent.view(1, -1))
 
     def describe(self) -> str:
-        if self._told_inside is None:
-            return self._describe()
-        step, tag = (self._told_inside != self._told_inside[:1]).any(0).tolist()
-        if step or tag:
-            steps = f"number of steps ({OUT_OF_STEP})"
-            return f"{steps if step else 'hyper-parameters'} on ranks of one node"
-        return f"on some node: {self._describe()}"
-
-    def _describe(self) -> str:
+        where = ""
+        if self._told_inside is not None:
+            where = "on some node: "
+            step, tag = (self._told_inside != self._told_inside[:1]).any(0).tolist()
+            if step or tag:
+                steps = f"number of steps ({OUT_OF_STEP})"
+                return f"{steps if step else 'hyper-parameters'} on ranks of one node"
         if self.arrived_words is not None:
-            return describe_mismatch(self.arrived_words)
-        return describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
+            return where + describe_mismatch(self.arrived_words)
+        return where + describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
 
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
         """Take up a checkpoint's counts; ``compensated`` is filled apart."""
-        self.rounds, self.pending = rounds, pending
+        self.rounds = rounds
+        self.messages.words[:, Word.FLAGS] = pending
         self.counted, self._skipped = rounds if counted is None else counted, 0
         self.digest.fill_(digest)
 
@@ -319,10 +314,6 @@ class RoundAllReduce(Reducer):
     def pending(self) -> int:
         """``Flag`` bits that this worker's updates have set since the last round; waits for the device."""
         return int(union(self.messages.words[:, Word.FLAGS]))
-
-    @pending.setter
-    def pending(self, flags: int) -> None:
-        self.messages.words[:, Word.FLAGS] = flags
 
     def _agree(self, hold: Tensor | None) -> None:
         """Make ``flags`` of all ranks' headers; all is prepared. 32 bytes to each rank, and a bit per tensor."""
@@ -335,9 +326,7 @@ class RoundAllReduce(Reducer):
         # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
         if self.device.type == "cpu" and bool((arrived[:, Word.LAYOUT] != own[:, Word.LAYOUT]).any()):
             raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(arrived)}")
-        self.flags = agreed_flags(arrived, own[0])
-        if hold is not None:
-            self.flags = self.flags | hold
+        self.flags = agreed_flags(arrived, own[0], hold)
         self.arrived_words = arrived
 
     def refuse(self, flags: Tensor) -> None:

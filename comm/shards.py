@@ -44,16 +44,9 @@ class ShardGroup:
     def unite(
         self, flags: Tensor, tag: int | Tensor, absent: Tensor | None, tensors: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what all shards say of a step, in one exchange.
+        """Return the flags int32 [1] that any shard has set, and the ``absent`` bool [tensors] in all; one exchange.
 
-        Args:
-            flags: int32 [1].
-            tag: ``MISMATCH`` is set where theirs differ.
-            absent: Tensors that no replica of this shard has a gradient of, bool [tensors]; None: there are none.
-            tensors: Their number.
-
-        Returns:
-            The flags that any has set, and the tensors that are absent in all shards; or None.
+        ``MISMATCH`` is set where tags differ. ``absent`` tensors have no gradient in any replica; None: there are none.
         """
         if self.count == 1:
             return flags, absent

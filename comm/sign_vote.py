@@ -36,7 +36,7 @@ class SignVote(CompressedAllReduce):
         self.aggregation = aggregation
         self.found = self._no_flags.clone()
         if aggregation == "majority":  # nothing is left of a vote
-            self.server.compensated = self.server.compensated.new_empty(0)
+            self.server_residual = self.server.compensated = self.server_residual.new_empty(0)
 
     def vote(self, turn: Tensor) -> None:
         """Weigh this worker's votes; ``turn`` int64 [], equal on all ranks, says who breaks ties: updates done."""

@@ -35,7 +35,7 @@ class SimulatedGroup:
         return SimulatedTransport(self, rank)
 
     def run(self, function: Callable[[int, SimulatedTransport], T]) -> list[T]:
-        """Calls ``function(rank, transport)`` on a thread per rank; returns what each returned.
+        """Call ``function(rank, transport)`` on a thread per rank; return what each returned.
 
         The first error of any rank is raised. Ranks that wait for one that has raised, or returned,
         get a ``CollectiveError``.
@@ -64,7 +64,7 @@ class SimulatedGroup:
         return results
 
     def meet(self, what: str) -> None:
-        """Returns once all ranks have called it; CollectiveError if one can't come, or not in time."""
+        """Return once all ranks have called it; CollectiveError if one can't come, or not in time."""
         # One rank computes at a time: threads that fight for the interpreter's lock make 64 ranks ten times slower.
         self._turn.release()
         # Not a threading.Barrier: breaking that can fail ranks that it had already let through.

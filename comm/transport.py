@@ -44,11 +44,11 @@ class Traffic:
     collectives_step: int = 0
 
     def start_step(self) -> None:
-        """Sets the counts per step to zero."""
+        """Set the counts per step to zero."""
         self.bytes_step = self.collectives_step = 0
 
     def add(self, nbytes: int) -> None:
-        """Counts one collective that sent ``nbytes``."""
+        """Count one collective that sent ``nbytes``."""
         self.bytes_total += nbytes
         self.bytes_step += nbytes
         self.collectives_total += 1
@@ -59,7 +59,7 @@ class Pending(Protocol):
     """Something under way."""
 
     def wait(self) -> None:
-        """Returns when it has arrived (on CUDA: when what is launched next will find it)."""
+        """Return when it has arrived (on CUDA: when what is launched next will find it)."""
 
 
 @runtime_checkable
@@ -71,22 +71,22 @@ class Transport(Protocol):
     traffic: Traffic
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Row w of ``sent`` [W, n] goes to rank w; row w of ``received`` came from rank w."""
+        """Send row w of ``sent`` [W, n] to rank w; row w of ``received`` came from rank w."""
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """``sent`` [1, n] of every rank goes to the rows of ``gathered`` [W, n]."""
+        """Send ``sent`` [1, n] of every rank to the rows of ``gathered`` [W, n] on all."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums ``tensor`` over all ranks, in place."""
+        """Sum ``tensor`` over all ranks, in place."""
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """Sums ``sent`` [W * n] over all ranks; the w-th n elements of the sum are ``received`` by rank w."""
+        """Sum ``sent`` [W * n] over all ranks; the w-th n elements of the sum are ``received`` by rank w."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites ``tensor`` with rank 0's."""
+        """Overwrite ``tensor`` with rank 0's."""
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """Starts to send ``sent`` to one rank while ``received`` comes from another, in equal lengths there.
+        """Start to send ``sent`` to one rank while ``received`` comes from another, in equal lengths there.
 
         All ranks exchange at the same time, along a ring. Neither tensor may be touched before ``wait``.
         """
@@ -264,7 +264,7 @@ class TorchTransport(CountingTransport):
 
 
 def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.device) -> Transport:
-    """Returns the transport for a group: the default group if there is one, else none is needed.
+    """Return the transport for a group: the default group if there is one, else none is needed.
 
     Args:
         group: Of ``torch.distributed``; None: the default one, if there is one. A ``Transport`` is returned as it
@@ -300,7 +300,7 @@ def make_transport(group: dist.ProcessGroup | Transport | None, device: torch.de
 
 
 def _check_alone() -> None:
-    """Raises RuntimeError where the environment says that there are other ranks: each would train its own model."""
+    """Raise RuntimeError where the environment says that there are other ranks: each would train its own model."""
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1:
         raise RuntimeError(
