@@ -80,7 +80,7 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
 def async_save(
     model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any
 ) -> Any:
-    """As ``save``, but returns a ``Future`` once everything is copied to the host: training may go on.
+    """Save as ``save`` does, but return a ``Future`` once everything is copied to the host: training may go on.
 
     Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
     before the next save: its ``result()`` raises what ``save`` would have raised.
@@ -109,7 +109,7 @@ def _to_save(
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With the state of what has one, which torch would ask for where no other rank hears of an error."""
+    """Replace what has a state by it, which torch would ask for where no other rank hears of an error."""
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
@@ -193,7 +193,7 @@ def template(
     storage_reader: torch_dcp.StorageReader | None = None,
     prefix: str = _OPTIMIZER,
 ) -> dict[str, Any]:
-    """Room for the optimizer's state in a checkpoint, as ``get_optimizer_state_dict`` would return it.
+    """Return room for the optimizer's state in a checkpoint, as ``get_optimizer_state_dict`` would.
 
     For those who call torch's functions themselves, on every rank::
 
@@ -220,7 +220,7 @@ def template(
     error: Exception | None = None
     try:
         reader = storage_reader or CheckedReader(os.fspath(checkpoint_id or ""))
-        saved = set(_names(reader, checkpoint_id))
+        saved = set(reader.read_metadata().state_dict_metadata)
         if isinstance(reader, CheckedReader):
             facts.append(("the checksum of .metadata", f"{reader.metadata_crc32:08x}"))
         if not any(name.startswith(f"{prefix}.") for name in saved):
@@ -249,6 +249,11 @@ def template(
             )
     except (ValueError, TypeError) as caught:
         error = caught
+    except FileNotFoundError:
+        error = ValueError(
+            f"{checkpoint_id} must be the folder of a complete checkpoint, but it has no .metadata, "
+            "which is written last"
+        )
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
@@ -312,7 +317,7 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
 
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
-    """Over which ranks a checkpoint is written: those of the optimizer; of shards, all."""
+    """Return the ranks over which a checkpoint is written: those of the optimizer; of shards, all."""
     return None if optimizer.shards.count > 1 else getattr(optimizer.transport, "group", None)
 
 
@@ -333,16 +338,6 @@ def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> 
             f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
             "torch.distributed.checkpoint keeps one rank's: save at the end of a round"
         )
-
-
-def _names(reader: torch_dcp.StorageReader, checkpoint_id: str | os.PathLike[str] | None) -> Collection[str]:
-    try:
-        return reader.read_metadata().state_dict_metadata.keys()
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{checkpoint_id} must be the folder of a complete checkpoint, but it has no .metadata, "
-            "which is written last"
-        ) from error
 
 
 def _header(reader: torch_dcp.StorageReader, name: str, saved: Collection[str]) -> Mapping[str, Any] | None:

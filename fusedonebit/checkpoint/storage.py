@@ -95,32 +95,28 @@ class CheckedReader(torch_dcp.FileSystemReader):
     Args:
         checkpoint_id: The folder.
         weights_only: Whether to refuse metadata in which there is anything but metadata.
+
+    Attributes:
+        metadata_crc32: Of the bytes of ``.metadata``, once they have been read.
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
         super().__init__(checkpoint_id)
         _reach(self, checkpoint_id)
         self._weights_only = weights_only
-        self._read: tuple[metadata.Metadata, int] | None = None
+        self._metadata: metadata.Metadata | None = None
+        self.metadata_crc32 = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See ``StorageReader``."""
         super().reset(checkpoint_id)
-        self._read = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
-        return self._metadata()[0]
-
-    @property
-    def metadata_crc32(self) -> int:
-        """Of the bytes of ``.metadata``."""
-        return self._metadata()[1]
+        self._metadata = None
 
     @_told()
-    def _metadata(self) -> tuple[metadata.Metadata, int]:
-        if self._read is not None:
-            return self._read
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
+        if self._metadata is not None:
+            return self._metadata
         path = self.fs.concat_path(self.path, ".metadata")
         if not self.fs.exists(path):
             raise CheckpointError(
@@ -135,11 +131,11 @@ class CheckedReader(torch_dcp.FileSystemReader):
                 ".metadata is damaged: its checksum is not that of its bytes; load another checkpoint"
             )
         stream = io.BytesIO(data)
-        read = (_Unpickler if self._weights_only else pickle.Unpickler)(stream).load()
+        found: metadata.Metadata = (_Unpickler if self._weights_only else pickle.Unpickler)(stream).load()
         if seal is None and stream.read():
             raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
-        self._read = read, zlib.crc32(data)
-        return self._read
+        self._metadata, self.metadata_crc32 = found, zlib.crc32(data)
+        return found
 
     @_told()
     def read_data(self, plan: Any, planner: Any) -> Future[None]:

@@ -253,7 +253,10 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         "repr": repr(optimizer),
         "options": {name: settings[name] for name in options.names()} if settings else {},
-        "groups": [_hyper_parameters(group) for group in optimizer.param_groups],
+        "groups": [
+            {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ],
         "parameters": sum(p.numel() for p in params),
         "backend": stats.get("backend"),
         "transport": stats.get("transport"),
@@ -262,10 +265,6 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "triton", "fusedonebit")},
     }
-
-
-def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _device(device: torch.device) -> str:
@@ -291,10 +290,8 @@ def _plain(value: Any) -> Any:
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (tuple, list)):
         return [_plain(x) for x in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else _number(value)
-
-
-def _number(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
     try:
         return float(value)  # a numpy scalar
     except (TypeError, ValueError):
