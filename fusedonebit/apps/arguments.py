@@ -22,7 +22,7 @@ def need(*modules: str) -> None:
 
 
 def installed(application: str) -> bool:
-    """Whether this application's folder is there, with its files; imports nothing of it."""
+    """Tell whether this application's folder is there, with its files; imports nothing of it."""
     found = find_spec(f"{__package__}.{application}")
     return found is not None and found.has_location  # an empty folder is a namespace, which has none
 

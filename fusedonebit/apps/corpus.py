@@ -45,13 +45,13 @@ class Corpus:
             )
 
     def batch(self, batch_size: int, seed: int, step: int, rank: int) -> Tensor:
-        """The batch of one rank and step, int64 [batch_size, seq_len + 1]; the same whenever asked."""
+        """Return the batch of one rank and step, int64 [batch_size, seq_len + 1]; the same whenever asked."""
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 16_411 + rank)
         starts = torch.randint(len(self.train) - self.seq_len, (batch_size, 1), generator=generator)
         return self.train[starts + torch.arange(self.seq_len + 1)].long()
 
     def held_out_batch(self, batch_size: int, index: int, count: int) -> Tensor:
-        """One of ``count`` fixed, evenly spread held-out batches, as ``batch``."""
+        """Return one of ``count`` fixed, evenly spread held-out batches, as ``batch``."""
         room = len(self.held_out) - self.seq_len - 1
         numbers = torch.arange(batch_size) * count + index
         starts = (numbers * room // (batch_size * count))[:, None]
@@ -59,7 +59,7 @@ class Corpus:
 
 
 def load_text(files: Sequence[str]) -> Tensor:
-    """Reads files, one after the other, as uint8 [n]; none: Python's own documentation topics.
+    """Read files, one after the other, as uint8 [n]; none: Python's own documentation topics.
 
     Raises:
         InputError: for a file that can't be read, is empty or larger than ``LARGEST``.

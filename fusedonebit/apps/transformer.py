@@ -76,7 +76,7 @@ class ByteTransformer(nn.Module):
         return F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of every byte at every position, float [batch, length, 256], from ``tokens`` int64 [batch, length]."""
+        """Return logits of every byte, float [batch, length, 256], of ``tokens`` int64 [batch, length]."""
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

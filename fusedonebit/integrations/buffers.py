@@ -84,7 +84,7 @@ def broadcast_buffers(
 
 @torch.no_grad()
 def _broadcast(named: Sequence[tuple[str, Tensor]], ranks: Transport, inside: ShardGroup, device: torch.device) -> None:
-    """Over ``ranks`` from their rank 0, then ``inside`` a replica from its first shard: from one rank to all."""
+    """Send over ``ranks`` from their rank 0, then ``inside`` a replica from its first shard: from one rank to all."""
     levels = [each for each in (ranks, inside.transport) if not isinstance(each, LocalTransport)]
     error = failure(lambda: _check(named))
     facts = [(f"buffer {name}", f"{buffer.dtype} {tuple(buffer.shape)}") for name, buffer in named]

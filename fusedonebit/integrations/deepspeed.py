@@ -52,7 +52,7 @@ class DeepSpeedLayerwise(Layerwise):
 def onebit_adam_arguments(
     config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, faults: Faults = FAULTS, **options: Any
 ) -> dict[str, Any]:
-    """Translates DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
+    """Translate DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
 
     Args:
         config: ``{"type": "OneBitAdam", "params": {...}}`` or just the params.
@@ -75,7 +75,7 @@ def onebit_lamb_arguments(
     layerwise: Layerwise | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Translates DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above.
+    """Translate DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above.
 
     ``layerwise`` goes with a config that has none of DeepSpeed's names for what it says.
     """
@@ -91,7 +91,7 @@ def onebit_lamb_arguments(
 def zero_one_adam_arguments(
     config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, **options: Any
 ) -> dict[str, Any]:
-    """Translates DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
+    """Translate DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
     given = _params(config, "ZeroOneAdam")
     frozen = given.pop("var_freeze_step", 100_000)
     if "freeze_step" in given:
@@ -114,7 +114,7 @@ def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
 
 
 def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Takes out of ``given`` what all of DeepSpeed's 1-bit optimizers share."""
+    """Take out of ``given`` what all of DeepSpeed's 1-bit optimizers share."""
     for key in _TRANSPORT_KEYS:
         given.pop(key, None)
     # "bias_correction" is accepted and ignored by DeepSpeed: its update has none.
@@ -135,7 +135,7 @@ def _common_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Faults) -> dict[str, Any]:
-    """What 1-bit Adam and 1-bit LAMB share."""
+    """Translate what 1-bit Adam and 1-bit LAMB share."""
     numerics, faults = _completed(numerics, NUMERICS_OF_TWO_STAGES), _completed(faults, Faults(guard="off"))
     arguments = _common_arguments(given, name) | {"numerics": numerics, "faults": faults}
     freeze_step = given.pop("freeze_step", 100_000)
@@ -148,7 +148,7 @@ def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Fa
 
 
 def _completed(options: _T, otherwise: _T) -> _T:
-    """An option object with ``otherwise``'s values where it says None."""
+    """Return an option object with ``otherwise``'s values where it says None."""
     said, usual = values_of(options), values_of(otherwise)
     return replace(options, **{name: usual[name] for name, value in said.items() if value is None})
 

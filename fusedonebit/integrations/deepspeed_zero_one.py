@@ -90,7 +90,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._apply(coef, None)
 
     def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Adam's step with the average of compressed gradients, and with the variance that is."""
+        """Take Adam's step with the average of compressed gradients, and with the variance that is."""
         reducer, plain = self.reducer, self.reducer.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
         plain = agreed.scaled(plain)

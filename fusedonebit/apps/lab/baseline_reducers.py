@@ -64,22 +64,22 @@ class HopBaseline(RoundAllReduce):
         self.compensated.copy_(torch.where(self.flags == 0, kept, self.compensated))
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """The global update and what this worker keeps, float32 [P] each, of v float32 [P] and eta_s float32 [B]."""
+        """Return the global update and what this worker keeps, float32 [P] each, of v [P] and eta_s float32 [B]."""
         raise NotImplementedError
 
     def _by_element(self, values: Tensor) -> Tensor:
-        """What a table holds per block, float32 [B], for each element [P]."""
+        """Return what a table holds per block, float32 [B], for each element [P]."""
         return values.repeat_interleave(self.layout.block_size)
 
     def _generator(self) -> torch.Generator:
-        """Of this worker's random numbers in this round."""
+        """Return what this worker draws its random numbers of this round from."""
         seed = (self.seed * 1_000_003 + self.rounds) * 4099 + self.transport.rank
         return torch.Generator(self.device).manual_seed(seed % 2**63)
 
     # ---------------------------------------------------------------- sums of signs, from hop to hop
 
     def _sum_of_signs(self, positive: Tensor) -> Tensor:
-        """The sum over the workers of +1 where ``positive`` bool [P], else -1: int64 [P], equal on all ranks."""
+        """Return the sum over the workers of +1 where ``positive`` bool [P], else -1: int64 [P], equal on all ranks."""
         counts, world_size = self._reduce_counts(positive), self.layout.world_size
         for stage in reversed(self._stages):
             for hop in stage.gather():
@@ -87,7 +87,7 @@ class HopBaseline(RoundAllReduce):
         return 2 * counts.view(-1) - world_size
 
     def _majority(self, positive: Tensor) -> Tensor:
-        """Whether at least half of the workers have +1, bool [P], equal on all ranks; told in one bit."""
+        """Tell whether at least half of the workers have +1, bool [P], equal on all ranks; told in one bit."""
         most = 2 * self._reduce_counts(positive) >= self.layout.world_size
         for stage in reversed(self._stages):
             for hop in stage.gather():
@@ -98,7 +98,7 @@ class HopBaseline(RoundAllReduce):
         return most.view(-1)
 
     def _reduce_counts(self, positive: Tensor) -> Tensor:
-        """How many workers have +1, int64 [M, P / M]; complete where this worker's reduction ends."""
+        """Return how many workers have +1, int64 [M, P / M]; complete where this worker's reduction ends."""
         counts, workers = positive.to(torch.int64).view(self.layout.world_size, -1), 1
         for stage in self._stages:
             for position, hop in enumerate(stage.reduce()):
@@ -113,7 +113,7 @@ class HopBaseline(RoundAllReduce):
         counts[hop.received] = arrived.view_as(counts[hop.received])
 
     def _exchange(self, counts: Tensor, source: int, destination: int, workers: int) -> Tensor:
-        """Sends how many of ``workers`` signs were +1, int64 [n], and returns what arrives."""
+        """Send how many of ``workers`` signs were +1, int64 [n], and return what arrives."""
         if self.coding == "fixed":
             width = width_of(workers)
             sent = encode_fixed(counts, width)
@@ -128,7 +128,7 @@ class HopBaseline(RoundAllReduce):
         return middle + torch.where(numbers % 2 == 0, numbers // 2, -(numbers // 2))
 
     def _exchange_any(self, sent: Tensor, source: int, destination: int) -> Tensor:
-        """An exchange of messages whose lengths the receivers don't know: those go first."""
+        """Exchange messages whose lengths the receivers don't know: those go first."""
         length = torch.tensor([sent.numel()], device=self.device)
         coming = torch.empty_like(length)
         self.transport.exchange(coming, source, length, destination).wait()
@@ -212,6 +212,6 @@ class Cascading(HopBaseline):
 
 
 def stochastic_sign(v: Tensor, draw: torch.Generator) -> Tensor:
-    """Whether each element's random sign is +1: with probability 1/2 + v/(2|v|) (appendix A); bool of v's shape."""
+    """Draw where random signs are +1: with probability 1/2 + v/(2|v|) (appendix A); bool of v's shape."""
     norm = v.norm().clamp(min=torch.finfo(v.dtype).tiny)
     return torch.rand(v.shape, generator=draw, device=v.device) < 0.5 + v / (2 * norm)

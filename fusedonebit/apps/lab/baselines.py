@@ -43,7 +43,7 @@ class BaselineOptions(LocalOptions):
     told: ClassVar = (*LocalOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
 
     def check(self) -> None:
-        """Raises ValueError for the first setting that makes no sense."""
+        """Raise ValueError for the first setting that makes no sense."""
         super().check()
         check_choice("aggregation", self.aggregation, sorted(AGGREGATIONS))
         check_choice("topology", self.topology, ("ring", "torus"))

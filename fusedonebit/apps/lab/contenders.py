@@ -151,7 +151,7 @@ def _onebit_adam(of: Setting, **numerics: Any) -> Any:
 
 
 def _zero_one_adam(of: Setting, most: int = 4, **numerics: Any) -> Any:
-    """The variance is renewed in five sixths of 1-bit Adam's warm-up; rounds are long where lr is small."""
+    """Renew the variance in five sixths of 1-bit Adam's warm-up; rounds are long where lr is small."""
     steps = of.task.steps
     rounds = policies.DoublingRounds(after=2 * of.freeze_step, scaler=steps // 10, most=most)
     options: dict[str, Any] = {
@@ -169,7 +169,7 @@ def _onebit_lamb(of: Setting, **numerics: Any) -> Any:
 
 
 def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
-    """Ours without a warm-up: with the variance of another seed's run at its freeze."""
+    """Make ours without a warm-up: with the variance of another seed's run at its freeze."""
     with _EARLIER_LOCK:
         earlier = (make, of.task, of.key.seed, of.model)
         if earlier not in _EARLIER:
@@ -179,7 +179,7 @@ def _warm(of: Setting, make: Callable[..., Any] = _onebit_adam) -> Any:
 
 
 def _marsit(of: Setting, topology: Topology = "ring", **rounds: Any) -> Any:
-    """Marsit's local update is SGD with momentum on images, Adam on text."""
+    """Make Marsit, whose local update is SGD with momentum on images, Adam on text."""
     agreed = Rounds(**rounds, seed=of.key.seed)
     options: dict[str, Any] = {"topology": topology, "rounds": agreed, "process_group": of.transport}
     if of.task.images:
@@ -190,7 +190,7 @@ def _marsit(of: Setting, topology: Topology = "ring", **rounds: Any) -> Any:
 def _baseline(
     of: Setting, aggregation: str, images: float = 1.0, text: float = 1.0, lr: float = 1.0, coding: Coding = "fixed"
 ) -> Any:
-    """One of those that Marsit is measured against, at ``lr`` times its rate.
+    """Make one of those that Marsit is measured against, at ``lr`` times its rate.
 
     Steps of signs are in units of the task's ``lr``, Adam's.
     """

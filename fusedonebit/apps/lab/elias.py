@@ -7,29 +7,29 @@ from torch import Tensor
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Packs bool [n] to uint8 [ceil(n / 8)], LSB first."""
+    """Pack bool [n] to uint8 [ceil(n / 8)], LSB first."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (padded * weights).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
-    """The inverse of ``pack_bits``: bool [8 n]."""
+    """Return the inverse of ``pack_bits``: bool [8 n]."""
     return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).bool().view(-1)
 
 
 def width_of(largest: int) -> int:
-    """Bits that whole numbers up to ``largest`` need."""
+    """Return bits that whole numbers up to ``largest`` need."""
     return max(1, largest.bit_length())
 
 
 def encode_fixed(numbers: Tensor, width: int) -> Tensor:
-    """Packs numbers int64 [n] in [0, 2^width), plane by plane: uint8 [width * ceil(n / 8)]."""
+    """Pack numbers int64 [n] in [0, 2^width), plane by plane: uint8 [width * ceil(n / 8)]."""
     return torch.cat([pack_bits((numbers >> digit) & 1 > 0) for digit in range(width)])
 
 
 def decode_fixed(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of ``encode_fixed``: int64 [count]."""
+    """Return the inverse of ``encode_fixed``: int64 [count]."""
     planes = unpack_bits(packed).view(width, -1)[:, :count].to(torch.int64)
     return (planes << torch.arange(width, device=packed.device)[:, None]).sum(0)
 
@@ -54,7 +54,7 @@ def _digits(numbers: Tensor) -> Tensor:
 
 
 def decode_gamma(packed: Tensor, count: int) -> Tensor:
-    """The inverse of ``encode_gamma``: int64 [count].
+    """Return the inverse of ``encode_gamma``: int64 [count].
 
     A code's length is told by its zeros, so where the next begins is known from where this one does.
     Following that chain by doubling, 1, 2, 4 ... codes at a time, takes log2(count) steps.

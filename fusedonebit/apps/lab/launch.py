@@ -25,7 +25,7 @@ from .run import run
 
 
 def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers: int, out: Path) -> None:
-    """Makes every run of the product that ``out``/runs.jsonl lacks, then the table and the plots of all of it."""
+    """Make every run of the product that ``out``/runs.jsonl lacks, then the table and the plots of all of it."""
     out.mkdir(parents=True, exist_ok=True)
     results = out / "runs.jsonl"
     # Seed by seed, so that what a stopped lab has is paired.
@@ -52,7 +52,7 @@ def run_lab(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, workers
 
 
 def report(records: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Prints and writes the tables, and draws the plots where matplotlib is."""
+    """Print and write the tables, and draw the plots where matplotlib is."""
     records = named(records)
     text = "\n".join([table(records), verdicts(records), traffic(records)])
     print(text)

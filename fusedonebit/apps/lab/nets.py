@@ -22,7 +22,7 @@ class VggLike(nn.Module):
         self.classify = nn.Sequential(nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to logits [batch, 10]."""
+        """Return logits [batch, 10] of images."""
         return self.classify(self.features(images))
 
 
@@ -46,7 +46,7 @@ class ResNetLike(nn.Module):
         self.classify = nn.Linear(32, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to logits [batch, 10]."""
+        """Return logits [batch, 10] of images."""
         return self.classify(self.blocks(self.stem(images)).mean((2, 3)))
 
 
@@ -84,7 +84,7 @@ class Discriminator(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to logits."""
+        """Return logits of images."""
         return self.layers(images).squeeze(1)
 
 

@@ -89,7 +89,7 @@ def _worst(values: Sequence[float]) -> list[float]:
 
 
 def _below(losses: Iterable[float | None], limit: float) -> Iterable[float]:
-    """The losses up to where one passes the limit, or is no number any more."""
+    """Return the losses up to where one passes the limit, or is no number any more."""
     for loss in losses:
         if loss is None or loss > limit:
             return

@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def named(records: Sequence[Record]) -> list[Record]:
-    """The records; where the number of workers is not that of most, the optimizer's name tells it."""
+    """Return the records; where the number of workers is not that of most, the optimizer's name tells it."""
     counts = [r["workers"] for r in records]
     usual = max(counts, key=counts.count)
     return [
@@ -73,7 +73,7 @@ MOST_ERRORS, MOST_PERCENT = 2.0, 2.0
 
 
 def comparison(records: Sequence[Record], one: str, other: str, task: str) -> dict[str, Any] | None:
-    """How much worse one optimizer is than another on a task, in paired seeds.
+    """Return how much worse one optimizer is than another on a task, in paired seeds.
 
     Returns:
         None without a common seed, else a dict: seeds; diverged and other_diverged (how many); percent

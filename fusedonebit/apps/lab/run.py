@@ -23,7 +23,7 @@ EARLIER_SEED = 1000
 
 
 def run(key: Key) -> dict[str, object]:
-    """Trains on simulated workers; see ``Worker.train`` for what it returns."""
+    """Train on simulated workers; see ``Worker.train`` for what it returns."""
     began = time.perf_counter()
     start = begin(key)
     results = SimulatedGroup(key.workers).run(lambda rank, transport: Worker(key, start, rank, transport).train())
@@ -31,7 +31,7 @@ def run(key: Key) -> dict[str, object]:
 
 
 def begin(key: Key) -> Trial:
-    """What all workers start from: a function of the task and the seed."""
+    """Return what all workers start from: a function of the task and the seed."""
     torch.manual_seed(key.seed)
     return TASKS[key.task].make()
 
@@ -74,7 +74,7 @@ class Worker:
         return rising * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * step / self.task.steps)))
 
     def train(self) -> dict[str, Any]:
-        """Trains to the end, or until the loss is not finite.
+        """Train to the end, or until the loss is not finite.
 
         Returns:
             losses: mean over the workers, by step; of a GAN the sum of both players'. steps: how many.
@@ -107,7 +107,7 @@ class Worker:
         }
 
     def step(self, step: int) -> float:
-        """One step of all optimizers; returns the sum of their losses, averaged over the workers."""
+        """Take one step of all optimizers; return the sum of their losses, averaged over the workers."""
         draw = torch.Generator().manual_seed((self.key.seed * 1_000_003 + step) * 4099 + self.rank)
         mean = torch.zeros(1)
         for index, loss in self.trial.losses(draw, self.batch_size):
@@ -122,7 +122,7 @@ class Worker:
 
 
 def diverged_at(losses: list[float], freeze_step: int) -> int | None:
-    """The first step since the freeze whose loss is too large; see ``Worker.train``."""
+    """Return the first step since the freeze whose loss is too large; see ``Worker.train``."""
     windows = [losses[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(losses))]
     means = [sum(window) / len(window) for window in windows]
     limit = DIVERGED * means[freeze_step - 1] if len(means) >= freeze_step else math.inf

@@ -33,10 +33,10 @@ class Trial(Protocol):
     models: list[nn.Module]
 
     def losses(self, draw: torch.Generator, batch_size: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (index into ``models``, loss of a batch drawn with ``draw``), updates happening in between."""
+        """Yield (index into ``models``, loss of a batch drawn with ``draw``), updates happening in between."""
 
     def metric(self) -> float:
-        """What counts in the end, on held-out data."""
+        """Return what counts in the end, on held-out data."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ BOWL: dict[str, dict[str, Any] | None] = {
 
 
 def bowl(options: dict[str, Any] | None) -> list[float]:
-    """Minimises x^2 + y^2 from coordinates a thousandfold apart; returns its value before each step.
+    """Minimise x^2 + y^2 from coordinates a thousandfold apart; return its value before each step.
 
     In the warm-up Adam moves both by the same step, so that the larger one hardly changes and its
     variance stays a million times that of the other. One scale for both momenta then throws the
@@ -53,7 +53,7 @@ NARROW = 0.1
 
 
 def narrow(error_feedback: bool, steps: int = 1000, lr: float = 0.01) -> list[float]:
-    """Minimises 0.1 |x + y| + |x - y| from (1, 1) by compressed gradients; returns its value before each step.
+    """Minimise 0.1 |x + y| + |x - y| from (1, 1) by compressed gradients; return its value before each step.
 
     Across the valley x = y the gradient is (1, -1) or (-1, 1), which drowns what points along it:
     signs alone never move x + y. Error feedback delivers it.
@@ -73,7 +73,7 @@ def narrow(error_feedback: bool, steps: int = 1000, lr: float = 0.01) -> list[fl
 
 
 def forget(reduce: CompressedAllReduce) -> None:
-    """Drops all residuals."""
+    """Drop all residuals."""
     residuals: tuple[Tensor, ...] = (reduce.worker.compensated, reduce.server.compensated)
     for residual, scale in zip(residuals, (reduce.worker.scale, reduce.server.scale), strict=True):
         residual.zero_()

@@ -91,7 +91,7 @@ def load_deepspeed(
     checkpoint: Mapping[str, Any] | str | Path,
     model: torch.nn.Module | None = None,
 ) -> Taken:
-    """Goes on from a checkpoint of DeepSpeed's OneBitAdam, OneBitLamb or ZeroOneAdam; every rank calls it.
+    """Go on from a checkpoint of DeepSpeed's OneBitAdam, OneBitLamb or ZeroOneAdam; every rank calls it.
 
     A run that was behind its freeze goes on in the compression stage, with its variance and momentum, if this
     optimizer's ``freeze_step`` is not larger; else in the warm-up. Float32 weights go into the parameters, and into
@@ -145,7 +145,7 @@ def load_deepspeed(
 
 
 def _clear(error: Exception) -> Exception:
-    """The same, or in words where it was raised by what no check has foreseen."""
+    """Return the error, or put it in words where it was raised by what no check has foreseen."""
     if isinstance(error, KeyError):
         return ValueError(f"the checkpoint lacks the key {error}")
     if isinstance(error, (OSError, TypeError, ValueError)):
@@ -184,7 +184,7 @@ def _from_disk(path: Path) -> Mapping[str, Any]:
 
 
 def _file_of(folder: Path) -> Path:
-    """The one file with the model's states."""
+    """Return the one file with the model's states."""
     latest = folder / "latest"
     if latest.is_file():
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
@@ -235,7 +235,7 @@ def _read(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> _Read:
 
 
 def _wrapped(whole: Mapping[str, Any]) -> Any:
-    """The optimizer's part of what an engine writes, or the whole."""
+    """Return the optimizer's part of what an engine writes, or the whole."""
     return whole["optimizer"] if "module" in whole else whole
 
 
@@ -283,7 +283,7 @@ def _by_parameter(
 
 
 def _cut_state(state: Mapping[str, Any], parts: Sequence[tuple[int, Tensor]], what: str) -> dict[int, dict[str, Any]]:
-    """The same for a state, of which only the moments are per element."""
+    """Do the same for a state, of which only the moments are per element."""
     cut: dict[int, dict[str, Any]] = {i: {} for i, _ in parts} if state else {}
     for key, value in state.items():
         moment = key in LEAST
@@ -294,7 +294,7 @@ def _cut_state(state: Mapping[str, Any], parts: Sequence[tuple[int, Tensor]], wh
 
 
 def _cut(value: Any, parts: Sequence[tuple[int, Tensor]], what: str, least: float = -math.inf) -> list[Tensor]:
-    """A flat buffer, or one tensor, in the shapes of parameters."""
+    """Return a flat buffer, or one tensor, in the shapes of parameters."""
     sizes = [p.numel() for _, p in parts]
     value = floats(value, what, least=least)
     if value.numel() != sum(sizes):
@@ -324,7 +324,7 @@ def _freeze_step(optimizer: Any, whole: Mapping[str, Any]) -> int | None:
 
 
 def _ours(optimizer: torch.optim.Optimizer, read: _Read, frozen: int | None) -> dict[str, Any]:
-    """A warm-up's checkpoint; where ``freeze_step`` has been reached, the next step begins with the freeze."""
+    """Take up a warm-up's checkpoint; once ``freeze_step`` is reached the next step begins with the freeze."""
     updates = max(read.step - 1, 0)
     header: dict[str, Any] = {"algorithm": type(optimizer).__name__, "phase": "warmup"}
     header |= {"updates": updates, "skipped": 0}
@@ -348,7 +348,7 @@ def _ours(optimizer: torch.optim.Optimizer, read: _Read, frozen: int | None) -> 
 
 
 def _of_lamb(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """c_avg, and once frozen the scale of the momentum."""
+    """Take up c_avg, and once frozen the scale of the momentum."""
     average = number(state["lamb_coeff_freeze"], "lamb_coeff_freeze")
     kept = {"layer": torch.tensor([average, 1.0, average])}
     if "scaling_coeff" in state:

@@ -23,7 +23,7 @@ HINT = "; keys and strings need their quotes, which DeepSpeed's hjson does not a
 
 
 def read(path: str) -> Config:
-    """Reads a config from a file; ``-`` is the standard input.
+    """Read a config from a file; ``-`` is the standard input.
 
     Raises:
         InputError: if there is none, or it is no JSON object.
@@ -71,7 +71,7 @@ def _text(path: str, name: str) -> str:
 
 
 def _plain_json(text: str, name: str) -> str:
-    """The same without comments and trailing commas; each character stays in its line and column."""
+    """Remove comments and trailing commas; each character stays in its line and column."""
 
     def blank(found: re.Match[str]) -> str:
         matched = found.group()

@@ -95,7 +95,7 @@ SHARDING = (
 
 
 def explain(config: Config) -> None:
-    """Says why, for every key of the tables that the config has."""
+    """Say why, for every key of the tables that the config has."""
     for key, reason in REASONS.items():
         config.explained(key, reason)
     _explain_sum(config)

@@ -107,7 +107,7 @@ def _optimizer(config: Config) -> str:
 
 
 def _further(config: Config, name: str) -> dict[str, Any]:
-    """Arguments that are not in the optimizer's block."""
+    """Return arguments that are not in the optimizer's block."""
     further = {}
     path = PARAMS + "comm_backend_name"
     if (backend := config.get(path)) == "mpi":

@@ -13,21 +13,21 @@ LARGEST = 2**53
 
 
 def mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    """A dict."""
+    """Return a dict."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{what} in the checkpoint must be a dict, got {type(value).__name__}")
     return value
 
 
 def sequence(value: Any, what: str) -> Sequence[Any]:
-    """A list or tuple."""
+    """Return a list or tuple."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{what} in the checkpoint must be a list, got {type(value).__name__}")
     return value
 
 
 def number(value: Any, what: str) -> float:
-    """A finite number >= 0, also in a tensor of one element."""
+    """Return a finite number >= 0, also in a tensor of one element."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta" and not value.is_complex():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -38,7 +38,7 @@ def number(value: Any, what: str) -> float:
 
 
 def count(value: Any, what: str) -> int:
-    """A whole number >= 0."""
+    """Return a whole number >= 0."""
     found = number(value, what)
     if found != int(found) or found > LARGEST:
         raise ValueError(f"{what} in the checkpoint must be a whole number, got {found}")
@@ -46,7 +46,7 @@ def count(value: Any, what: str) -> int:
 
 
 def floats(value: Any, what: str, *, least: float = -math.inf) -> Tensor:
-    """A dense tensor as float32, each element of it finite and at least ``least``."""
+    """Return a dense tensor as float32, each element of it finite and at least ``least``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} in the checkpoint must be a tensor, got {type(value).__name__}")
     if not value.is_floating_point() or value.layout != torch.strided or value.device.type == "meta":

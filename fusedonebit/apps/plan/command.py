@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tables; draws the picture where matplotlib is.
+    """Print the tables; draw the picture where matplotlib is.
 
     Raises:
         InputError: if what was asked makes no sense together.

@@ -82,7 +82,7 @@ TYPICAL = Network(between=12.5e9)
 
 
 def all_reduce(nbytes: float, gpus: int, network: Network) -> float:
-    """NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
+    """Return the cost of NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
     if gpus == 1:
         return 0.0
     return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network))
@@ -105,7 +105,7 @@ def _tree(nbytes: float, gpus: int, network: Network) -> float:
 
 
 def tree_share(nodes: int) -> float:
-    """How many times the gradient the busiest node of NCCL's double tree sends over the network.
+    """Return how many times the gradient the busiest node of NCCL's double tree sends over the network.
 
     A node with two children sends half of it up and half to each child, and as a leaf of the other tree half
     up: 2. Of two nodes one is root and one leaf, in the other tree the other way round: 1. Of three: 1.5.
@@ -122,7 +122,7 @@ def _narrowest(nodes: int, network: Network) -> float:
 
 
 def all_gather(nbytes: float, gpus: int, network: Network) -> float:
-    """NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops."""
+    """Return the cost of NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops."""
     if gpus == 1:
         return 0.0
     _, nodes = network.place(gpus)
@@ -141,7 +141,7 @@ def all_to_all(nbytes: float, gpus: int, network: Network) -> float:
 
 
 def flat(parameters: float, gpus: int, network: Network) -> float:
-    """One all-to-all and one all-gather of bits among all GPUs."""
+    """Return the cost of one all-to-all and one all-gather of bits among all GPUs."""
     return all_to_all(parameters / 8, gpus, network) + all_gather(parameters / 8, gpus, network)
 
 
@@ -199,12 +199,12 @@ def column_links(width: int, per_node: int, gpus: int) -> int:
 
 
 def marsit_owner(parameters: float, gpus: int, network: Network) -> float:
-    """One all-gather in which each GPU sends the b/n bytes that it owns."""
+    """Return the cost of one all-gather in which each GPU sends the b/n bytes that it owns."""
     return all_gather(parameters / 8, gpus, network)
 
 
 def _exchange(leaves: bool, network: Network) -> float:
-    """A hop that all take together takes as long as its slowest link, and is one exchange with a peer."""
+    """Return the cost of a hop that all take together: as long as its slowest link, and one exchange with a peer."""
     return network.peer + (network.between_latency if leaves else network.inside_latency)
 
 
@@ -238,7 +238,7 @@ METHODS: dict[str, Method] = {
 
 
 def cost(method: str, parameters: float, gpus: int, network: Network, full_precision_every: int = 0) -> float | None:
-    """Seconds of one step's messages; None where there is no such torus.
+    """Return seconds of one step's messages; None where there is no such torus.
 
     Args:
         method: A key of ``METHODS``.
@@ -258,7 +258,7 @@ def cost(method: str, parameters: float, gpus: int, network: Network, full_preci
 
 
 def has_torus(gpus: int) -> bool:
-    """Whether a number of GPUs is a product of two numbers >= 2."""
+    """Tell whether a number of GPUs is a product of two numbers >= 2."""
     return any(gpus % rows == 0 for rows in range(2, math.isqrt(gpus) + 1))
 
 

@@ -28,7 +28,7 @@ SMALLEST_GAP = 0.052  # between two labels, of the axis' height
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
-    """Draws a plan to a PNG."""
+    """Draw a plan to a PNG."""
     figure, axis = plt.subplots(figsize=(10, 5.6), layout="constrained")
     draw(axis, plan)
     save(figure, path)
@@ -65,7 +65,7 @@ def _ticks(counts: Sequence[int]) -> list[int]:
 
 
 def _mark(axis: Axes, plan: Plan) -> None:
-    """What was asked: its column and its cheapest; and how long a step computes."""
+    """Return what was asked: its column and its cheapest; and how long a step computes."""
     if plan.compute is not None:
         axis.axhline(1e3 * plan.compute, color="black", linestyle=(0, (1, 3)), linewidth=1)
         axis.annotate(
@@ -101,7 +101,7 @@ def _mark(axis: Axes, plan: Plan) -> None:
 
 
 def _name(axis: Axes, ends: dict[str, float]) -> None:
-    """Labels behind the lines' ends, moved apart where they would overlap."""
+    """Draw labels behind the lines' ends, moved apart where they would overlap."""
     low, high = map(math.log, axis.get_ylim())
     places = {name: (math.log(end) - low) / (high - low) for name, end in ends.items()}
     wanted = sorted(places, key=places.__getitem__)
@@ -128,7 +128,7 @@ def _name(axis: Axes, ends: dict[str, float]) -> None:
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Moves sorted places so that neighbours are ``SMALLEST_GAP`` apart, groups around their middle."""
+    """Move sorted places so that neighbours are ``SMALLEST_GAP`` apart, groups around their middle."""
     groups: list[list[float]] = []
     for place in places:
         groups.append([place])

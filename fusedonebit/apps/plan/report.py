@@ -33,7 +33,7 @@ class Plan:
     full_precision_every: int = 100
 
     def costs(self, gpus: int | None = None) -> dict[str, float]:
-        """Seconds of each method that there is, for as many GPUs as asked about or others."""
+        """Return seconds of each method that there is, for as many GPUs as asked about or others."""
         n = self.gpus if gpus is None else gpus
         every = self.full_precision_every
         found = {name: cost(name, self.parameters, n, self.network, every) for name in METHODS}
@@ -65,7 +65,7 @@ class Plan:
         return self.saved > 0 and (self.share is None or self.share >= LEAST_GAIN)
 
     def scale(self) -> list[int]:
-        """Numbers of GPUs from 2 to 16,384 that fill nodes, doubling; and the one asked about."""
+        """Return numbers of GPUs from 2 to 16,384 that fill nodes, doubling; and the one asked about."""
         per_node, counts, n = self.network.gpus_per_node, {self.gpus} - {1}, 2
         while n < per_node:
             counts.add(n)
@@ -77,13 +77,13 @@ class Plan:
         return sorted(counts)
 
     def advice(self) -> list[str]:
-        """The answer in a few lines."""
+        """Return the answer in a few lines."""
         if self.gpus == 1:
             return ["do not compress here: one GPU sends nothing"]
         return [*self._names(), self._verdict()]
 
     def _names(self) -> list[str]:
-        """The cheapest; and for 1-bit Adam and LAMB, as Marsit is neither."""
+        """Return the cheapest; and for 1-bit Adam and LAMB, as Marsit is neither."""
         named = {"cheapest": self.cheapest()}
         if METHODS[self.cheapest()].family == "Marsit":
             named["for 1-bit Adam and 1-bit LAMB"] = self.cheapest(families=["1-bit"])
@@ -163,7 +163,7 @@ def bandwidth(bytes_per_second: float) -> str:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Prints the tables and the answer."""
+    """Print the tables and the answer."""
     net = plan.network
     console.print(
         f"{plan.parameters:,} parameters on {plan.gpus:,} GPUs, {net.gpus_per_node} a node; a node sends "

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads, writes the page, says where it is and how large.
+    """Read, write the page, say where it is and how large.
 
     Raises:
         InputError: if a folder holds no run, or can't be looked at, or the page can't be written.
@@ -89,11 +89,11 @@ class _Progress:
             self._bars.stop()
 
     def read(self, count: int) -> None:
-        """Notes bytes that were read; reading is two thirds of the work."""
+        """Note bytes that were read; reading is two thirds of the work."""
         self._advance(count / self._total * 2 / 3)
 
     def drawn(self, runs: int) -> Callable[[], None]:
-        """What is to be called when a run has been made ready to draw."""
+        """Return what is to be called when a run has been made ready to draw."""
         return lambda: self._advance(1 / 3 / runs)
 
     def _advance(self, share: float) -> None:

@@ -32,7 +32,7 @@ _MARKER = re.compile(r"\{\{(\w+)\}\}")
 
 
 def build(runs: Sequence[Run], title: str, progress: Callable[[], None] = lambda: None) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         runs: What ``read_runs`` has found.
@@ -103,7 +103,7 @@ def _run(index: int, run: Run, most: int, own: Sequence[str]) -> dict[str, Any]:
 
 
 def _fp32_total(series: Series) -> dict[str, list[float]]:
-    """What averaging float32 gradients would have sent in all, up to the first record and the last."""
+    """Return what averaging float32 gradients would have sent in all, up to the first record and the last."""
     ends = (series.steps[0], series.steps[-1])
     return {"x": list(ends), "y": [short(step * series.values[-1]) for step in ends]}
 

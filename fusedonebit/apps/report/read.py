@@ -38,12 +38,12 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Appends a value."""
+        """Append a value."""
         self.steps.append(step)
         self.values.append(value)
 
     def in_order(self) -> Series:
-        """With each step once: of several the last that was written."""
+        """Return each step once: of several the last that was written."""
         last = dict(zip(self.steps, self.values, strict=True))
         steps = sorted(last)
         return Series(array("q", steps), array("d", [last[step] for step in steps]))
@@ -89,15 +89,15 @@ class Run:
         return self.starts[-1] if self.starts else {}
 
     def get(self, key: str) -> Series:
-        """The numbers of a key; empty where none were recorded."""
+        """Return the numbers of a key; empty where none were recorded."""
         return self.series.get(key, Series())
 
     def own_keys(self, known: Sequence[str]) -> list[str]:
-        """Keys of the user's own numbers."""
+        """Return keys of the user's own numbers."""
         return [key for key in self.series if key not in known and key != "phase"][:MOST_OWN]
 
     def take(self, step: int, record: dict[str, Any]) -> None:
-        """Takes in one record."""
+        """Take in one record."""
         self._in_order &= step > self._last
         self._last = max(self._last, step)
         for key, value in record.items():
@@ -113,14 +113,14 @@ class Run:
             self.layers[step] = layers
 
     def finish(self) -> None:
-        """Puts in order what was recorded twice, or by several writers."""
+        """Put in order what was recorded twice, or by several writers."""
         if not self._in_order:
             self.series = {key: series.in_order() for key, series in self.series.items()}
             self.layers = dict(sorted(self.layers.items()))
 
 
 def read_runs(folders: Sequence[str], progress: Callable[[int], None] = lambda n: None) -> list[Run]:
-    """Reads all runs of folders, and names them apart.
+    """Read all runs of folders, and name them apart.
 
     Args:
         folders: As given; a folder twice counts once, and its ``metrics.jsonl`` is as good as a folder.
@@ -138,7 +138,7 @@ def read_runs(folders: Sequence[str], progress: Callable[[int], None] = lambda n
 
 
 def size_of(folders: Sequence[str]) -> int:
-    """Bytes that ``read_runs`` will read."""
+    """Return bytes that ``read_runs`` will read."""
     return sum(_metrics_of(given).stat().st_size for given in folders)
 
 
@@ -203,7 +203,7 @@ def _read_starts(path: Path, runs: dict[str, Run]) -> None:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Names alone in one folder; of several folders as much of each path as tells them apart."""
+    """Return names alone in one folder; of several folders as much of each path as tells them apart."""
     real = {run.folder: Path(os.path.realpath(run.folder)) for run in runs}
     folders = list(dict.fromkeys(real.values()))
     if len(folders) == 1:
@@ -217,7 +217,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def plain_float(value: float) -> float:
-    """As a float; infinite from ``LARGEST`` on."""
+    """Return a float; infinite from ``LARGEST`` on."""
     if abs(value) >= LARGEST:
         return math.inf if value > 0 else -math.inf
     return float(value)

@@ -28,7 +28,7 @@ MEAN_WIDTH = 50
 
 
 def points_for(runs: int) -> int:
-    """How many points a curve has where so many runs are shown."""
+    """Return how many points a curve has where so many runs are shown."""
     return max(100, min(MOST_POINTS, ALL_POINTS // max(1, runs)))
 
 
@@ -49,7 +49,7 @@ def thin(series: Series, most: int) -> tuple[list[int], list[float]]:
 
 
 def not_finite(series: Series) -> list[int]:
-    """Steps whose value is NaN or infinite; of very many evenly spread ones, the first and the last among them."""
+    """Return steps whose value is NaN or infinite; of very many, evenly spread ones, the first and the last too."""
     return spread([s for s, y in zip(series.steps, series.values, strict=True) if not math.isfinite(y)], MOST_MARKS)
 
 
@@ -61,7 +61,7 @@ def spread(items: list[Any], most: int) -> list[Any]:
 
 
 def running_mean(series: Series) -> Series:
-    """The exponential mean of finite values, ``MEAN_POINTS`` of it: what a noisy curve does.
+    """Return the exponential mean of finite values, ``MEAN_POINTS`` of it: what a noisy curve does.
 
     Its memory is a ``MEAN_WIDTH``-th of the records, and at first a fifth of those so far: it begins where they do.
     """
@@ -78,13 +78,13 @@ def running_mean(series: Series) -> Series:
 
 
 def at_steps(series: Series, steps: Sequence[int]) -> list[float]:
-    """What a rising count was at these steps: the last value up to there; 0 before the first."""
+    """Return what a rising count was at these steps: the last value up to there; 0 before the first."""
     places = [bisect_right(series.steps, step) for step in steps]
     return [short(series.values[i - 1]) if i else 0 for i in places]
 
 
 def bands(run: Run) -> list[list[Any]]:
-    """Stretches of one phase each: first step, last step, name. Phases that alternate quickly share one."""
+    """Return stretches of one phase each: first step, last step, name. Phases that alternate quickly share one."""
     series, phases = run.get("phase"), run.phases
     if not series.steps:
         return []
@@ -115,7 +115,7 @@ def _stretches(steps: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
 
 
 def skips(run: Run) -> list[list[int]]:
-    """Where steps were skipped: step of the record, how many since the last one, how many of them vetoed."""
+    """Return skips by record: its step, how many since the last one, how many of them vetoed."""
     series, vetoes = run.get("skipped_steps"), run.get("vetoed_steps")
     vetoed = at_steps(vetoes, series.steps)
     found, before = [], (0, 0)
@@ -128,14 +128,14 @@ def skips(run: Run) -> list[list[int]]:
 
 
 def _merged(marks: list[list[int]]) -> list[list[int]]:
-    """Of very many marks neighbours become one, with their sums."""
+    """Join neighbours of very many marks to one, with their sums."""
     size = -(-len(marks) // MOST_MARKS) or 1
     groups = [marks[i : i + size] for i in range(0, len(marks), size)]
     return [[group[0][0], sum(m[1] for m in group), sum(m[2] for m in group)] for group in groups]
 
 
 def heat(run: Run, key: str, most_cells: int, middle: float | None) -> dict[str, Any] | None:
-    """What was told of each layer over time; None if nothing was.
+    """Return what was told of each layer over time; None if nothing was.
 
     Args:
         run: The run.
@@ -173,7 +173,7 @@ def heat(run: Run, key: str, most_cells: int, middle: float | None) -> dict[str,
 
 
 def _end_with_the_phase(run: Run, steps: list[int], rows: list[list[float | None]]) -> None:
-    """What is compressed ends with its phase: an empty column where another begins between two records."""
+    """End what is compressed with its phase: an empty column where another begins between two records."""
     stretches = bands(run)
     told = {name for first, last, name in stretches if bisect_right(steps, last) > bisect_right(steps, first - 1)}
     for first, _, name in reversed(stretches[1:]):
@@ -189,6 +189,6 @@ def _says_more(value: float, was: float, middle: float | None) -> bool:
 
 
 def short(value: float, digits: int = 5) -> float:
-    """A number of so many significant digits, whole where it is."""
+    """Return a number of so many significant digits, whole where it is."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -20,7 +20,7 @@ MOST_GROUPS = 4
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people."""
+    """Return a number for people."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def in_bytes(value: float | None) -> str:
-    """Bytes with a unit."""
+    """Return bytes with a unit."""
     if value is None:
         return ABSENT
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -42,7 +42,7 @@ def in_bytes(value: float | None) -> str:
 
 
 def results(runs: Sequence[Run]) -> str:
-    """One row per run: how far it came, losses, bytes, skipped steps, speed."""
+    """Make one row per run: how far it came, losses, bytes, skipped steps, speed."""
     heads = ["run", "steps", "phase at the end", "train loss", "held-out loss", "best held out", "bytes/step"]
     heads += ["bytes in all", "fp32 / sent", "skipped", "by the guard", "tokens/s"]
     rows = "".join(_result(i, run) for i, run in enumerate(runs))
@@ -81,7 +81,7 @@ def _result(index: int, run: Run) -> str:
 
 
 def planned_steps(run: Run) -> int | None:
-    """How many steps the run was to take, if it said so."""
+    """Return how many steps the run was to take, if it said so."""
     settings = run.header.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
@@ -93,7 +93,7 @@ def _last(run: Run, key: str) -> float | None:
 
 
 def settings(runs: Sequence[Run]) -> str:
-    """One row per setting and version, those that differ marked; and what each optimizer says of itself."""
+    """Return one row per setting and version, those that differ marked; and what each optimizer says of itself."""
     facts = [facts_of(run) for run in runs]
     keys = sorted(dict.fromkeys(key for told in facts for key in told), key=_kind)  # stable: else as they were told
     if not keys:
@@ -119,7 +119,7 @@ def _kind(key: str) -> int:
 
 
 def facts_of(run: Run) -> dict[str, Any]:
-    """What was recorded of a run's start, flat, by names for people; None is left out."""
+    """Return what was recorded of a run's start, flat, by names for people; None is left out."""
     header = run.header
     plain = ("class", "parameters", "world_size", "device", "backend", "transport")
     facts = {f"run: {key}": value for key, value in _dict(header, "settings").items()}
@@ -166,7 +166,7 @@ def _details(run: Run) -> str:
 
 
 def layers(maps: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
-    """Of each map a table: first, median, greatest and last value by layer."""
+    """Make a table of each map: first, median, greatest and last value by layer."""
     parts = []
     for told in maps:
         rows = "".join(_layer(name, row) for name, row in zip(told["layers"], told["rows"], strict=True))

@@ -44,11 +44,11 @@ class Display:
         self._bars.stop()
 
     def start(self, name: str, first_step: int) -> None:
-        """Begins another run."""
+        """Begin another run."""
         self._task = self._bars.add_task(name, total=self._steps, completed=first_step, text="")
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Shows a step's record."""
+        """Show a step's record."""
         text = (
             f"loss {record['loss']:.3f}  {record['phase']:12}  {_count(record['tokens_per_s'])} tokens/s  "
             f"sent {_bytes(record['bytes_step'])}/step, {_bytes(record['bytes_total'])} in all"
@@ -60,7 +60,7 @@ class Display:
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each optimizer: the last step's losses and bytes, and the ratio to fp32.
+    """Make one row for each optimizer: the last step's losses and bytes, and the ratio to fp32.
 
     ``against_first`` is the held-out loss relative to that of the first optimizer, None if that is
     the only one.
@@ -97,7 +97,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the summary."""
+    """Print the summary."""
     table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
     for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=column == "optimizer")

@@ -24,7 +24,7 @@ INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def run(job: Job, nproc: int) -> int:
-    """Trains on ``nproc`` ranks, or as one rank of ``torchrun``; returns the exit code.
+    """Train on ``nproc`` ranks, or as one rank of ``torchrun``; return the exit code.
 
     Ctrl-C ends all ranks at once; what they have written stays, and is summed up.
     """
@@ -42,7 +42,7 @@ def run(job: Job, nproc: int) -> int:
 
 
 def report(job: Job) -> None:
-    """Prints the table, and draws pictures where matplotlib is, of what was measured."""
+    """Print the table, and draw pictures where matplotlib is, of what was measured."""
     records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
     if not records:
         return
@@ -57,7 +57,7 @@ def report(job: Job) -> None:
 
 
 def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
-    """Draws what there is to draw; nothing without matplotlib."""
+    """Draw what there is to draw; nothing without matplotlib."""
     if missing("matplotlib"):
         return []
     from .plot import plot_layers, plot_loss

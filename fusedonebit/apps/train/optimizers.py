@@ -70,7 +70,7 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
         return super().step(closure)
 
     def stats(self) -> dict[str, Any]:
-        """The keys of ``OneBitAdam.stats`` that the display needs."""
+        """Return the keys of ``OneBitAdam.stats`` that the display needs."""
         traffic = self._transport.traffic
         return {
             "phase": "uncompressed",
@@ -100,7 +100,7 @@ def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimize
 
 
 def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    """The variance is renewed until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
+    """Renew the variance until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
     assert settings.freeze_step != "auto"  # refused with this one
     frozen, doubled = settings.freeze_step, max(1, settings.steps // 10)
     rounds = policies.DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))

@@ -24,7 +24,7 @@ _SMOOTH = 0.8  # of the running mean that is drawn; the raw loss lies behind it
 
 
 def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the records of one or several optimizers to a PNG."""
+    """Draw the records of one or several optimizers to a PNG."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     sent = any(r["bytes_total"] for r in records)
     for i, name in enumerate(dict.fromkeys(r["optimizer"] for r in records)):
@@ -73,7 +73,7 @@ _LAYER_PANELS = (
 
 
 def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws what LAMB does to each layer to a PNG: one row per optimizer, one line per layer."""
+    """Draw what LAMB does to each layer to a PNG: one row per optimizer, one line per layer."""
     records = [r for r in records if "coefficient" in r.get("layers", {"coefficient": ()})]  # those of LAMB
     names = list(dict.fromkeys(r["optimizer"] for r in records if "layers" in r))
     figure, rows = plt.subplots(len(names), 3, figsize=(13, 3.4 * len(names)), squeeze=False, layout="constrained")
@@ -102,5 +102,5 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _kind(layer: str) -> str:
-    """A layer's name without the number of its block: layers of one kind share a colour."""
+    """Return a layer's name without the number of its block: layers of one kind share a colour."""
     return ".".join(part for part in layer.split(".") if not part.isdigit())

@@ -60,7 +60,7 @@ class Job:
 
 
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
-    """Trains each of the job's optimizers; rank 0 writes and shows what happens."""
+    """Train each of the job's optimizers; rank 0 writes and shows what happens."""
     corpus = Corpus(load_text(job.text), job.seq_len)
     with Display(job.steps, enabled=rank == 0) as display:
         for name in job.optimizers:
@@ -107,7 +107,7 @@ class Run:
         return warmup * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * step / self.job.steps)))
 
     def train(self) -> None:
-        """Runs to the last step."""
+        """Run to the last step."""
         job = self.job
         self.display.start(self.name, self.first_step)
         began, tokens = time.perf_counter(), 0
@@ -209,7 +209,7 @@ class Run:
 
 
 def latest_step(job: Job, name: str, world_size: int) -> int:
-    """The last step of which every rank has a checkpoint; 0 if there is none."""
+    """Return the last step of which every rank has a checkpoint; 0 if there is none."""
     folder = Path(job.out) / "checkpoints" / name
     for step in sorted(folder.glob("step-*"), reverse=True):
         if len(list(step.glob(f"rank-*-of-{world_size}.pt"))) == world_size:
@@ -218,12 +218,12 @@ def latest_step(job: Job, name: str, world_size: int) -> int:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short is passed over."""
+    """Return the records of a metrics file; a last line cut short is passed over."""
     return (record for _, record in recording.read_lines(path) if record is not None)
 
 
 def check(job: Job, world_size: int) -> None:
-    """Finds what can't work before any process is started.
+    """Find what can't work before any process is started.
 
     Raises:
         InputError: with one line that says what is wrong.
