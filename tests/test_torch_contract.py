@@ -6,27 +6,18 @@ The machinery, ``OptimizerInfo`` and its inputs, is torch's; so are the promises
 from __future__ import annotations
 
 import copy
-import gc
-import io
-import pickle
-import re
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch_infos import CONTROLS, NAMES, STAGES, constructors, info, machinery
-
-from fusedonebit import Numerics
-
-OURS = tuple(STAGES)
+from torch_infos import CONTROLS, NAMES, info, machinery
+from torch_problems import EACH, EACH_DTYPE, EACH_OF_OURS, HELD, Problem, equal, goes_right, held_and_refused, ways
 
 REFUSED: dict[str, tuple[str, type[Exception] | None, str]] = {
     "float64 parameters": ("state and arithmetic are float32", TypeError, "must be float32, bfloat16 or float16"),
@@ -48,89 +39,18 @@ NOT_STILL = {"MarsitSGD, bits", "MarsitAdam, bits", "OneBitLion, bits"}
 ONLY_IN_THE_WARM_UP = {"OneBitAdam, bits", "OneBitLamb, bits", "ZeroOneAdam, bits", "OneBitLion, bits"}
 """Those that take no further group once they send bits: the layout is fixed, there is no variance of the new ones."""
 
-QUICK = {"OneBitAdam, warm-up", "Lamb", "AdamW", *(name for name in OURS if name.endswith("bits"))}
-PARAMS = {name: name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in NAMES}
-EACH = pytest.mark.parametrize("name", PARAMS.values())
-EACH_OF_OURS = pytest.mark.parametrize("name", [PARAMS[name] for name in OURS])
-EACH_DTYPE = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
-)
 pytestmark = pytest.mark.filterwarnings("ignore:after so few updates", "ignore:an average coefficient")
-
-HELD: Counter[str] = Counter()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _count() -> Iterator[None]:
     yield
-    print(f"\nof torch's promises {HELD['held']} held, {HELD['refused']} refused as listed, in this process")
+    print(held_and_refused())
 
 
 @pytest.fixture
 def each(request: pytest.FixtureRequest) -> Callable[..., Iterator[Callable[..., Any]]]:
-    """Ways to construct an optimizer: the first, or all of them where ``--full`` was asked for."""
-
-    everything = request.config.getoption("--full")
-
-    def ways(name: str, dtype: torch.dtype) -> Iterator[Callable[..., Any]]:
-        for desc, kind, kwargs in constructors(name, dtype, everything):
-
-            def make(params: Any, _kind: Any = kind, _kwargs: dict = kwargs, **more: Any) -> Any:
-                return _kind(params, **{**copy.deepcopy(_kwargs), **more})
-
-            ascends = kwargs.get("maximize", False) or kwargs.get("numerics", Numerics()).maximize
-            make.desc, make.maximize = desc, ascends  # type: ignore[attr-defined]
-            yield make
-            HELD["held"] += 1
-
-    return ways
-
-
-class Problem:
-    """A small regression: what torch's tests train."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, contiguous: bool = True) -> None:
-        torch.manual_seed(3)
-        if contiguous:
-            self.weight, self.bias = Parameter(torch.randn(10, 5, dtype=dtype)), Parameter(torch.randn(10, dtype=dtype))
-        else:
-            self.weight = Parameter(torch.randn(10, 5, 2, dtype=dtype)[..., 0])
-            self.bias = Parameter(torch.randn(10, 2, dtype=dtype)[..., 0])
-        self.given = torch.randn(5, dtype=dtype)
-        self.params = [self.weight, self.bias]
-
-    def loss(self) -> Tensor:
-        return (self.weight.float().mv(self.given.float()) + self.bias.float()).square().sum()
-
-    def closure(self) -> Tensor:
-        for p in self.params:
-            p.grad = None
-        loss = self.loss()
-        loss.backward()
-        return loss
-
-    def train(self, optimizer: Any, steps: int) -> list[Tensor]:
-        for _ in range(steps):
-            self.closure()
-            optimizer.step()
-        return [p.detach().clone() for p in self.params]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def goes_right(problem: Problem, optimizer: Any, make: Any, schedulers: Any = ()) -> None:
-    first = problem.loss().item()
-    for _ in range(20):
-        optimizer.step(problem.closure)
-        for scheduler in schedulers:
-            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-                scheduler.step(problem.loss().item())
-            else:
-                scheduler.step()
-    last = problem.loss().item()
-    assert (last > first) if make.maximize else (last < first), (make.desc, first, last)
+    return partial(ways, everything=request.config.getoption("--full"))
 
 
 # ---------------------------------------------------------------- training
@@ -331,172 +251,6 @@ def test_empty_tensors_train_along(name, each):
         empty = Parameter(torch.zeros(0, 3))
         empty.grad = torch.zeros_like(empty)
         goes_right(problem, make([*problem.params, empty]), make)
-
-
-# ---------------------------------------------------------------- hooks of the step, closures, looks
-
-
-@EACH
-def test_step_hooks_run_in_order_and_can_be_removed(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        calls: list[Any] = []
-
-        def note(what: str, calls: list = calls) -> Callable[..., None]:
-            return lambda opt, args, kwargs: calls.append((what, opt))
-
-        handles = [
-            register_optimizer_step_pre_hook(note("all before")),
-            register_optimizer_step_post_hook(note("all after")),
-            optimizer.register_step_pre_hook(note("before")),
-            optimizer.register_step_post_hook(note("after")),
-        ]
-        try:
-            problem.train(optimizer, 1)
-        finally:
-            for handle in handles:
-                handle.remove()
-        problem.train(optimizer, 3)
-        assert calls == [(what, optimizer) for what in ("all before", "before", "after", "all after")]
-
-
-@EACH
-def test_a_step_pre_hook_may_change_gradients_and_arguments(name, each):
-    for make in each(name, torch.float32):
-        problem, plain = Problem(), Problem()
-        optimizer = make(problem.params)
-        closure = problem.closure
-        optimizer.register_step_pre_hook(lambda o, args, kwargs, closure=closure: ((args[0], closure), kwargs))
-        for _ in range(4):
-            assert optimizer.step(lambda: None) is not None
-        assert equal(problem.params, plain.train(make(plain.params), 4))
-
-
-@EACH
-def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(name, each):
-    for make in each(name, torch.float32):
-        problem, plain = Problem(), Problem()
-        optimizer = make(problem.params)
-        for _ in range(4):
-            with torch.no_grad():
-                loss = optimizer.step(problem.closure)
-            assert loss.requires_grad
-        assert equal(problem.params, plain.train(make(plain.params), 4))
-        assert make(Problem().params).step() is None
-
-
-@EACH
-def test_it_can_be_printed_and_has_state(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 3)
-        assert re.search(rf"(?s){type(optimizer).__name__} \(.*Parameter Group 0.*lr: ", repr(optimizer))
-        if name != "SGD":  # without momentum it has none
-            assert all(optimizer.state[p] for p in problem.params)
-
-
-@EACH
-def test_profilers_see_the_step_by_its_name(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.closure()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            optimizer.step()
-        kind = type(optimizer).__name__
-        assert f"Optimizer.step#{kind}.step" in {event.name for event in profile.events()}
-
-
-# ---------------------------------------------------------------- state_dict and copies
-
-
-@pytest.mark.long(but=6)
-@EACH_DTYPE
-@EACH
-def test_a_restored_run_goes_on_bit_for_bit(name, dtype, each):
-    for make in each(name, dtype):
-        problem, other = Problem(dtype), Problem(dtype)
-        optimizer = make(problem.params)
-        for p, now in zip(other.params, problem.train(optimizer, 5), strict=True):
-            p.data.copy_(now)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        resumed = make(other.params)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
-        assert equal(other.train(resumed, 4), problem.train(optimizer, 4)), make.desc
-        assert resumed.state_dict()["param_groups"][0].keys() == optimizer.state_dict()["param_groups"][0].keys()
-
-
-@EACH
-def test_loading_leaves_the_given_dict_as_it_is(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
-        saved = copy.deepcopy(optimizer.state_dict())
-        kept = copy.deepcopy(saved)
-        other = Problem()
-        resumed = make(other.params)
-        resumed.load_state_dict(saved)
-        other.train(resumed, 2)
-        assert saved.keys() == kept.keys()
-        for key, state in kept["state"].items():
-            for at, value in state.items():
-                same = torch.equal(saved["state"][key][at], value) if isinstance(value, Tensor) else True
-                # torch's own steps, kept by reference, count on; ours are copies
-                assert same or name in CONTROLS
-
-
-@EACH
-def test_older_and_foreign_forms_of_a_state_dict_load(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
-        saved = copy.deepcopy(optimizer.state_dict())
-        for state in saved["state"].values():
-            if "step" in state:
-                state["step"] = float(state["step"])
-        for flag in info(name).not_og_supported_flags:
-            for group in saved["param_groups"]:
-                group.pop(flag, None)
-        resumed = make(problem.params)
-        resumed.load_state_dict(saved)
-        problem.train(resumed, 2)
-
-
-@pytest.mark.long(but=9)
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@EACH_DTYPE
-@EACH
-def test_copies_have_all_public_attributes_and_go_on_alike(name, dtype, way, each):
-    for make in each(name, dtype):
-        problem = Problem(dtype)
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
-        other, copied = way((problem, optimizer))
-        public = [{key for key in vars(o) if not key.startswith("_")} for o in (optimizer, copied)]
-        assert public[0] == public[1]
-        assert equal(other.train(copied, 3), problem.train(optimizer, 3)), make.desc
-
-
-@EACH
-def test_nothing_holds_an_optimizer_that_is_given_up(name, each):
-    for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
-        gc.disable()
-        try:
-            gone = weakref.ref(optimizer), weakref.ref(optimizer.state[problem.weight].get("step", problem.weight))
-            del optimizer
-            assert gone[0]() is None
-            assert gone[1]() in (None, problem.weight)
-        finally:
-            gc.enable()
 
 
 # ---------------------------------------------------------------- groups and mistakes
