@@ -28,7 +28,7 @@ from .transport import Transport
 class MarsitAllReduce(RoundAllReduce):
     """Makes one global update of all workers' updates, at one bit per element and hop.
 
-    What it takes too much or too little stays, in equal parts, each worker's compensation.
+    Each worker keeps what its own update differs by from the global one: its compensation.
     Stand-alone use, on tensors that keep their sizes from call to call::
 
         reduce = MarsitAllReduce(FlatLayout((x.numel(),), world_size), transport)
@@ -115,7 +115,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     def _merge(self, chunks: slice, number: int, stage: Stage, position: int) -> None:
         count = chunks.stop - chunks.start
-        if self._kept is not None:  # else this worker has all gradients, and its bits are zeros already
+        if self.kept:  # else this worker has all gradients, and its bits are zeros already
             self.messages.absent[chunks] &= self._arrived.absent[:count]
         merge_signs(
             self.messages.bits[chunks],

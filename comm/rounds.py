@@ -60,7 +60,7 @@ class RoundAllReduce(Reducer):
         full_precision: Whether the last round sent float32.
         digest: Of the last global update, int32 []; the next round's headers compare it.
         rounds: How many there were, t of the next.
-        counted: Those of them that were not skipped, as far as somebody has told.
+        counted: Those of them that were not taken back.
     """
 
     def __init__(
@@ -78,19 +78,18 @@ class RoundAllReduce(Reducer):
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)
         self.device, self.everything = torch.device(device), slice(0, layout.world_size)
-        self._launch_tables = tables_of(layout, self.device)  # kept, because launches share what somebody keeps
+        self._launch_tables = tables_of(layout, self.device)  # kept: launches of others share it meanwhile
         self.live = live_table(whole).to(self.device) if live is None else live
         self._live = self.part.live(self.live)
         self.block_tensor = self._launch_tables.tensor
         self.compensated = torch.zeros(whole.numel, device=self.device)
         self._own = self.compensated[self.part.elements]
         self.scale = torch.zeros(whole.n_blocks, device=self.device)
-        self._taken = self.scale[self.part.blocks]  # of what is compensated, until it has been formed
+        self._taken = torch.zeros(layout.n_blocks, device=self.device)  # of v, until the compensation is formed
         if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
         self.compensation_limit = compensation_limit
-        self._unlimited = torch.full_like(self._taken, torch.inf)
-        self._limit = self._unlimited
+        self._limit = torch.full_like(self._taken, torch.inf)
         self.messages = Messages(layout.world_size, 0, layout, self.device)
         self.gathered = self.messages if layout is whole else Messages(whole.world_size, 0, whole, self.device)
         self.values: Tensor | None = None
@@ -104,7 +103,7 @@ class RoundAllReduce(Reducer):
         self._told: Tensor | None = None
         self._told_inside: Tensor | None = None
         self._has_told = False
-        self._kept: Kept | None = None
+        self.kept: list[Kept] = []
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
         """Make one round on tensors themselves.
@@ -199,26 +198,22 @@ class RoundAllReduce(Reducer):
         )
 
     def _keep(self, missing: Sequence[int], changed: Sequence[Tensor]) -> None:
-        """Take note of what a round is about to change of tensors of which this worker has no gradient."""
-        tables = absence(self.layout, missing, self.device) if missing else None
-        if tables is not None:
+        """Keep what a round is about to change of tensors of which this worker has no gradient."""
+        self.kept = []
+        if missing:
+            tables = absence(self.layout, missing, self.device)
             self.messages.absent.copy_(tables.bits)
-        elif self._has_told:  # what the round before has left there
-            self.messages.absent.zero_()
-        self._has_told, self._kept = bool(missing), None
-        if tables is not None:
             elements = [self._own, *(values[self.part.elements] for values in changed)]
-            self._kept = Kept(tables.rows, self.block_tensor, elements, bits=[self.messages.bits])
-            self._taken_before, self._limit_before = self._taken, self._limit
+            bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
+            self.kept = [Kept(tables.rows, self.block_tensor, elements, bits=bits, tables=of_blocks)]
+        elif self._has_told:  # bits of the round before
+            self.messages.absent.zero_()
+        self._has_told = bool(missing)
 
     def restore(self, absent: Tensor) -> None:
-        if self._kept is None:
-            return
-        self._kept.restore(absent)
-        blocks = absent[self.block_tensor]
-        self._taken = torch.where(blocks, self._taken_before, self._taken)
-        self._limit = torch.where(blocks, self._limit_before, self._limit)
-        self._kept = None
+        for kept in self.kept:
+            kept.restore(absent)
+        self.kept = []
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         assert told.goes is not None
@@ -230,7 +225,7 @@ class RoundAllReduce(Reducer):
         self._told = None
         self._round(lambda chunks: compress(self, chunks), step, told.hold)
         self.absent = None
-        if self._kept is not None:
+        if self.kept:
             absent = self.messages.absent if self._told is None else self._told
             self.absent = told_by_all(absent, len(self.layout.sizes), self.flags)
             self.messages.absent.copy_(packed(self.absent))
@@ -259,15 +254,16 @@ class RoundAllReduce(Reducer):
             self.formed()
             return
         # Skipped: s := 0 turns all of v into what is kept.
-        self._taken = self.scale[self.part.blocks]
+        self._taken.copy_(self.scale[self.part.blocks])
         if self.compensation_limit is not None:
             # A learning rate of 0 moves nothing, and takes nothing away.
             goes = (self.flags == 0) & (step > 0)
-            self._limit = torch.where(goes, step * self.compensation_limit, torch.inf)
+            self._limit.copy_(torch.where(goes, step * self.compensation_limit, torch.inf))
 
     def formed(self) -> None:
         """Note that the compensation of the last round has been formed."""
-        self._taken, self._limit = torch.zeros_like(self._taken), self._unlimited
+        self._taken.zero_()
+        self._limit.fill_(torch.inf)
 
     def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
         """Make the global update; sets ``flags``, with ``hold``, on all ranks alike."""
@@ -276,7 +272,7 @@ class RoundAllReduce(Reducer):
     def _gather_inside(self, some_missing: bool) -> None:
         """Gather what the parts of a node's other ranks have left."""
         inside = self.part.inside
-        # Ranks of a node meet nowhere else: they tell each other the round and the hyper-parameters as well.
+        # Ranks of a node share no other exchange: this one compares the round and the hyper-parameters as well.
         head = self.messages.head[0]
         own = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], self.flags, head[len(Word) :]])
         rows = own.new_empty(inside.world_size, len(own))
@@ -332,8 +328,9 @@ class RoundAllReduce(Reducer):
     def refuse(self, flags: Tensor) -> None:
         kept = (self.flags != 0) | (flags == 0)
         self.flags = self.flags | flags
-        self.scale, self._taken = self.scale * kept, self._taken * kept
-        self._limit = torch.where(kept, self._limit, self._unlimited)
+        self.scale = self.scale * kept
+        self._taken *= kept
+        self._limit.masked_fill_(~kept, torch.inf)
 
     def forget(self) -> None:
         """Drop what ``values``, which have been taken now, need not have left."""
