@@ -1,4 +1,4 @@
-"""Finds out whether all ranks mean the same, and if not, tells every rank the first difference."""
+"""Compares what all ranks state; where they differ, every rank raises with the first difference."""
 
 from __future__ import annotations
 

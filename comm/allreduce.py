@@ -96,7 +96,7 @@ class ErrorFeedback:
         settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
 
     def forget(self) -> None:
-        """Drop the residual, settled before, which somebody else has taken."""
+        """Drop the residual, settled before, which ``take_residuals`` has taken."""
         for tensor in (self.compensated, self.settled, self.partials):
             tensor.zero_()
 
@@ -181,7 +181,7 @@ class CompressedAllReduce(FeedbackReducer):
         if scale_norm not in SCALE_NORMS:
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = device = torch.device(device)
-        self._launch_tables = tables_of(layout, device)  # kept, because launches share what somebody keeps
+        self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         norm, rank, blocks = SCALE_NORMS[scale_norm], self.transport.rank, layout.blocks_per_chunk
         slot, slots = layout.scale_slots(scale_scope)
         slots = slots if gathered is None else gathered.slots
@@ -284,7 +284,7 @@ class CompressedAllReduce(FeedbackReducer):
         self._skip_with_shards(told)
 
     def _keep(self, missing: tuple[int, ...]) -> None:
-        """Take note of what a step is about to change of tensors of which this rank has no gradient."""
+        """Keep what a step is about to change of tensors of which this rank has no gradient."""
         on_cuda = self.device.type == "cuda"
         if missing != self._missing or (on_cuda and torch.cuda.is_current_stream_capturing()):
             self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)

@@ -39,7 +39,7 @@ class Witness:
             _guarded(lambda: self._introduce(store))
 
     def _introduce(self, store: dist.Store) -> None:
-        """Tell where this rank lives; a dead one can't any more. Counts the transports of this group."""
+        """Store this rank's machine and process, to be looked up once it is dead; count the group's transports."""
         self._serial = store.add(f"serial/{self.rank}", 1)
         store.set(f"home/{self.rank}", json.dumps([_machine(), os.getpid()]))
 

@@ -7,8 +7,8 @@
     where ternary  bits, one per element, LSB first, 1 = not zero
 
 Everything is little-endian and 16-byte aligned. The first ``CHECKED`` words must be equal on all
-ranks: whoever is out of step, has another layout, or gathered other bits last time, is found by
-comparing them, for no extra collective.
+ranks: comparing them finds ranks that are out of step, have another layout, or gathered other bits last
+time, for no extra collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIGNMENT = 16
 
 
 class Word(IntEnum):
-    """The header's words."""
+    """Names the header's words."""
 
     MAGIC = 0
     STEP = 1
@@ -59,7 +59,7 @@ class Flag(IntFlag):
     MISMATCH = 4
     """The checked words differ between ranks."""
     VETO = 8
-    """The caller would not have the result, which is the same on all ranks."""
+    """The caller has refused the result, on all ranks alike."""
     OVERFLOW = 16
     """A GradScaler found an infinite gradient: nothing at all may change."""
     LOCAL = 32
@@ -67,7 +67,7 @@ class Flag(IntFlag):
 
 
 class Told(NamedTuple):
-    """What a rank tells the others of a step, and what it keeps, besides what it compresses.
+    """Holds what a rank tells the others of a step, and what it keeps, besides what it compresses.
 
     Args:
         tag: A 31-bit number that must be equal on all ranks, such as a hash of the hyper-parameters; else all skip.
@@ -92,7 +92,7 @@ class Told(NamedTuple):
 
 
 class Messages:
-    """A batch of equally long messages in one buffer, and views of their parts.
+    """Lays out a batch of equally long messages in one buffer, with views of their parts.
 
     Args:
         count: Number of messages.

@@ -86,7 +86,7 @@ class PartedAllReduce(FeedbackReducer):
                 part=part,
                 gathered=self.gathered.rows(part.chunks, part.layout)
                 if len(here) == count
-                # What one rank of a node sends the others is not to lie where they put it.
+                # Sent inside the node: it must not lie in the buffer that receives those of all its ranks.
                 else Messages(transport.world_size, most, part.layout, device, ternary),
                 scale=self.scale[part.blocks],
                 served=served,
@@ -113,7 +113,7 @@ class PartedAllReduce(FeedbackReducer):
 
 
 class BucketedAllReduce(PartedAllReduce):
-    """A ``CompressedAllReduce`` of equal ranges, one after the other, or each when it is told to.
+    """Averages equal ranges, one after the other, or each when ``start`` is called.
 
     Args:
         layout: Of the whole; its ``world_size`` is ``count`` times the transport's.
@@ -134,7 +134,7 @@ class BucketedAllReduce(PartedAllReduce):
         """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
         self.under_way.add(bucket)
         part = self.parts[bucket]
-        # A bucket that was sent earlier knew nothing of tensors outside of it: none speaks for others'.
+        # Of its own tensors alone: a bucket that was sent earlier could not know of others'.
         part.synchronise(compress, told._replace(missing=[i for i in told.missing if part.layout.sizes[i]]))
 
     def synchronise(self, compress: Compress, told: Told) -> None:
@@ -172,7 +172,7 @@ _ALIKE = (Word.STEP, Word.TAG)
 
 
 class HierarchicalAllReduce(PartedAllReduce):
-    """A ``CompressedAllReduce`` whose workers are nodes.
+    """Averages as ``CompressedAllReduce`` does, with nodes as workers.
 
     Args:
         layout: Of the whole; its ``world_size`` is that of both transports, multiplied.
@@ -205,7 +205,7 @@ class HierarchicalAllReduce(PartedAllReduce):
             rows = absence(self.layout, told.missing, self.device).rows
             self.kept = [Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
         part, before = self.parts[0], self.scale.clone()
-        part.served.words[:, Word.TAG] = told.tag  # ranks of a node meet nowhere else
+        part.served.words[:, Word.TAG] = told.tag  # ranks of a node share no other exchange
         part.synchronise(compress, told)
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))

@@ -60,7 +60,7 @@ class Part:
         return self.pieces(tensors)
 
     def forget(self) -> None:
-        """Let the next gradients be averaged anew."""
+        """Forget the last gradients' mean: the next ones are averaged anew."""
 
     def live(self, live: LiveTable) -> LiveTable:
         """Return which elements of the part count, of those of the whole."""
@@ -68,7 +68,7 @@ class Part:
 
 
 class NodePart(Part):
-    """What one rank of a node reduces for all of its ranks: of gradients the node's mean, by a reduce-scatter.
+    """Describes what one rank of a node reduces for all of its ranks: the node's mean gradients, by a reduce-scatter.
 
     Args:
         whole: The layout of the whole index space.
@@ -81,7 +81,7 @@ class NodePart(Part):
 
     def __init__(self, whole: FlatLayout, inside: Transport, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(whole, inside.rank, inside.world_size, inside)
-        self._launch_tables = tables_of(whole, device)  # kept, because launches share what somebody keeps
+        self._launch_tables = tables_of(whole, device)  # kept: launches of others share it meanwhile
         self._flat = torch.zeros(whole.numel + TAIL, device=device)
         self._sent = torch.zeros(whole.numel if dtype != torch.float32 else 0, dtype=dtype, device=device)
         self._arrived = torch.zeros(self.layout.numel, dtype=dtype, device=device)

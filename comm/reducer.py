@@ -99,7 +99,7 @@ class Reducer(Protocol):
 
 
 class FeedbackReducer(Reducer, Protocol):
-    """One whose servers compress as well, and carry their errors along: what the freeze and checkpoints need.
+    """Declares a reducer whose servers compress as well, with error feedback: what freezes and checkpoints need.
 
     Attributes:
         gathered: Messages whose bits are the result's signs.

@@ -23,7 +23,7 @@ TOPOLOGIES: tuple[Topology, ...] = ("ring", "torus", "owner")
 
 
 class Hop(NamedTuple):
-    """One exchange with the two neighbours: chunks sent on, chunks that arrive meanwhile."""
+    """Names the chunks of one exchange with the two neighbours: those sent on, and those that arrive meanwhile."""
 
     sent: slice
     received: slice
@@ -31,7 +31,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One ring, as one of its workers sees it.
+    """Describes one ring for one of its workers.
 
     Attributes:
         previous, next: Ranks of the neighbours.

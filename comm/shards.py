@@ -15,7 +15,7 @@ from .transport import LocalTransport, Transport
 
 
 class ShardGroup:
-    """The ranks that together hold all shards of one replica.
+    """Adds up over the ranks that together hold all shards of one replica.
 
     Args:
         transport: Between them; None where every rank holds everything.

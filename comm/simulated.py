@@ -1,4 +1,4 @@
-"""Runs several ranks as threads of one process, on one device: for tests, benchmarks and looking around.
+"""Runs several ranks as threads of one process, on one device: for tests, benchmarks and experiments.
 
     group = SimulatedGroup(4)
     group.run(lambda rank, transport: train(OneBitAdam(..., process_group=transport)))
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SimulatedGroup:
-    """``world_size`` ranks that meet in shared memory, and wait for each other ``timeout`` seconds at most."""
+    """Joins ``world_size`` ranks in shared memory, which wait for each other ``timeout`` seconds at most."""
 
     def __init__(self, world_size: int, timeout: float = 120.0) -> None:
         self.world_size = world_size
@@ -64,7 +64,7 @@ class SimulatedGroup:
         return results
 
     def meet(self, what: str) -> None:
-        """Return once all ranks have called it; CollectiveError if one can't come, or not in time."""
+        """Return once all ranks have called it; CollectiveError if one has left, or is late."""
         # One rank computes at a time: threads that fight for the interpreter's lock make 64 ranks ten times slower.
         self._turn.release()
         # Not a threading.Barrier: breaking that can fail ranks that it had already let through.

@@ -64,7 +64,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """What the collectives need of a communication library."""
+    """Declares what the collectives need of a communication library."""
 
     rank: int
     world_size: int
@@ -179,10 +179,10 @@ class LocalTransport(CountingTransport):
         return "local (world size 1)"
 
 
-# A collective of gloo runs on a thread of torch's, which lets go of its tensors a moment after the collective is done.
+# A collective of gloo runs on a thread of torch's, which releases its tensors a moment after the collective is done.
 # Where Python knows a tensor, that takes the interpreter's lock; and if the interpreter ends in that moment, the thread
 # is ended within a destructor, and with it the process ("terminate called without an active exception"). On a busy
-# machine the moment is long. So collectives are given aliases, and Python's end waits until nobody holds one any more.
+# machine the moment is long. So collectives are given aliases, and Python's end waits until none is held any more.
 _in_flight: set[weakref.ref[Tensor]] = set()
 
 

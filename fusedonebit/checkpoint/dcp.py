@@ -82,7 +82,7 @@ def async_save(
 ) -> Any:
     """Save as ``save`` does, but return a ``Future`` once everything is copied to the host: training may go on.
 
-    Ranks then talk while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
+    Ranks then communicate while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
     before the next save: its ``result()`` raises what ``save`` would have raised.
     """
     _check_ranks(optimizer)

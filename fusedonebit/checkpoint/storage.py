@@ -186,7 +186,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Sealing:
-    """A file system that puts the metadata's checksum behind it before it gets its name."""
+    """Wraps a file system: the metadata gets its checksum appended before it gets its name."""
 
     def __init__(self, files: Any) -> None:
         self._files = files

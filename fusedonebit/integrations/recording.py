@@ -1,4 +1,4 @@
-"""What a run leaves behind for ``fusedonebit report``: lines of JSON in a folder, from any training loop.
+"""Records runs for ``fusedonebit report``, from any training loop: lines of JSON in a folder.
 
 ``metrics.jsonl`` has one line per recorded step, ``starts.jsonl`` one each time a run was started or resumed.
 docs/run-report.md lists the keys.
@@ -31,7 +31,7 @@ STARTS = "starts.jsonl"
 FORMAT = 1
 
 STEP_KEYS = ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
-"""What is recorded of ``stats()`` where it is told at all."""
+"""Keys of ``stats()`` that are recorded, where they are not None."""
 
 LONGEST_LINE = 1 << 24
 """Bytes; layers by the ten thousand take fewer."""
