@@ -38,7 +38,7 @@ class Case:
     Attributes:
         changes: Its constants where they are not ``CONSTANTS``, and the types of optional tensors that are given.
         loops: How often a loop in it runs per block; of each loop, in their order, where they differ.
-        share: Elements of the line that belong to an element of a block: W where a kernel works on all chunks at once.
+        share: Elements that belong to an element of a block: W where a kernel works on all chunks at once.
         halves: Indices that are cut to 32 bits on purpose, as the words that a hash makes random bits of.
     """
 
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Of the line, for one block."""
+        """Of the whole index space, for one block."""
         return self.share * (32 * WORDS if self.packed else BLOCK)
 
     def specialised(self) -> tuple[dict[str, str], dict[str, Any]]:

@@ -37,11 +37,11 @@ def _of_width(h: int) -> tuple[int, ...]:
     return (min(32 * h, 50304) * h, 1024 * h, *(layer * max(2, round(h / ASPECT))), h, h)
 
 
-# ---------------------------------------------------------------- the line
+# ---------------------------------------------------------------- the flat index space
 
 
 def segments(layout: FlatLayout) -> tuple[int, int, int]:
-    """Scales of the whole line, of rank 0's chunk, and of the chunk that has most; no table per block is built."""
+    """Scales of all elements, of rank 0's chunk, and of the chunk that has most; no table per block is built."""
     each = SCALE_BLOCK // layout.block_size
     last, real = max(len(layout.sizes) - 1, 0), layout.first_block
     starts, total = [], 0

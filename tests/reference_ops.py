@@ -42,7 +42,7 @@ class Problem:
 
     Attributes:
         live: bool [P], which elements count, as an array; ``live_mask``: as a tensor.
-        worker, server: Index of the elements of the whole line, and of chunk ``rank``.
+        worker, server: Index of all elements, and of those of chunk ``rank``.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lines_of import conserved, imbalance, on_the_line, whole_state
+from flat_state import by_flat_index, conserved, imbalance, whole_state
 from observe import caught
 from optimizers import EACH_ONEBIT, construct, objects
 from ranks import run_ranks
@@ -92,7 +92,7 @@ def follow(rank: int, world_size: int, name: str, cases: list[str]) -> dict[str,
             xs.append(torch.cat([p.detach().float().reshape(-1) for p in params]).numpy())
             # The second tensor has no variance at the freeze, and takes no part.
             counted = [torch.nan_to_num(p.grad, 0, 0, 0) * (i != 1) for i, p in enumerate(params)]
-            told = {"gradient": on_the_line(optimizer, counted)}
+            told = {"gradient": by_flat_index(optimizer, counted)}
             told |= conserved(optimizer) if optimizer.phase == "compression" else {}
             lost.append(told if case == "a NaN on rank 3" else {})
         found[case] = (xs, whole_state(optimizer), optimizer.phase, optimizer.stats(), lost)

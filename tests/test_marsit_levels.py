@@ -1,4 +1,4 @@
-"""Marsit in two levels: workers are nodes, and each rank of a node has a part of the line."""
+"""Marsit in two levels: workers are nodes, and each rank of a node has a part of the flat state."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lines_of import conserved, imbalance, on_the_line, whole_state
+from flat_state import by_flat_index, conserved, imbalance, whole_state
 from optimizers import EACH_ONEBIT, construct, objects
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -269,7 +269,7 @@ def follow(rank: int, world_size: int, nonfinite: dict[int, tuple[int, int]]) ->
         before = values(params)
         step_on(params, optimizer, gradients)
         moved = bool((values(params) != before).any())
-        told = {"moved": moved, "updates": optimizer.stats()["step"], "gradient": on_the_line(optimizer, counted)}
+        told = {"moved": moved, "updates": optimizer.stats()["step"], "gradient": by_flat_index(optimizer, counted)}
         seen.append(told | (conserved(optimizer) if optimizer.phase == "compression" else {}))
     return seen
 

@@ -76,7 +76,7 @@ def test_op(benchmark, monkeypatch, case: str, numel: int, peer: str):
     if peer == "copy":
         call = copy_of(moved, DEVICE)
     else:
-        # The server serves half of the line: `numel` elements, from each of two workers.
+        # The server serves half of the elements: `numel` elements, from each of two workers.
         sizes = (2 * numel if op == "server_reduce" else numel,)
         world_size = 2 if op in OF_TWO_WORKERS else 1
         call = Workload(sizes, DEVICE, world_size, preconditioned=bool(preconditioned)).call(op)

@@ -105,7 +105,7 @@ class MarsitState(RoundOptimizer):
         self.reducer = self._make_reducer(between, part)
 
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
-        """Make what averages all workers' updates of a part of the line."""
+        """Make what averages all workers' updates of a part."""
         raise NotImplementedError
 
     def check_levels(self) -> None:

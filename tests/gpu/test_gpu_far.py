@@ -22,7 +22,7 @@ NEEDED = 48 << 30  # bytes free
 
 
 class Far:
-    """Arguments of the ops over the whole line, made on the device."""
+    """Arguments of the ops over the whole index space, made on the device."""
 
     def __init__(self, device: torch.device, far: int) -> None:
         self.device = device

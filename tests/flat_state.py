@@ -1,4 +1,4 @@
-"""Reads the flat state of an optimizer whose line is cut into buckets, or parts of a node's ranks, as NumPy vectors."""
+"""Reads the flat state of an optimizer with buckets, or parts of a node's ranks, as NumPy vectors."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def imbalance(before: Sequence[dict], after: Sequence[dict], gradient: np.ndarra
     return float(np.divide(gap, size, out=np.where(gap > 0, np.inf, 0.0), where=size > 0).max())
 
 
-def on_the_line(optimizer: OneBitOptimizer, gradients: Sequence[torch.Tensor]) -> np.ndarray:
+def by_flat_index(optimizer: OneBitOptimizer, gradients: Sequence[torch.Tensor]) -> np.ndarray:
     """Gradients by flat index."""
-    line = np.zeros(optimizer.layout.numel)
+    vector = np.zeros(optimizer.layout.numel)
     for i, gradient in enumerate(gradients):
         offset = optimizer.layout.offset(i)
-        line[offset : offset + gradient.numel()] = gradient.double().reshape(-1).numpy()
-    return line
+        vector[offset : offset + gradient.numel()] = gradient.double().reshape(-1).numpy()
+    return vector
