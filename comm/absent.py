@@ -66,13 +66,13 @@ def packed(chosen: Tensor) -> Tensor:
     return (chosen.view(-1, 8) * weights).sum(1).to(torch.uint8)
 
 
-def told_by_all(told: Tensor, tensors: int, flags: Tensor) -> Tensor:
+def absent_on_all(arrived: Tensor, tensors: int, flags: Tensor) -> Tensor:
     """Return of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes].
 
     Where ``flags`` int32 [1] say that messages can't be read no bit counts.
     """
-    bits = told[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=told.device) & 1
-    all_say = bits.view(len(told), -1)[:, :tensors].bool().all(0)
+    bits = arrived[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=arrived.device) & 1
+    all_say = bits.view(len(arrived), -1)[:, :tensors].bool().all(0)
     return all_say & ((flags & int(Flag.MISMATCH)) == 0)
 
 

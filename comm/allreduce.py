@@ -31,7 +31,7 @@ from ..triton_kernels import (
     settle,
 )
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, packed, told_by_all
+from .absent import Kept, absence, absent_on_all, packed
 from .message import Messages, Told, Word, agreed_flags, checksum_of
 from .partition import Part
 from .reducer import Compress, FeedbackReducer
@@ -266,11 +266,11 @@ class CompressedAllReduce(FeedbackReducer):
         before = None if told.hold is None else [scale.clone() for scale in self._scales()]
         compress(self)  # 1-bit Adam, lines 6 and 7
         self._finish()
-        self._sign_messages(told)
+        self._write_headers(told)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank], told.hold)
-        self.absent = told_by_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
+        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         self._serve()  # line 10
@@ -310,12 +310,12 @@ class CompressedAllReduce(FeedbackReducer):
         """Write the scales of what was compressed to the messages, and whether it was finite."""
         self.worker.finish(self.to_servers)
 
-    def _sign_messages(self, told: Told) -> None:
+    def _write_headers(self, told: Told) -> None:
         number = told.number
         if number is None:
             self.synchronisations += 1
             number = self.synchronisations
-        self.to_servers.sign(told, number, self.served.words[0, Word.DIGEST])
+        self.to_servers.write_headers(told, number, self.served.words[0, Word.DIGEST])
         self.served.words[:, Word.STEP] = number
         self.to_servers.signal[:] = self.worker.error_norm()
 

@@ -152,7 +152,7 @@ class MarsitAllReduce(RoundAllReduce):
         self._picked.head.copy_(self.messages.head[:1])
         self._picked.words[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
-        self._told = self._arrived.absent
+        self._arrived_absent = self._arrived.absent
         place_owned(self._arrived.bits, self._owners, self.messages.bits)
         self.flags = agreed_flags(self._arrived.words, self._picked.words[0], hold)
         self.arrived_words = self._arrived.words

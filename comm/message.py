@@ -138,7 +138,7 @@ class Messages:
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
-    def sign(self, told: Told, number: int | Tensor, digest: Tensor) -> None:
+    def write_headers(self, told: Told, number: int | Tensor, digest: Tensor) -> None:
         """Write what must be equal on all ranks into all headers, and add this rank's flags."""
         self.words[:, Word.STEP] = number
         self.words[:, Word.DIGEST] = digest

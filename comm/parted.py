@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, told_by_all
+from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce
 from .message import CHECKED, Messages, Told, Word, union
 from .partition import NodePart, Part
@@ -168,7 +168,7 @@ class BucketedAllReduce(PartedAllReduce):
             each.take_residuals(out[each.part.elements])
 
 
-_ALIKE = (Word.STEP, Word.TAG)
+_COMPARED = (Word.STEP, Word.TAG)
 
 
 class HierarchicalAllReduce(PartedAllReduce):
@@ -209,21 +209,20 @@ class HierarchicalAllReduce(PartedAllReduce):
         part.synchronise(compress, told)
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
-        signed = self._signed()
-        flags = union(self.gathered.words[:, Word.FLAGS], signed != signed[:1])
+        compared = self._compared_words()
+        flags = union(self.gathered.words[:, Word.FLAGS], compared != compared[:1])
         part.refuse(flags)
         arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
         kept = torch.where(flags == 0, arrived, 0.0)
         self.scale.copy_(kept if told.hold is None else torch.where(told.hold == 0, kept, before))
         self.flags = flags
-        told_by = self.gathered.absent, len(self.layout.sizes)
-        self.absent = told_by_all(*told_by, flags) if told.missing else None
+        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if told.missing else None
 
-    def _signed(self) -> Tensor:
+    def _compared_words(self) -> Tensor:
         """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
         words = self.gathered.words.view(self.count, self.between.world_size, -1)
         # By number: a list of them would be uploaded as an index in every step, and waited for.
-        return torch.stack([words[..., word] for word in _ALIKE], -1).transpose(0, 1).reshape(-1, len(_ALIKE))
+        return torch.stack([words[..., word] for word in _COMPARED], -1).transpose(0, 1).reshape(-1, len(_COMPARED))
 
     def _disputed(self) -> Tensor:
         """Return the headers of this rank's part if they differ, by node, else of all ranks; reads from the device."""
@@ -231,8 +230,8 @@ class HierarchicalAllReduce(PartedAllReduce):
         if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
             return words
         told = words[:1].repeat(self.layout.world_size, 1)
-        for column, word in enumerate(_ALIKE):
-            told[:, word] = self._signed()[:, column]
+        for column, word in enumerate(_COMPARED):
+            told[:, word] = self._compared_words()[:, column]
         return told
 
     def begin(self) -> None:

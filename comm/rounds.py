@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_table, local_update, rules, unpack
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, packed, told_by_all
+from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
 from .message import (
     OUT_OF_STEP,
@@ -100,9 +100,9 @@ class RoundAllReduce(Reducer):
         self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
         self.digest = torch.zeros((), dtype=torch.int32, device=self.device)
         self.arrived_words: Tensor | None = None
-        self._told: Tensor | None = None
-        self._told_inside: Tensor | None = None
-        self._has_told = False
+        self._arrived_absent: Tensor | None = None
+        self._words_inside: Tensor | None = None
+        self._had_missing = False
         self.kept: list[Kept] = []
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
@@ -119,7 +119,7 @@ class RoundAllReduce(Reducer):
         Raises:
             TypeError, ValueError: if this rank's arguments can't be used; all other ranks skip the round.
         """
-        error = self._what_is_wrong(tensors, step)
+        error = self._bad_argument(tensors, step)
         if error is not None:  # the others must not wait for this rank
             tensors, step = [torch.empty(0, device=self.device)] * len(self.layout.sizes), 0.0
         coef = torch.ones(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
@@ -142,7 +142,7 @@ class RoundAllReduce(Reducer):
         self.forget()
         return update
 
-    def _what_is_wrong(self, tensors: Sequence[Tensor], step: float) -> Exception | None:
+    def _bad_argument(self, tensors: Sequence[Tensor], step: float) -> Exception | None:
         if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < math.inf:
             return ValueError(f"step must be a finite number >= 0, got {step!r}")
         sizes = self.layout.sizes
@@ -206,9 +206,9 @@ class RoundAllReduce(Reducer):
             elements = [self._own, *(values[self.part.elements] for values in changed)]
             bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
             self.kept = [Kept(tables.rows, self.block_tensor, elements, bits=bits, tables=of_blocks)]
-        elif self._has_told:  # bits of the round before
+        elif self._had_missing:  # bits of the round before
             self.messages.absent.zero_()
-        self._has_told = bool(missing)
+        self._had_missing = bool(missing)
 
     def restore(self, absent: Tensor) -> None:
         for kept in self.kept:
@@ -219,15 +219,15 @@ class RoundAllReduce(Reducer):
         assert told.goes is not None
         step, words = told.goes[self.part.blocks], self.messages.words
         self._keep(told.missing, told.changed)
-        self.messages.sign(told, self.rounds & 0x7FFFFFFF if told.number is None else told.number, self.digest)
+        self.messages.write_headers(told, self.rounds & 0x7FFFFFFF if told.number is None else told.number, self.digest)
         words[:, Word.SIGNAL] = 0
         self.values = self.arrived_words = None
-        self._told = None
+        self._arrived_absent = None
         self._round(lambda chunks: compress(self, chunks), step, told.hold)
         self.absent = None
         if self.kept:
-            absent = self.messages.absent if self._told is None else self._told
-            self.absent = told_by_all(absent, len(self.layout.sizes), self.flags)
+            absent = self.messages.absent if self._arrived_absent is None else self._arrived_absent
+            self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
             self.messages.absent.copy_(packed(self.absent))
         words[:, Word.FLAGS] = 0
         self.digest = checksum_of(self.messages.payload if self.values is None else self.values)
@@ -277,10 +277,10 @@ class RoundAllReduce(Reducer):
         own = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], self.flags, head[len(Word) :]])
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
-        self._told_inside = rows[:, :2]
+        self._words_inside = rows[:, :2]
         self.flags = union(rows[:, 2], rows[:, :2] != own[:2])
         absent = rows[:, 3:].contiguous().view(torch.uint8)
-        self.absent = told_by_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
+        self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
         sent, gathered = self.messages.buffer, self.gathered.buffer
         if self.values is not None:
             sent, gathered = self.values, torch.empty_like(self.compensated)
@@ -289,9 +289,9 @@ class RoundAllReduce(Reducer):
 
     def describe(self) -> str:
         where = ""
-        if self._told_inside is not None:
+        if self._words_inside is not None:
             where = "on some node: "
-            step, tag = (self._told_inside != self._told_inside[:1]).any(0).tolist()
+            step, tag = (self._words_inside != self._words_inside[:1]).any(0).tolist()
             if step or tag:
                 steps = f"number of steps ({OUT_OF_STEP})"
                 return f"{steps if step else 'hyper-parameters'} on ranks of one node"
@@ -317,7 +317,7 @@ class RoundAllReduce(Reducer):
         own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         arrived = torch.empty(self.layout.world_size, own.shape[1], dtype=torch.int32, device=self.device)
         self.transport.all_gather(arrived, own)
-        self._told = arrived[:, len(Word) :].contiguous().view(torch.uint8)
+        self._arrived_absent = arrived[:, len(Word) :].contiguous().view(torch.uint8)
         arrived, own = arrived[:, : len(Word)], own[:, : len(Word)]
         # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
         if self.device.type == "cpu" and bool((arrived[:, Word.LAYOUT] != own[:, Word.LAYOUT]).any()):

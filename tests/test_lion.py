@@ -42,7 +42,7 @@ def train(rank: int, transport, steps: int = 12, params=None, **options) -> tupl
 
 
 def transcription(workers: int, steps: int) -> np.ndarray:
-    """Distributed Lion, Algorithm 1, with majority vote, in float64; a tie is the chair's."""
+    """Distributed Lion, Algorithm 1, with majority vote, in float64; the tie breaker decides ties."""
     x = flat(parameters()).astype(np.float64)
     m = np.zeros((workers, len(x)))
     for step in range(steps):
@@ -50,8 +50,8 @@ def transcription(workers: int, steps: int) -> np.ndarray:
         sign = np.sign(BETAS[0] * m + (1 - BETAS[0]) * g)  # line 4
         m = BETAS[1] * m + (1 - BETAS[1]) * g  # line 5
         votes = sign.sum(0)  # line 8
-        chair = sign[-step % workers]
-        x = x - LR * (np.sign(np.where(votes == 0, chair, votes)) + DECAY * x)  # line 11
+        tie_breaker = sign[-step % workers]
+        x = x - LR * (np.sign(np.where(votes == 0, tie_breaker, votes)) + DECAY * x)  # line 11
     return x
 
 

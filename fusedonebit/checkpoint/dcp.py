@@ -73,7 +73,7 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
     """
     _check_ranks(optimizer)
     state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    with _telling(optimizer, "saved", checkpoint_id):
+    with _naming_rank(optimizer, "saved", checkpoint_id):
         torch_dcp.save(state, storage_writer=writer, process_group=_group(optimizer))
 
 
@@ -90,10 +90,10 @@ def async_save(
     if dist.is_initialized() and optimizer.saving_group is None:
         group = _group(optimizer)
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        with _telling(optimizer, "saved", checkpoint_id):
+        with _naming_rank(optimizer, "saved", checkpoint_id):
             optimizer.saving_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.saving_group}
-    return _following(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
+    return _as_exception(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
 def _to_save(
@@ -113,13 +113,13 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def _following(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
+def _as_exception(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
     """Return a ``Future`` that ends as ``future`` does, but with an ``Exception``."""
     told: Future[Any] = Future()
 
     def end(done: Any) -> None:
         try:
-            with _telling(optimizer, "saved", checkpoint_id):
+            with _naming_rank(optimizer, "saved", checkpoint_id):
                 told.set_result(done.result())
         except BaseException as error:
             told.set_exception(error)
@@ -164,7 +164,7 @@ def load(
     reader = _on_all(optimizer, lambda: CheckedReader(checkpoint_id, weights_only))
     of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
     state = _on_all(optimizer, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | _plain(more))
-    with _telling(optimizer, "loaded", checkpoint_id):
+    with _naming_rank(optimizer, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
         torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(optimizer))
     set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
@@ -298,7 +298,7 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _telling(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
+def _naming_rank(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
     transport = optimizer.transport if optimizer.shards.count == 1 else TorchTransport(None, optimizer.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()

@@ -46,7 +46,7 @@ _HARMLESS = {
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_checkpoint_error() -> Iterator[None]:
     """Turn an error into one that can travel to the other ranks: not every exception can."""
     try:
         yield
@@ -61,24 +61,24 @@ class CheckedWriter(torch_dcp.FileSystemWriter):
 
     def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
         super().__init__(checkpoint_id)
-        _reach(self, checkpoint_id)
+        _open_url(self, checkpoint_id)
 
-    @_told()
+    @_as_checkpoint_error()
     def prepare_local_plan(self, plan: Any) -> Any:
         """See ``StorageWriter``."""
         return super().prepare_local_plan(plan)
 
-    @_told()
+    @_as_checkpoint_error()
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
         """See ``StorageWriter``."""
         written = super().write_data(plan, planner)
         written.wait()
         entries = [result.storage_data for result in written.value()]
-        for entry, crc32 in zip(entries, _sums(self, entries), strict=True):
+        for entry, crc32 in zip(entries, _checksums(self, entries), strict=True):
             entry.crc32 = crc32
         return written
 
-    @_told()
+    @_as_checkpoint_error()
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """See ``StorageWriter``."""
         files = self.fs
@@ -102,7 +102,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
 
     def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
         super().__init__(checkpoint_id)
-        _reach(self, checkpoint_id)
+        _open_url(self, checkpoint_id)
         self._weights_only = weights_only
         self._metadata: metadata.Metadata | None = None
         self.metadata_crc32 = 0
@@ -112,7 +112,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
         super().reset(checkpoint_id)
         self._metadata = None
 
-    @_told()
+    @_as_checkpoint_error()
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
         if self._metadata is not None:
@@ -137,13 +137,13 @@ class CheckedReader(torch_dcp.FileSystemReader):
         self._metadata, self.metadata_crc32 = found, zlib.crc32(data)
         return found
 
-    @_told()
+    @_as_checkpoint_error()
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
         """See ``StorageReader``."""
         wanted = {item.storage_index: None for item in plan.items}  # each once, in order
         entries = {index: self.storage_data[index] for index in wanted}
         known = {index: entry for index, entry in entries.items() if hasattr(entry, "crc32")}
-        for (index, entry), crc32 in zip(known.items(), _sums(self, known.values()), strict=True):
+        for (index, entry), crc32 in zip(known.items(), _checksums(self, known.values()), strict=True):
             if crc32 != entry.crc32:
                 where = "" if not index.offset else f", the piece at {tuple(index.offset)},"
                 raise CheckpointError(
@@ -207,7 +207,7 @@ class _Sealing:
         self._files.rename(path, new_path)
 
 
-def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
+def _checksums(storage: Any, entries: Iterable[Any]) -> list[int]:
     """Return the CRC-32 of each entry's bytes in its file."""
     sums = []
     for entry in entries:
@@ -220,7 +220,7 @@ def _sums(storage: Any, entries: Iterable[Any]) -> list[int]:
     return sums
 
 
-def _reach(storage: Any, checkpoint_id: str | os.PathLike[str]) -> None:
+def _open_url(storage: Any, checkpoint_id: str | os.PathLike[str]) -> None:
     """Make torch's writer or reader of a path one of a URL, where that is given."""
     if "://" in str(checkpoint_id):
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem

@@ -176,8 +176,10 @@ class Recorder:
 
     def _looks_at_layers(self, step: int) -> bool:
         every = self._layers_every
-        due = self._layers_at + max(1, self._layers_at // LAYERS_GROWTH) if every is None else None
-        turn = step >= due if due is not None else bool(every) and step % (every or 1) == 0
+        if every is None:
+            turn = step >= self._layers_at + max(1, self._layers_at // LAYERS_GROWTH)
+        else:
+            turn = every > 0 and step % every == 0
         if turn:
             self._layers_at = step
         return turn
