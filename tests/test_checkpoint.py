@@ -243,7 +243,7 @@ def saved_state(rank: int, world_size: int, name: str, dtype: torch.dtype, optio
     ids=str,
 )
 @EACH_ONEBIT
-def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_lines(name, options):
+def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_flat_state(name, options):
     saved = run_ranks(saved_state, 2, name, torch.bfloat16, options)
     header = header_of(saved[0])
     ternary, preconditioned = (header["settled"][key] for key in ("ternary", "precondition"))
