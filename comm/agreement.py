@@ -14,7 +14,7 @@ from torch import Tensor
 from .transport import Transport
 
 Fact = tuple[str, str]
-"""What a thing is called, and its value here."""
+"""A name, and its value on this rank."""
 
 
 class DisagreementError(ValueError):

@@ -37,7 +37,7 @@ TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
 }
-"""What MPI can add."""
+"""The dtypes that MPI can add."""
 
 
 class MPITransport(CountingTransport):

@@ -46,9 +46,9 @@ class Reducer(Protocol):
     absent: Tensor | None = None
     """Of which tensors no rank had a gradient, bool [tensors]; None where this rank had all: then there are none."""
     error: Exception | None = None
-    """What this rank has found wrong while gradients were on their way; every rank has skipped the step for it."""
+    """An error of this rank, found while gradients were under way; every rank has skipped the step for it."""
     largest_gradient: float = LARGEST_GRADIENT
-    """What an element of this rank's gradients may be at most, unscaled, before it counts as infinite."""
+    """The largest element of this rank's gradients, unscaled, that does not count as infinite."""
 
     @property
     def bits(self) -> Tensor:
@@ -127,7 +127,7 @@ class FeedbackReducer(Reducer, Protocol):
 
     @property
     def digests(self) -> list[int]:
-        """What the next messages tell of the last, by part; waits for the device."""
+        """The checksums of the last messages that the next ones carry, by part; waits for the device."""
         return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
 
     def set_live(self, live: LiveTable) -> None:

@@ -12,7 +12,7 @@ from .message import Word
 Aggregation = Literal["majority", "mean"]
 
 TIE_BREAKER = 0.5
-"""What one vote weighs more than the others: it decides where they tie, and nowhere else."""
+"""The weight that one vote has more than the others: it decides ties, and nothing else."""
 
 
 class SignVote(CompressedAllReduce):

@@ -103,7 +103,7 @@ class CountingTransport(Transport):
     """Skeleton of a ``Transport``: a subclass moves in ``_move``; what that moves is counted as a ring sends it."""
 
     library: str
-    """What errors name."""
+    """The library's name, for errors."""
     errors: type[Exception] = RuntimeError
     """Those of the library that become ``CollectiveError``."""
 

@@ -1,4 +1,4 @@
-"""What the applications' command lines share: one-line errors, numbers, packages that may be missing."""
+"""Holds what the applications' command lines share: one-line errors, numbers, packages that may be missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the applications' pictures share; needs matplotlib, and no display."""
+"""Holds what the applications' pictures share; needs matplotlib, and no display."""
 
 from __future__ import annotations
 

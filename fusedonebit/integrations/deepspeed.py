@@ -34,7 +34,7 @@ _T = TypeVar("_T", Numerics, Faults)
 NUMERICS_OF_ALL = Numerics(
     scale_norm="l2", scale_scope="global", precondition=False, variance_floor=0.0, bias_correction=False
 )
-"""What DeepSpeed computes with."""
+"""DeepSpeed's numerics."""
 
 NUMERICS_OF_TWO_STAGES = replace(NUMERICS_OF_ALL, dead_coordinates="keep")
 

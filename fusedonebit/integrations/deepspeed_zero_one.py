@@ -21,7 +21,7 @@ from ..triton_kernels import LARGEST_GRADIENT, Coef, rebuild_momentum
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
-    """What ``ZeroOneAdam.from_deepspeed`` makes; the arguments are those of ``ZeroOneAdam``."""
+    """Follows DeepSpeed's formulas; made by ``ZeroOneAdam.from_deepspeed``, with ``ZeroOneAdam``'s arguments."""
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""

@@ -1,4 +1,4 @@
-"""What Marsit is measured against (its table 2), on the same rings and with a real wire.
+"""Agrees as Marsit's baselines do (its table 2), on the same rings and with a real wire.
 
     MajorityVote   signSGD (Bernstein et al., 2018): the sign of the sum of the signs; a tie is +1, as sgn(0) is
     ErrorFeedback  EF-signSGD (Karimireddy et al., 2019): the mean of scaled signs; each worker keeps its error

@@ -53,7 +53,7 @@ class Key:
 
 @dataclass
 class Setting:
-    """What an optimizer is made of: a model's parameters, the task, and which run and model of it this is."""
+    """Holds what an optimizer is made of: a model's parameters, the task, and which run and model of it this is."""
 
     params: list[Tensor]
     task: Task

@@ -69,7 +69,7 @@ CLAIMS = (
 """Who is compared with whom, seed by seed. The cost of the freeze is that of "frozen" against none."""
 
 MOST_ERRORS, MOST_PERCENT = 2.0, 2.0
-"""What a loss may be at most to count as none: standard errors, and percent of the other's mean."""
+"""The largest loss that counts as none: standard errors, and percent of the other's mean."""
 
 
 def comparison(records: Sequence[Record], one: str, other: str, task: str) -> dict[str, Any] | None:

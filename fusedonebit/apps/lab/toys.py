@@ -25,7 +25,7 @@ BOWL: dict[str, dict[str, Any] | None] = {
     "1-bit Adam, eps inside the root": {"numerics": replace(PAPER, eps_inside_sqrt=True), "faults": UNGUARDED},
     "1-bit Adam, our defaults": {},
 }
-"""What minimises the bowl: options of ``OneBitAdam``, or None for Adam itself."""
+"""Minimisers of the bowl: options of ``OneBitAdam``, or None for Adam itself."""
 
 
 def bowl(options: dict[str, Any] | None) -> list[float]:

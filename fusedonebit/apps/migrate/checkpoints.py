@@ -37,7 +37,7 @@ GROUP_KEYS = {
 """DeepSpeed's names of what a parameter group has, and ours."""
 
 LEAST = {"exp_avg": -math.inf, "exp_avg_sq": 0.0}
-"""What is per element in a state, and what each element is at least."""
+"""Entries of a state that are per element, and the least value of each."""
 
 KINDS = {"lamb_coeff_freeze": "OneBitLamb", "var_interval": "ZeroOneAdam"}
 """By what only that optimizer keeps of a parameter."""
@@ -53,7 +53,7 @@ LOST = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What came out of a DeepSpeed checkpoint.
+    """Tells what was taken up of a DeepSpeed checkpoint.
 
     Attributes:
         updates: Updates that the run had made.

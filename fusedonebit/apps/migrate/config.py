@@ -20,7 +20,7 @@ LARGEST = 10**15
 
 
 class Fate(Enum):
-    """What becomes of a key."""
+    """Names what becomes of a key."""
 
     CARRIED = "carried over"
     FILL_IN = "to fill in"
@@ -50,7 +50,7 @@ FILLED_IN = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-"""What of "auto" Hugging Face's Trainer fills in, and with what: arguments of TrainingArguments, or a number."""
+"""Values of "auto" that Hugging Face's Trainer fills in, and with what: arguments of TrainingArguments, or a number."""
 
 
 class Config:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer, batches, precision and schedule become; ``reasons`` has what becomes nothing."""
+"""Translates DeepSpeed's optimizer, batches, precision and schedule; ``reasons`` has what is not carried over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to send one step's messages: alpha-beta models, in seconds.
+"""Computes what it costs to send one step's messages: alpha-beta models, in seconds.
 
     d  parameters      n = L N  GPUs, L on each of N nodes      b = d/8  bytes of one bit each
     Bi  bytes/s that a GPU sends within its node          ai  seconds of a hop within a node
@@ -20,7 +20,7 @@ from ...comm import Topology, torus_rows
 
 FP32, BF16 = 4, 2
 TREE_BANDWIDTH = 0.92
-"""What NCCL reckons that a tree reaches of the bandwidth (``tuning.cc``: ``busBw*.92``)."""
+"""The share of the bandwidth that NCCL expects a tree to reach (``tuning.cc``: ``busBw*.92``)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Network:
 
 
 TYPICAL = Network(between=12.5e9)
-"""What ``choose_topology`` assumes where it is told nothing: 100 Gbit/s a node, NVLink inside."""
+"""The network that ``choose_topology`` assumes unless it is told another: 100 Gbit/s a node, NVLink inside."""
 
 
 # ---------------------------------------------------------------- full precision

@@ -1,4 +1,4 @@
-"""What a plan says: costs of each method, the cheapest, and whether compressing pays; as tables."""
+"""Tells the costs of each method, the cheapest, and whether compressing pays, as tables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether compressing pays, as far as is known."""
+        """True if compressing pays, as far as is known."""
         return self.saved > 0 and (self.share is None or self.share >= LEAST_GAIN)
 
     def scale(self) -> list[int]:

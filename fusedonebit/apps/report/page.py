@@ -19,7 +19,7 @@ CURVES = ["loss", "held_out_loss", "bytes_step", "bytes_total", "bytes_fp32", "r
 CURVES += ["tokens_per_s", "lr"]
 
 KNOWN = (*CURVES, "skipped_steps", "vetoed_steps", "rewarms")
-"""What is not a user's own number."""
+"""Keys that are not a user's own numbers."""
 
 HEATS: dict[str, tuple[str, float | None]] = {
     "residual_over_momentum": ("residual over momentum by layer", None),

@@ -24,7 +24,7 @@ LAST_STEP = 2**53
 """Beyond it steps are no whole numbers in a browser."""
 
 LARGEST = 1e250
-"""What is larger counts as infinite: sums of such values have no number."""
+"""Values from here on count as infinite: their sums would overflow."""
 
 COUNTS = ("bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
 """Of these a value that is not finite tells nothing, and is left out."""

@@ -43,7 +43,7 @@ PAPER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all optimizers of a run share."""
+    """Holds what all optimizers of a run share."""
 
     lr: float
     freeze_step: int | Literal["auto"]
