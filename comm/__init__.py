@@ -9,12 +9,12 @@ by its own name.
 from __future__ import annotations
 
 from .agreement import DisagreementError, agree, checksum
-from .allreduce import CompressedAllReduce
+from .allreduce import CompressedAllReduce, FeedbackReducer
 from .marsit import MarsitAllReduce
 from .message import Flag, Messages, Told, Word, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
-from .reducer import FeedbackReducer, Reducer
+from .reducer import Reducer
 from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
 from .sign_vote import SignVote

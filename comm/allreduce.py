@@ -12,6 +12,8 @@ of tensors; the scales, the flags and the checks ride in the messages' headers.
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,103 +26,149 @@ from ..triton_kernels import (
     FlatLayout,
     LiveTable,
     ScaleScope,
-    finish,
     live_table,
     momentum_compress,
     server_reduce,
-    settle,
 )
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
-from .message import Messages, Told, Word, agreed_flags, checksum_of
+from .error_feedback import ErrorFeedback
+from .message import CHECKED, Messages, Told, Word, agreed_flags, checksum_of, describe_mismatch
 from .partition import Part
-from .reducer import Compress, FeedbackReducer
+from .reducer import Compress, Reducer
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 
 
-class ErrorFeedback:
-    """Keeps what a worker, or a server, could not send: e = c - s*sign(c), of compensated values c and scales s.
-
-    e is formed when it is next read. sign(0) is 0 where ternary.
-
-    Args:
-        compensated: float32 [n], c; zeros at the start.
-        segment: int64 [blocks], the scale that each block shares; rising without gaps.
-        norm: One of ``SCALE_NORMS``' values.
-        ternary: Whether zeros stay zeros.
+class FeedbackReducer(Reducer):
+    """Skeleton of an all-reduce with error feedback on workers and servers, in one part or more.
 
     Attributes:
-        scale: float32 [blocks], s.
-        settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
-        segment: int32 [blocks], as given.
-        partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
+        gathered: Messages whose bits are the result's signs.
+        block_tensor: int32 [B], each block's tensor.
+        shards: The ranks that hold other shards of the same tensors.
+        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
+        server_residual: That of the chunks which it serves: float32.
+        kept: What ``restore`` puts back.
     """
 
-    def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
-        device, blocks = compensated.device, len(segment)
-        self.compensated = compensated
-        self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
-        self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
-        self._norm = norm
-        self._ternary = ternary
-        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
-        self.segment = segment.to(device, torch.int32)
-        self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
-        self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
-
-    def set_live(self, live: LiveTable) -> None:
-        """Say which elements of this side count."""
-        self._live = live
-        self._count.zero_().index_add_(0, self.segment, live.numel.double())
-
-    def finish(self, messages: Messages) -> None:
-        """Make the scales from ``partials`` and write them, and the flag, into the messages."""
-        self.settled.zero_()
-        finish(
-            self.partials,
-            self.segment,
-            self._segment_start,
-            self._count,
-            self._norm,
-            self.scale,
-            messages.scales,
-            messages.words[:, Word.FLAGS],
-        )
-
-    def settle(self) -> None:
-        """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
-        if not self.compensated.numel():  # nothing is kept
-            return
-        self.settled += self.scale
-        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
-
-    def forget(self) -> None:
-        """Drop the residual, settled before, which ``take_residuals`` has taken."""
-        for tensor in (self.compensated, self.settled, self.partials):
-            tensor.zero_()
+    gathered: Messages
+    block_tensor: Tensor
+    shards: ShardGroup
+    worker_residual: Tensor
+    server_residual: Tensor
+    kept: list[Kept]
 
     @property
-    def scratch(self) -> tuple[Tensor, Tensor]:
-        """Return what no later step reads."""
-        return self.partials, self.settled
+    @abstractmethod
+    def parts(self) -> Sequence[CompressedAllReduce]:
+        """The all-reduce of each part that is here."""
 
-    def norms(self) -> tuple[float, float]:
-        """Return |c| and |e| of the last step; waits for the device."""
-        return float(self.squares()[0].sum().sqrt()), float(self.error_norm())
+    @property
+    def bits(self) -> Tensor:
+        return self.gathered.bits
 
-    def error_norm(self) -> Tensor:
-        """Return |e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
-        return self.squares()[1].sum().clamp(min=0).sqrt()
+    @property
+    def digests(self) -> list[int]:
+        """The checksums of the last messages that the next ones carry, by part; waits for the device."""
+        return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
 
-    def squares(self) -> tuple[Tensor, Tensor]:
-        """Return c^2 and |e|^2 of each block in the last step, float64 [blocks] each; also after ``settle``.
+    @abstractmethod
+    def set_live(self, live: LiveTable) -> None:
+        """Say which elements count. No other may be non-zero in ``worker_residual``."""
 
-        Reads no element. Rounding errors are included: |e|^2 may be below 0.
+    @abstractmethod
+    def take_residuals(self, out: Tensor) -> None:
+        """Move all residuals into ``out`` float32 [P], by an all-reduce of each part; they are zero then.
+
+        ``out`` becomes the mean of the workers' plus the servers', by flat index, equal on all ranks.
+
+        Raises:
+            CollectiveError: as ``synchronise`` does.
         """
-        absolute, square, _, *nonzero = self.partials.unbind(0)
-        s, numel = (self.scale + self.settled).double(), nonzero[0] if self._ternary else self._live.numel
-        return square, square - s * (2 * absolute - s * numel)
+
+    def begin(self) -> None:
+        """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
+
+    def resume(self, digests: Sequence[int]) -> None:
+        """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
+        for part, digest in zip(self.parts, digests, strict=False):
+            part.served.words[:, Word.DIGEST] = digest
+
+    def serve_again(self) -> None:
+        """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""
+        for part in self.parts:
+            part.served.bits.copy_(part.gathered.bits[part.transport.rank :][:1])
+
+    def restore(self, absent: Tensor) -> None:
+        for each in (self, *self.parts):
+            for kept in each.kept:
+                kept.restore(absent)
+            each.kept = []
+        self.serve_again()
+
+    def settle(self) -> None:
+        for part in self.parts:
+            part.worker.settle()
+            part.server.settle()
+
+    def norms(self) -> tuple[float, float, float]:
+        """Return |c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
+        norms = [(*part.worker.norms(), part.server.norms()[1]) for part in self.parts]
+        compensated, worker, server = (math.hypot(*column) for column in zip(*norms, strict=True))
+        return compensated, worker, server
+
+    def residual_ratio(self) -> float:
+        """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
+
+        The mean over the parts that are here, so equal on all ranks that have the same part: on all, but
+        for hierarchy and shards. Costs no extra collective; waits for the device.
+        """
+        ratios = []
+        for part in self.parts:
+            errors = part.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+            result = part.squares_of_result().sum().sqrt()
+            # A skipped step has no result.
+            ratios.append(float(errors.square().mean().sqrt() / result if result > 0 else result))
+        return sum(ratios) / len(ratios)
+
+    def squares_by_block(self) -> Tensor:
+        """Return |e|^2 of this rank's residual and of the result: float64 [2, B], 0 where a part is not here."""
+        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
+        for part in self.parts:
+            squares[0, part.part.blocks] = part.worker.squares()[1].clamp(min=0)
+            squares[1, part.part.blocks] = part.squares_of_result()
+        return squares
+
+    def _skip_with_shards(self, told: Told) -> None:
+        """Skip the step just made where any shard skips it; leave out what all leave out."""
+        if self.shards.count > 1:
+            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
+            flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
+            self.refuse(flags)
+
+    def describe(self) -> str:
+        elsewhere = "ranks with another shard differ, or " if self.shards.count > 1 else ""
+        return describe_mismatch(self._disputed(), elsewhere + "a message arrived damaged")
+
+    def _disputed(self) -> Tensor:
+        """Return the headers of the part in which ranks differ; reads from the device."""
+        words = [part.arrived_words for part in self.parts]
+        return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
+
+    @property
+    def wire_bytes(self) -> int:
+        nbytes = 0
+        for part in self.parts:
+            scratch = (part.to_servers.buffer, part.served.buffer, *part.worker.scratch, *part.server.scratch)
+            nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
+        return nbytes
+
+    def state(self) -> list[Tensor]:
+        held = [self, *self.parts, *(side for part in self.parts for side in (part.worker, part.server))]
+        scratch = {id(each) for part in self.parts for each in (*part.worker.scratch, *part.server.scratch)}
+        tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
+        return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]
 
 
 class CompressedAllReduce(FeedbackReducer):

@@ -29,10 +29,10 @@ from torch import Tensor
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
-from .allreduce import CompressedAllReduce
+from .allreduce import CompressedAllReduce, FeedbackReducer
 from .message import CHECKED, Messages, Told, Word, union
 from .partition import NodePart, Part
-from .reducer import Compress, FeedbackReducer
+from .reducer import Compress
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 

@@ -1,0 +1,92 @@
+"""Keeps, of what is compressed, the error that the next step compensates (1-bit Adam, Algorithm 1: both deltas)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import LiveTable, finish, settle
+from .message import Messages, Word
+
+
+class ErrorFeedback:
+    """Keeps what a worker, or a server, could not send: e = c - s*sign(c), of compensated values c and scales s.
+
+    e is formed when it is next read. sign(0) is 0 where ternary.
+
+    Args:
+        compensated: float32 [n], c; zeros at the start.
+        segment: int64 [blocks], the scale that each block shares; rising without gaps.
+        norm: One of ``SCALE_NORMS``' values.
+        ternary: Whether zeros stay zeros.
+
+    Attributes:
+        scale: float32 [blocks], s.
+        settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
+        segment: int32 [blocks], as given.
+        partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
+    """
+
+    def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
+        device, blocks = compensated.device, len(segment)
+        self.compensated = compensated
+        self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
+        self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
+        self._norm, self._ternary = norm, ternary
+        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
+        self.segment = segment.to(device, torch.int32)
+        self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+        self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+
+    def set_live(self, live: LiveTable) -> None:
+        """Say which elements of this side count."""
+        self._live = live
+        self._count.zero_().index_add_(0, self.segment, live.numel.double())
+
+    def finish(self, messages: Messages) -> None:
+        """Make the scales from ``partials`` and write them, and the flag, into the messages."""
+        self.settled.zero_()
+        finish(
+            self.partials,
+            self.segment,
+            self._segment_start,
+            self._count,
+            self._norm,
+            self.scale,
+            messages.scales,
+            messages.words[:, Word.FLAGS],
+        )
+
+    def settle(self) -> None:
+        """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
+        if not self.compensated.numel():  # nothing is kept
+            return
+        self.settled += self.scale
+        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
+
+    def forget(self) -> None:
+        """Drop the residual, settled before, which ``take_residuals`` has taken."""
+        for tensor in (self.compensated, self.settled, self.partials):
+            tensor.zero_()
+
+    @property
+    def scratch(self) -> tuple[Tensor, Tensor]:
+        """Return what no later step reads."""
+        return self.partials, self.settled
+
+    def norms(self) -> tuple[float, float]:
+        """Return |c| and |e| of the last step; waits for the device."""
+        return float(self.squares()[0].sum().sqrt()), float(self.error_norm())
+
+    def error_norm(self) -> Tensor:
+        """Return |e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
+        return self.squares()[1].sum().clamp(min=0).sqrt()
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Return c^2 and |e|^2 of each block in the last step, float64 [blocks] each; also after ``settle``.
+
+        Reads no element. Rounding errors are included: |e|^2 may be below 0.
+        """
+        absolute, square, _, *nonzero = self.partials.unbind(0)
+        s, numel = (self.scale + self.settled).double(), nonzero[0] if self._ternary else self._live.numel
+        return square, square - s * (2 * absolute - s * numel)
