@@ -312,7 +312,7 @@ class CompressedAllReduce(FeedbackReducer):
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
         before = None if told.hold is None else [scale.clone() for scale in self._scales()]
-        compress(self)  # 1-bit Adam, lines 6 and 7
+        compress(self)  # 1-bit LAMB, Algorithm 1, lines 6 and 7: 1-bit Adam's
         self._finish()
         self._write_headers(told)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8

@@ -63,7 +63,7 @@ def momentum_compress(
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
     eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
 ) -> None:  # fmt: skip
-    """Momentum, error feedback and sign compression in one pass (1-bit Adam, lines 6 and 7).
+    """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
         e = c - s*sign(c);  c = beta1*m + (1 - beta1)*g*unit + e;  bits = c >= 0
 

@@ -133,7 +133,7 @@ def server_reduce(
     arrived_bits: Bits, arrived_scales: Floats, slot: Indices, skip: Flag, block_size: int, compensated: PerElement,
     server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
 ) -> None:  # fmt: skip
-    """Averages the workers' chunks and compresses the average (1-bit Adam, line 10).
+    """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
         E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 

@@ -5,7 +5,7 @@ Called from a kernel it is the kernel's; the C kernels include what ``native.gen
 operation rounds once, in the order of the text: nothing is contracted or reassociated, so that all three have the
 same bits. ``k`` is a tensor's row of the table of coefficients; annotations are for C alone, which knows no dtypes.
 
-Lines of algorithms are numbered as ``fusedonebit.reference`` numbers them: those of 1-bit Adam as 1-bit LAMB has them.
+Lines of algorithms are numbered as in ``fusedonebit.reference``: 1-bit Adam's as in 1-bit LAMB's Algorithm 1.
 
 ``c`` is the compensated momentum (momentum + residual), ``s`` its scale, ``e = c - s*sign(c)`` the residual, ``m``
 the momentum, ``v`` the variance.

@@ -73,7 +73,7 @@ def apply_momentum(
     exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
     live_row: Indices, skip: Flag, rounding: Counters | None,
 ) -> None:  # fmt: skip
-    """Applies the synchronised momentum with the frozen variance (1-bit Adam, line 13).
+    """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
         x = (1 - lr*wd)*x - step_size * m/denom,  m = scale*sign(bits)/unit
         denom = sqrt(v)/sqrt(1 - beta2^F) + eps, or eps inside the root

@@ -80,7 +80,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take a step of Algorithm 1's compression stage, its lines numbered as in ``fusedonebit.reference``.
+        """Take a step of the compression stage, its lines numbered as in 1-bit LAMB's Algorithm 1.
 
         With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
         before anything is compressed, and m, e and E are in units of the update.
