@@ -85,10 +85,11 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
         before anything is compressed, and m, e and E are in units of the update.
         """
-        # Lines 6 and 7, on each worker: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i), and e_i is what that loses.
+        # Lines 6 and 7, done where the reducer calls ``worker``: m_i = beta1*m + (1 - beta1)*g_i is compressed to
+        # C(m_i + e_i), and e_i becomes what that loses.
         worker = self.compressing(grads, agreed.scaled(coef))
-        # Lines 8 to 12: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
+        # Lines 8 to 13: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
         # loses; m, the same on all workers, is what all servers send back.
         coef = self._synchronise(worker, told, coef)
-        # Line 13: x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen.
+        # Line 13 as well: x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen.
         self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)
