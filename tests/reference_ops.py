@@ -227,7 +227,7 @@ class Problem:
             *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least, bfloat16),
         )
 
-    def thaw_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False, clip: bool = False) -> tuple:
+    def rewarm_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False, clip: bool = False) -> tuple:
         return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-3], self.table.bits, self.table.row, clip)
 
     def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:

@@ -307,13 +307,13 @@ def test_freeze_is_its_formula(precondition, dead_value, least, inside):
 
 @eps_inside
 @pytest.mark.parametrize("precondition", [False, True])
-def test_thaw_takes_away_the_unit_that_freeze_brought_in_corrects_v_and_clips_m_if_asked(precondition, inside):
+def test_rewarm_takes_away_the_unit_that_freeze_brought_in_corrects_v_and_clips_m_if_asked(precondition, inside):
     for clip in (False, True):
         p = Problem(MIXED, 3, masks=MASKS, excluded=[2])
         p.compensated *= 0.1
         m, v = wide(p.compensated), wide(p.exp_avg_sq)
         ops.freeze(*p.freeze_arguments(inside, precondition))
-        ops.thaw(*p.thaw_arguments(inside, precondition, clip))
+        ops.rewarm(*p.rewarm_arguments(inside, precondition, clip))
         own = slice(0, p.layout.first_block[-1] * 128)
         decayed = p.column(Coef.BETA1) * m  # by freeze, for the step that follows
         corrected = np.where(p.live, v * p.column(Coef.RSQRT_BIAS2) ** 2, 0.0)

@@ -9,7 +9,7 @@ from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
 from .flat import TAIL, flatten, gradient_squares, pack, unpack
-from .freeze import exponents, freeze, live_variance, square_sums, thaw, update_sums
+from .freeze import exponents, freeze, live_variance, rewarm, square_sums, update_sums
 from .jit import rule
 from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
@@ -61,11 +61,11 @@ __all__ = [
     "pick_owned",
     "place_owned",
     "rebuild_momentum",
+    "rewarm",
     "rule",
     "server_reduce",
     "settle",
     "square_sums",
-    "thaw",
     "unpack",
     "update_sums",
     "using",

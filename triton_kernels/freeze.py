@@ -48,7 +48,7 @@ def freeze(
             c.mul_(of(k, UNIT))
 
 
-def thaw(
+def rewarm(
     sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
     precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, clip: bool,
 ) -> None:  # fmt: skip

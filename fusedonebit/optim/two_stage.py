@@ -36,7 +36,7 @@ from ..core.state.header import (
 )
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..triton_kernels import Coef, freeze, thaw, update_sums
+from ..triton_kernels import Coef, freeze, rewarm, update_sums
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
@@ -270,7 +270,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self.exp_avg.copy_(reduce.result()).add_(backlog)
         self.exp_avg_sq = self.exp_avg_sq.float()
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-        thaw(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
+        rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
         self._variance_step_offset.fill_(-math.inf)  # v is corrected
         self._variance_steps = self.coefficients.variance_betas = None
