@@ -37,7 +37,7 @@ def start() -> list[Parameter]:
 
 
 class Reference:
-    """All workers and servers, in float64, over the flat line of elements."""
+    """All workers and servers, in float64, over the flat index space."""
 
     def __init__(self, layout: FlatLayout, x: np.ndarray, live: np.ndarray, options: dict[str, Any]) -> None:
         self.layout, self.live, self.options = layout, live, {"scale_scope": "block", "variance_floor": 1e-3} | options
@@ -131,7 +131,7 @@ class Reference:
 
 
 class Seen:
-    """What the ranks were after each step, over the flat line, float64 [steps, ...]."""
+    """What the ranks were after each step, over the flat index space, float64 [steps, ...]."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, np.ndarray]] = []

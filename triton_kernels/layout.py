@@ -1,7 +1,7 @@
-"""The flat index space: many tensors, one line of blocks, one chunk of it per rank.
+"""The flat index space: many tensors, one row of blocks, one chunk of it per rank.
 
 Every tensor starts on a block boundary, so that a block belongs to one tensor and one program of a
-kernel needs one row of each table. The line is padded to a multiple of ``world_size`` blocks: chunk
+kernel needs one row of each table. It is padded to a multiple of ``world_size`` blocks: chunk
 ``k``, the contiguous part that rank ``k`` serves, is ``blocks_per_chunk`` blocks long.
 
     tensor 0            tensor 1   tensor 2              padding
@@ -62,7 +62,7 @@ class FlatLayout:
         sizes: Number of elements of each tensor; zeros are legal.
         world_size: Number of chunks.
         block_size: Elements per block, one of ``BLOCK_SIZES``.
-        least_blocks: The line is at least so long: where ranks hold different shards, as long as the longest.
+        least_blocks: The index space is at least so long: where ranks hold different shards, as long as the longest.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -130,7 +130,7 @@ class FlatLayout:
         return self.first_block[tensor] * self.block_size
 
     def part(self, index: int, count: int) -> FlatLayout:
-        """The ``index``-th of ``count`` equal ranges of the line, as a layout of its own.
+        """The ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
 
         It has all tensors, each with those of its elements that lie in the range, maybe none, and
         ``world_size / count`` chunks: those of this layout that lie in the range.

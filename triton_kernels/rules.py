@@ -361,7 +361,7 @@ def mixed(word: int) -> int:
 
 @rule
 def block_seed(high: int, done: int) -> int:
-    """The seed of a block: of the upper half of its first index in the flat line, and of the updates done."""
+    """The seed of a block: of the upper half of its first flat index, and of the updates done."""
     return mixed(mixed(high + GOLDEN) ^ done)
 
 

@@ -16,7 +16,7 @@ from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed, LossScale, agree_on_scaling
-from .state.header import LINES, Fields, has_lines
+from .state.header import COMPRESSED, Fields, is_compressed
 from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
 
@@ -99,7 +99,7 @@ class FeedbackOptimizer(CompressingOptimizer):
         StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
     )
     phases: ClassVar[dict[Phase, bool]] = {"one-bit": True}
-    header_fields: ClassVar[Fields] = LINES
+    header_fields: ClassVar[Fields] = COMPRESSED
     reducer: FeedbackReducer
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
@@ -110,7 +110,7 @@ class FeedbackOptimizer(CompressingOptimizer):
         return super().plain_state() | {"digests": self.reducer.digests}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        own = has_lines(header) and self.wrote(header) and self.cut_alike(header)
+        own = is_compressed(header) and self.wrote(header) and self.cut_alike(header)
         if own and len(header["digests"]) != (count := len(self.reducer.digests)):
             raise ValueError(
                 f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; "
@@ -119,7 +119,7 @@ class FeedbackOptimizer(CompressingOptimizer):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        if not has_lines(header):
+        if not is_compressed(header):
             return
         digests, count = header["digests"], self.options.bucket_count
         self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)

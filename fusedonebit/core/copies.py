@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
 from .params import ParameterList, first_device
 from .sharding import local
-from .state.header import has_lines
+from .state.header import is_compressed
 from .state.keeper import Keeper
 from .state.loading import take_state
 from .state.saving import header_of, save
@@ -102,7 +102,7 @@ def _rebuild(
     optimizer.shards = ShardGroup()
     optimizer.inside = optimizer.shards.transport if levels is None else levels[1]
     header = header_of(saved) or {}
-    optimizer.set_up(header["block_size"] if has_lines(header) else None)
+    optimizer.set_up(header["block_size"] if is_compressed(header) else None)
     take_state(optimizer, saved)
 
 

@@ -269,7 +269,7 @@ class Options(Numerics, Wire, Faults):
 
     @property
     def bucket_count(self) -> int:
-        """Return into how many buckets the line is cut."""
+        """Return into how many buckets the flat index space is cut."""
         return 1
 
     @classmethod

@@ -36,8 +36,8 @@ class AveragingOptimizer(DistributedOptimizer):
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
-        self._line = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
-        self._line_tables = tables_of(self._line, self.device)  # kept, because launches share what somebody keeps
+        self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
+        self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         return self._average(grads, coef, abort)
@@ -64,7 +64,7 @@ class AveragingOptimizer(DistributedOptimizer):
         if loss_scale.found_inf is not None:
             self.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self.last_grad_norm = gradient_norm([values], self._line, self.shards)
+            self.last_grad_norm = gradient_norm([values], self._flat, self.shards)
             values *= clip_factor(self.last_grad_norm, self.options.max_grad_norm)
         self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
         return flags

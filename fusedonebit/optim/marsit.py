@@ -151,8 +151,8 @@ class MarsitOptimizer(MarsitState):
         target, places, tables = self.parameters.dense, self._places, self._tables
         rounding = self._rounding
         if several:
-            target, places, rounding = [self._round_start], (self._line.sizes, layout.block_size), None
-            tables = (self._line_tables.tensor, *mask)
+            target, places, rounding = [self._round_start], (self._flat.sizes, layout.block_size), None
+            tables = (self._flat_tables.tensor, *mask)
         if reducer.values is not None:
             values = self._going(reducer.values.view(layout.n_blocks, -1)).view(-1)
             add_values(target, *places, values, False, *mask, reducer.flags, rounding)

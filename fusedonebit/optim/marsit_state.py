@@ -120,8 +120,8 @@ class MarsitState(RoundOptimizer):
         self._one = torch.ones(1, device=device)
         self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
         # One tensor of the same blocks: the parameters as all ranks had them when the round began.
-        self._line = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
-        self._line_tables = tables_of(self._line, device)  # kept, because launches share what somebody keeps
+        self._flat = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
+        self._flat_tables = tables_of(self._flat, device)  # kept, because launches share what somebody keeps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
@@ -131,7 +131,7 @@ class MarsitState(RoundOptimizer):
         if self.levels is not None:
             raise RuntimeError(
                 "add_param_group must be called without Wire(hierarchy=...): each rank has moments of its part of the "
-                "line only, which would lie elsewhere; construct a new optimizer"
+                "flat index space only, which would lie elsewhere; construct a new optimizer"
             )
         if self._local:
             raise RuntimeError(

@@ -22,8 +22,8 @@ from ..core.overlap import OverlappedAllReduce, make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
     AMOUNT,
+    COMPRESSED,
     COUNT,
-    LINES,
     STEPS,
     STEPS_OF_EACH,
     TABLE,
@@ -59,7 +59,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     )
     phases: ClassVar = {"warmup": False, "compression": True}
     header_fields: ClassVar = {
-        **LINES,
+        **COMPRESSED,
         "settled": Field(TABLE),
         "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
         "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),

@@ -17,10 +17,10 @@ from ..core.settings import Options
 from ..core.state.header import (
     AMOUNT,
     AMOUNT_OF_EACH,
+    COMPRESSED,
     COUNT,
     FLAG,
     INT,
-    LINES,
     POSITIVE,
     TABLE,
     Field,
@@ -84,7 +84,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
-        **LINES,
+        **COMPRESSED,
         **RoundOptimizer.header_fields,
         "settled": Field(TABLE),
         "done": Field(list_of(COUNT, 4)),

@@ -39,7 +39,7 @@ static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensor
                               const int32_t *block_tensor, const int64_t *block_start, int64_t stored)
 {
     static const float none[COLUMNS];
-    if (tensors == 0) { /* then the line is one block of padding, and no table has a row for it */
+    if (tensors == 0) { /* then the index space is one block of padding, and no table has a row for it */
         struct place nowhere = {none, NULL, FP32, 0};
         return nowhere;
     }

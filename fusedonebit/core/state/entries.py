@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...triton_kernels import FlatLayout
 from ..sharding import local
-from .header import has_lines
+from .header import is_compressed
 from .keeper import Keeper
 from .spec import StateSpec
 
@@ -73,19 +73,19 @@ def check(keeper: Keeper, states: Sequence[State], header: Header, required: Col
 
     ``required`` are the parameters that must have a state.
     """
-    found = of(keeper, has_lines(header))
+    found = of(keeper, is_compressed(header))
     for spec, i in found:
         if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(keeper, spec, header)):
             _check_entry(keeper, spec, i, states, header)
-    if not has_lines(header):
+    if not is_compressed(header):
         return
     # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
     if header["line"] < FlatLayout(keeper.parameters.sizes, 1, header["block_size"]).numel:
-        raise ValueError(f"checkpoint of another model: its line has only {header['line']} elements")
-    lines = [spec for spec, _ in found if not spec.by_parameter]
-    for spec in lines:
+        raise ValueError(f"checkpoint of another model: its flat index space has only {header['line']} elements")
+    flat = [spec for spec, _ in found if not spec.by_parameter]
+    for spec in flat:
         _check_entry(keeper, spec, 0, states, header)
-    chunks = [states[0][spec.name] for spec in lines if spec.per == "chunk"]
+    chunks = [states[0][spec.name] for spec in flat if spec.per == "chunk"]
     if not keeper.cut_alike(header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
         raise ValueError(
             f"the checkpoint was written with {_describe(header)}, but here they are {_describe(keeper.cut())}; "
@@ -146,7 +146,7 @@ def _may_lack(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
         return True
     if keeper.wrote(header):
         return not spec.is_in(header)
-    return spec.optional or (spec.per == "tensor" and not has_lines(header))
+    return spec.optional or (spec.per == "tensor" and not is_compressed(header))
 
 
 def _check_entry(keeper: Keeper, spec: StateSpec, i: int, states: Sequence[State], header: Header) -> None:
@@ -189,11 +189,11 @@ def _share(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank serves now: its chunk of each bucket, or of the part that it has of its node's."""
     nodes, parts = header["world_size"] // header["inside"], header["inside"] * header["buckets"]  # one of them is 1
     in_order = keeper.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
-    line, cut, rank = _cut(in_order, keeper.layout.numel), keeper.cut(), keeper.rows.place[0]
+    flat, cut, rank = _cut(in_order, keeper.layout.numel), keeper.cut(), keeper.rows.place[0]
     inside, world_size = cut["inside"], cut["world_size"]
     if inside > 1:
-        return line.view(inside, world_size // inside, -1)[rank % inside, rank // inside]
-    return line.view(cut["buckets"], world_size, -1)[:, rank]
+        return flat.view(inside, world_size // inside, -1)[rank % inside, rank // inside]
+    return flat.view(cut["buckets"], world_size, -1)[:, rank]
 
 
 def _describe(cut: Header) -> str:
@@ -205,6 +205,6 @@ def _found(part: Tensor | None) -> Tensor:
     return part
 
 
-def _cut(line: Tensor, length: int) -> Tensor:
+def _cut(flat: Tensor, length: int) -> Tensor:
     """Return the first elements; beyond the end there is padding."""
-    return torch.nn.functional.pad(line[:length], (0, max(0, length - len(line))))
+    return torch.nn.functional.pad(flat[:length], (0, max(0, length - len(flat))))

@@ -110,16 +110,16 @@ BASE: dict[str, Rule] = {
 }
 """What any checkpoint may have."""
 
-_OF_LINES = ("shards", "block_size", "line", "strides", "masks", "options", "buckets", "inside")
+_COMPRESSED_KEYS = ("shards", "block_size", "line", "strides", "masks", "options", "buckets", "inside")
 
-LINES: Fields = {
-    **{key: Field(BASE[key]) for key in _OF_LINES},
+COMPRESSED: Fields = {
+    **{key: Field(BASE[key]) for key in _COMPRESSED_KEYS},
     "digests": Field(Rule(lambda value: list_of(INT32).holds(value) and bool(value), "a list of ints of 32 bits")),
 }
 """What the checkpoint of a compressed stage has."""
 
 
-def has_lines(header: Mapping[str, Any]) -> bool:
+def is_compressed(header: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint is of a compressed stage; before it said so, that was "compression"."""
     return bool(header.get("lines", header.get("phase") == "compression"))
 

@@ -18,7 +18,7 @@ from ..options import numbers
 from ..settings import Layerwise, names_of
 from ..sharding import local
 from . import entries, integrity
-from .header import BASE, KEY, check_each, damaged, has_lines
+from .header import BASE, KEY, check_each, damaged, is_compressed
 from .keeper import Keeper
 from .saving import FORMAT, State, by_parameter, call_hooks, header_of, masks, numerics
 
@@ -69,7 +69,7 @@ def check_header(keeper: Keeper, header: State) -> None:
         raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
     _check_fields(keeper, header)
     keeper.check_plain_state(header)
-    if not has_lines(header):
+    if not is_compressed(header):
         return
     own = {
         "algorithm": type(keeper).__name__,
@@ -100,7 +100,7 @@ def check_header(keeper: Keeper, header: State) -> None:
 def _check_fields(keeper: Keeper, header: State) -> None:
     """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
     must, own = ["phase", "updates", "skipped"], keeper.wrote(header)  # then all must be there that it reads
-    if own and (has_lines(header) or not any(keeper.phases.values())):
+    if own and (is_compressed(header) or not any(keeper.phases.values())):
         must += [key for key, field in keeper.header_fields.items() if field.required]
     for key in must:
         if key not in header:
@@ -123,8 +123,8 @@ def _check_own(keeper: Keeper, header: State) -> None:
         if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
             damaged(key, f"have {expected} values", told)
     phases = keeper.phases
-    lines = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
-    if header["phase"] not in phases or header.get("lines", lines) != lines:
+    compressed = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
+    if header["phase"] not in phases or header.get("lines", compressed) != compressed:
         got = f"{header['phase']!r} with lines={header.get('lines')}"
         damaged("phase", f"be one of {', '.join(phases)}", got)
 
@@ -189,7 +189,7 @@ def _check(keeper: Keeper, header: State | None, states: Sequence[State], verifi
     if "names" not in header:  # before it named them, only the optimizer's own were saved
         header = {**header, "names": sorted({name for state in states for name in state})}
     check_header(keeper, header)
-    compressed = has_lines(header)
+    compressed = is_compressed(header)
     if compressed:
         _warn_of_options(keeper, header)
     elif "masks" in header and (other := _masked_otherwise(keeper, header)):
@@ -276,7 +276,7 @@ def _take_up(keeper: Keeper, state_dict: Mapping[str, Any], header: State, state
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
     _take_groups(keeper, _merged_groups(keeper, state_dict["param_groups"]))
     keeper.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
-    keeper.given_block_size = header.get("block_size") if has_lines(header) else None
+    keeper.given_block_size = header.get("block_size") if is_compressed(header) else None
     keeper.state.clear()
     keeper.build()
     _restore(keeper, state_dict, header, states)
@@ -333,7 +333,7 @@ def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: 
         header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
     keeper.transport.traffic.bytes_total = header.get("bytes_total", 0)
     keeper.resume(header)
-    compressed = has_lines(header)
+    compressed = is_compressed(header)
     for spec, i in entries.of(keeper, compressed):
         entries.take(keeper, spec, i, states[i], header)
     if not compressed and "masks" in header and _masked_otherwise(keeper, header):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ...comm import checksum
 from ..options import stated
 from . import entries, integrity
-from .header import KEY, has_lines
+from .header import KEY, is_compressed
 from .integrity import read_header
 from .keeper import Keeper
 
@@ -138,7 +138,7 @@ def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
     packed = _packed(keeper)
     states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in keeper.parameters.index_of}
-    for spec, i in entries.of(keeper, header is not None and has_lines(header)):
+    for spec, i in entries.of(keeper, header is not None and is_compressed(header)):
         states[keeper.parameters.index_of[i]][spec.name] = entries.room(keeper, spec, i, header)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
