@@ -373,7 +373,7 @@ def random_bits(low: int, seed: int) -> int:
 
 @rule
 def untied(c, bits: int):
-    """c, or -1 where it is 0 and a coin shows tails: a vote has no zero, and 0 is taken for positive."""
+    """c, or -1 where it is 0 and the lowest random bit is 0: a vote has no zero, and 0 is taken for positive."""
     return tl.where((c == 0) & ((bits & 1) == 0), -1.0, c)
 
 

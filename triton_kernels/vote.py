@@ -71,7 +71,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
 
             c, m = rule(m, g);  bits = c >= 0
 
-        A bit has no zero: where c is 0 a coin is tossed, alike on all ranks, so that coordinates without
+        A bit has no zero: where c is 0 the sign is random, alike on all ranks, so that coordinates without
         a gradient do not drift. An element whose gradient exceeds GRAD_LIMIT, or whose new momentum is not finite,
         drops its gradient and sets the flag. Elements that do not count have bit 1, and keep their momentum.
 
@@ -79,7 +79,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
 
         Args:
             exp_avg: m, float32 [P], read and written.
-            step: Updates done, int64 []; of it and of the flat index coins are made (``rules.random_bits``).
+            step: Updates done, int64 []; random signs are made of it and of the flat index (``rules.random_bits``).
             hold: int32 [1]; where set m stays.
             bits: uint8 [W, P / 8W], written.
             flags: int32 [1], ``NONFINITE`` is set where it happened.

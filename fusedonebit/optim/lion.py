@@ -41,8 +41,8 @@ class OneBitLion(FeedbackOptimizer):
 
     where A is the majority or the mean (distributed Lion, Algorithm 1). Momenta are each worker's own, of its own
     gradients; each rank saves and loads its own checkpoint. There is no warm-up, no variance and no residual of
-    workers; with one it is Lion. A bit has no zero: coordinates without a gradient toss a coin and move by lr, unless a
-    ``mask`` keeps them still. Gradients are each rank's own, and DDP is attached, as for ``OneBitAdam``.
+    workers; with one it is Lion. A bit has no zero: coordinates without a gradient move by lr, up or down at random,
+    unless a ``mask`` keeps them still. Gradients are each rank's own, and DDP is attached, as for ``OneBitAdam``.
 
     Args:
         params, process_group, numerics, wire, faults: As for ``OneBitAdam``; groups have no eps.

@@ -243,7 +243,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         """Return what makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).
 
         A layer that is quiet at the freeze has a size from its variance, which remembers longer: with
-        that of its vanishing momentum it would drown all others once it moves again. It takes no
+        that of its vanishing momentum it would decide the shared scale once it moves again. It takes no
         part in the mean. A layer without any variance keeps 1.
         """
         shards = self.shards

@@ -1,7 +1,7 @@
 /* A worker's vote: the kernel of op NAME, whose arithmetic is RULE. */
 
 /* Few are tied: bits are drawn where they count. */
-static void toss(float *restrict c, int64_t b, const int64_t *step, int64_t n)
+static void break_ties(float *restrict c, int64_t b, const int64_t *step, int64_t n)
 {
     uint64_t first = (uint64_t)b * n;
     uint32_t seed = block_seed(first >> 32, *step);
@@ -45,7 +45,7 @@ KERNEL(NAME)
         load_user(g, at, live, live_row[b], BLOCK_SIZE);
         if (blend(new_m, c, m, g, at.k, live, live_row[b], BLOCK_SIZE) && !*hold)
             __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
-        toss(c, b, step, BLOCK_SIZE);
+        break_ties(c, b, step, BLOCK_SIZE);
         only_live(c, live, live_row[b], BLOCK_SIZE);
         store_bits(packed, 0, c, 0, BLOCK_SIZE);
         for (int64_t i = 0; !*hold && i < BLOCK_SIZE; i++)

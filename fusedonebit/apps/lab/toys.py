@@ -55,7 +55,7 @@ NARROW = 0.1
 def narrow(error_feedback: bool, steps: int = 1000, lr: float = 0.01) -> list[float]:
     """Minimise 0.1 |x + y| + |x - y| from (1, 1) by compressed gradients; return its value before each step.
 
-    Across the valley x = y the gradient is (1, -1) or (-1, 1), which drowns what points along it:
+    Across the valley x = y the gradient is (1, -1) or (-1, 1), which outweighs what points along it:
     signs alone never move x + y. Error feedback delivers it.
     """
     at = torch.ones(2)
