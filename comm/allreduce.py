@@ -62,7 +62,7 @@ class FeedbackReducer(Reducer):
     @property
     @abstractmethod
     def parts(self) -> Sequence[CompressedAllReduce]:
-        """The all-reduce of each part that is here."""
+        """Return the all-reduce of each part that is here."""
 
     @property
     def bits(self) -> Tensor:
@@ -70,7 +70,7 @@ class FeedbackReducer(Reducer):
 
     @property
     def digests(self) -> list[int]:
-        """The checksums of the last messages that the next ones carry, by part; waits for the device."""
+        """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
         return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
 
     @abstractmethod

@@ -160,7 +160,7 @@ class Messages:
 
     @property
     def payload(self) -> Tensor:
-        """All behind the words, uint8 [count, nbytes - 32]."""
+        """Return all behind the words, uint8 [count, nbytes - 32]."""
         return self.buffer[:, HEADER_BYTES:]
 
 

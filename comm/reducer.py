@@ -46,11 +46,11 @@ class Reducer(Protocol):
 
     @property
     def bits(self) -> Tensor:
-        """The result's signs: uint8 [chunks, bytes], or [chunks, 2, bytes] where ternary."""
+        """Return the result's signs: uint8 [chunks, bytes], or [chunks, 2, bytes] where ternary."""
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what only serves within a step: messages on their way, and partial sums."""
+        """Count the bytes of what only serves within a step: messages on their way, and partial sums."""
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """Compress, exchange, and leave the result in ``bits`` and ``scale``.

@@ -26,7 +26,7 @@ class ShardGroup:
 
     @property
     def count(self) -> int:
-        """How many shards there are; 1: everything is here."""
+        """Return how many shards there are; 1: everything is here."""
         return self.transport.world_size
 
     def sum(self, values: Tensor) -> Tensor:

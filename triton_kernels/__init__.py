@@ -1,4 +1,4 @@
-"""The kernels of fusedonebit by themselves: packing, compression, reduction and update.
+"""Packs, compresses, averages and applies: the kernels of fusedonebit by themselves.
 
 They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce`` and the others are the
 registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its kernel (``op``).

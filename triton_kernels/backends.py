@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: Triton kernels, the C kernels of ``native``, or eager torch."""
+"""Chooses which implementation of an op runs: Triton kernels, the C kernels of ``native``, or eager torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def using(backend: Backend) -> Iterator[None]:
 
 
 def chosen(device_type: str) -> Backend:
-    """What runs for tensors of a device.
+    """Returns what runs for tensors of a device.
 
     Raises:
         RuntimeError: if C kernels are asked for, and the tensors are not the CPU's.

@@ -1,4 +1,4 @@
-"""How a kernel reaches its block, its bits and the users' tensors; what is computed there is in ``rules``.
+"""Reads and writes a kernel's block, its bits and the users' tensors; what is computed there is in ``rules``.
 
 A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one byte of bits, so that
 packing is a sum along a row. Users' tensors are reached through a table of addresses, one per tensor;
@@ -26,14 +26,14 @@ def elements(BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def tensor_of(b, block_tensor, coef):
-    """The tensor of block ``b``, and its row of coefficients."""
+    """Returns the tensor of block ``b``, and its row of coefficients."""
     t = tl.load(block_tensor + b)
     return t, coef + t * COLUMNS
 
 
 @jit()
 def place_of(table, tensors, t, block_start, b):
-    """A block's place in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
+    """Finds a block in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
     return tl.load(table + t), table + tensors + t, tl.multiple_of(tl.load(block_start + b), 16)
 
 
@@ -54,14 +54,14 @@ def bytes_of(positive):
 
 @jit()
 def bytes_at(bits, stride, b, blocks_per_chunk, BLOCK_SIZE: tl.constexpr):
-    """Where a block's bits lie: rows of a chunk each, ``stride`` bytes apart."""
+    """Returns where a block's bits lie: rows of a chunk each, ``stride`` bytes apart."""
     chunk = b // blocks_per_chunk
     return bits + chunk * stride + (b - chunk * blocks_per_chunk) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
 
 
 @jit()
 def load_bits(pointer, plane, TERNARY: tl.constexpr):
-    """The bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
+    """Loads the bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
     signs = tl.load(pointer)
     nonzero = signs
     if TERNARY:
@@ -71,7 +71,7 @@ def load_bits(pointer, plane, TERNARY: tl.constexpr):
 
 @jit()
 def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
-    """What bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
+    """Returns what bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
     x = tl.where(bits_of(signs) != 0, scale, rules.negative(scale))
     if TERNARY:
         x = tl.where(bits_of(nonzero) != 0, x, 0.0)
@@ -91,14 +91,14 @@ def store_bits(pointer, plane, c, TERNARY: tl.constexpr):
 
 @jit()
 def active(live, row, BLOCK_SIZE: tl.constexpr):
-    """Which elements of a block count, bool [BLOCK_SIZE / 8, 8]."""
+    """Tells which elements of a block count, bool [BLOCK_SIZE / 8, 8]."""
     bits = tl.load(live + row.to(tl.int64) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8))
     return bits_of(bits) != 0
 
 
 @jit()
 def counting(live, row, i, BLOCK_SIZE: tl.constexpr):
-    """The same; where all elements count, nothing is read."""
+    """Does as ``active``; where all elements count, nothing is read."""
     mask = i >= 0
     if row != 0:
         mask = active(live, row, BLOCK_SIZE)
@@ -152,7 +152,7 @@ def _load(place, i, mask, STORED: tl.constexpr):
 
 @jit()
 def load_user(place, i, mask, row, STORED: tl.constexpr):
-    """A block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
+    """Loads a block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
     x = tl.zeros(i.shape, tl.float32)
     if row == 0:
         x = _load(place, i, None, STORED)
@@ -218,7 +218,7 @@ def store_user(place, i, x, words, mask, row, STORED: tl.constexpr):
 
 @jit()
 def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
-    """What ``rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
+    """Returns what ``rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
     if rounding is None:
         return None
     else:
@@ -233,25 +233,25 @@ def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def count(mask):
-    """How many are set, float64, from [n, 8]."""
+    """Counts those that are set, float64, from [n, 8]."""
     return tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0).to(tl.float64)
 
 
 @jit()
 def any_of(mask):
-    """Whether any is set, int32, from [n, 8]."""
+    """Tells whether any is set, int32, from [n, 8]."""
     return tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0)
 
 
 @jit()
 def total_of(x):
-    """The sum of a block, in float64."""
+    """Sums a block, in float64."""
     return tl.sum(tl.sum(x.to(tl.float64), axis=1), axis=0)
 
 
 @jit()
 def store_norm(norm, b, x):
-    """The sum of squares of a block, in float64, where they are exact."""
+    """Stores the sum of squares of a block, in float64, where they are exact."""
     wide = x.to(tl.float64)
     tl.store(norm + b, total_of(wide * wide))
 

@@ -1,4 +1,4 @@
-"""A worker's compression: momentum, error feedback and signs. The kernel is never autotuned: it updates in place.
+"""Compresses a worker's momentum: error feedback and signs. The kernel is never autotuned: it updates in place.
 
 Bits are one plane of signs, uint8 [W, P / 8W]; or, where ternary, two planes, uint8 [W, 2, P / 8W]: signs, and which
 elements are not zero (Tarasov & Ershov, section 4). Then sign(0) = 0, so that zeros have no residual and no momentum,

@@ -1,4 +1,4 @@
-"""What eager ops are made of besides ``rules``, as ``block_io`` is for kernels: tiles, bits, masks, rounding, sums.
+"""Cuts tiles, packs bits, masks, rounds and sums for the eager ops, as ``block_io`` does for kernels.
 
 Eager ops are memory-bound on a CPU: they walk the flat index space in tiles, whose operands stay in cache from the
 first line of the arithmetic to the last. Blocks are rows: a tile is float32 [blocks, block_size], what a table holds
@@ -61,7 +61,7 @@ def _tiles(sizes: tuple[int, ...], chunks: int, block: int, blocks: int, tile_nu
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as a 1-D view in the order in which they lie in memory."""
+    """Views a dense tensor's elements as 1-D, in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -107,14 +107,14 @@ def _sign_table(device: torch.device) -> Tensor:
 
 
 def scaled(bits: Tensor, scale: Tensor) -> Tensor:
-    """What ``compress`` made bits of, float32 [blocks, block_size]: scale [blocks, 1] and -scale; zeros if ternary."""
+    """Decodes what ``compress`` made, float32 [blocks, block_size]: scale [blocks, 1] and -scale; zeros if ternary."""
     ternary = bits.dim() == 2
     values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale)
     return tl.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
 
 
 def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
-    """Which elements of a tile count, bool [blocks, block_size]; None where all do."""
+    """Tells which elements of a tile count, bool [blocks, block_size]; None where all do."""
     rows = live_row[tile.blocks]
     if bool((rows == FULL_ROW).all()):
         return None
@@ -122,7 +122,7 @@ def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
 
 
 def only_live(values: Tensor, live: Tensor, live_row: Tensor, tile: Tile) -> Tensor:
-    """The values, zero where an element does not count."""
+    """Returns the values, zero where an element does not count."""
     mask = live_mask(live, live_row, tile)
     return values if mask is None else tl.where(mask, values, 0.0)
 
@@ -205,7 +205,7 @@ def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, roundin
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Of each row of x float32 [rows, n] the sum of squares, float64 [rows]."""
+    """Sums the squares of each row of x float32 [rows, n]: float64 [rows]."""
     wide = x.double()
     return wide.mul_(wide).sum(1)
 

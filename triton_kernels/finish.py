@@ -20,7 +20,7 @@ SHORT_SEGMENT = 32  # blocks, the most that 4096 elements are
 
 @jit()
 def _finish_segment(j, begin, end, sums, to, NORM: tl.constexpr, TERNARY: tl.constexpr, LANES: tl.constexpr):
-    """One scale, by all lanes together; see ``finish_kernel``."""
+    """Makes one scale, by all lanes together; see ``finish_kernel``."""
     partials, partials_stride, count = sums
     segment, scale, message_scales, message_scales_stride, blocks_per_message = to
     lane = tl.arange(0, LANES)

@@ -82,7 +82,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The inverse of ``pack``: +1 and -1 in ``dtype`` [8 n] from uint8 ``bits`` of n bytes."""
+    """Undoes ``pack``: +1 and -1 in ``dtype`` [8 n] from uint8 ``bits`` of n bytes."""
     signs = torch.empty(bits.numel() * 8, dtype=dtype, device=bits.device)
     _unpack(bits.reshape(-1), signs)
     return signs

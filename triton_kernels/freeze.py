@@ -1,4 +1,4 @@
-"""What runs once per freeze, or when somebody asks: the change between the stages, and statistics. In torch alone."""
+"""Changes between the stages, and makes statistics: what runs once per freeze or when asked, in torch alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def rewarm(
 
 
 def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement) -> Tensor:
-    """Per block, the sum of v and the number of v > 0: float64 [2, B]; arguments as for ``apply_momentum``."""
+    """Sums v, and counts v > 0, by block: float64 [2, B]; arguments as for ``apply_momentum``."""
     sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         v = exp_avg_sq.view(-1, block_size)[tile.blocks]
@@ -91,7 +91,7 @@ def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement) -> Tens
 
 
 def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices) -> Tensor:
-    """Per block, the sum of squares of the live elements of ``x`` float32 [P]: float64 [B].
+    """Sums by block the squares of the live elements of ``x`` float32 [P]: float64 [B].
 
     Other arguments as for ``apply_momentum``.
     """
@@ -105,7 +105,7 @@ def update_sums(
     sizes: Sizes, block_size: int, x: PerElement | None, exp_avg_sq: PerElement, eps_inside_sqrt: bool, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices,
 ) -> Tensor:  # fmt: skip
-    """Per block, the sum of (x/denom)^2 over live elements: float64 [B]; ``x`` None is 1.
+    """Sums (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
 
     Other arguments as for ``apply_momentum``.
     """

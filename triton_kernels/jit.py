@@ -42,7 +42,7 @@ class _Torch:
 
     @staticmethod
     def sqrt_rn(v: Tensor) -> Tensor:
-        """The root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
+        """Takes the root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
         if numpy is None or v.device.type != "cpu":
             return newton_sqrt(v)
         with numpy.errstate(invalid="ignore"):
@@ -50,7 +50,7 @@ class _Torch:
 
 
 def newton_sqrt(v: Tensor) -> Tensor:
-    """The correctly rounded root in torch alone: a Newton step in float64."""
+    """Takes the correctly rounded root in torch alone: a Newton step in float64."""
     guess = v.sqrt().double().clamp_(1e-300, 1e300)
     return v.double().div_(guess).add_(guess).mul_(0.5).float()
 
@@ -72,12 +72,12 @@ class Deferred:
         return self.eager(*arguments)
 
     def bind(self, **rules: Deferred) -> Deferred:
-        """The same function with other rules where it calls these names of its module."""
+        """Returns the same function with other rules where it calls these names of its module."""
         return Deferred(self.function, self.eager, self._options, **rules)
 
     @property
     def triton(self) -> Any:
-        """The ``triton.jit`` function."""
+        """Returns the ``triton.jit`` function."""
         names = _namespace(self.function.__globals__)
         if self._compiled is None:
             if self._rules:
@@ -93,7 +93,7 @@ class Deferred:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels, on CPU tensors."""
+    """Tells whether Triton interprets kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -119,7 +119,7 @@ _namespaces: dict[str, dict[str, Any]] = {}
 
 
 def _namespace(module: dict[str, Any]) -> dict[str, Any]:
-    """A module's globals as its kernels see them."""
+    """Returns a module's globals as its kernels see them."""
     name = module["__name__"]
     if name not in _namespaces:
         import triton.language
@@ -145,5 +145,5 @@ def _column(k: Tensor, which: int) -> Tensor:
 
 @jit(eager=_column)
 def of(k, which: tl.constexpr):
-    """A coefficient: of one tensor, from its row of the table, in a kernel; in Python of each block, [blocks, 1]."""
+    """Reads a coefficient: of one tensor, from its row of the table, in a kernel; in Python by block, [blocks, 1]."""
     return tl.load(k + which)

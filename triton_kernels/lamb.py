@@ -119,7 +119,7 @@ def _store_step(c, k):
 def lamb_coefficient(
     norms: Doubles, layer_start: Counters, skip: Flag, deepspeed: bool, coef: Floats, layers: Floats
 ) -> None:
-    """Each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
+    """Computes each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
 
         c = clip(|x|/|u|, c_min, c_max), 1 where a norm is zero;  c_avg = beta3*c_avg + (1 - beta3)*c
 
@@ -141,7 +141,7 @@ def lamb_coefficient(
 
 
 def _norms_of(norms: Tensor, layer_start: Tensor) -> list[Tensor]:
-    """Each layer's norms, float64 [tensors, 1], from sums of squares of its blocks."""
+    """Returns each layer's norms, float64 [tensors, 1], from sums of squares of its blocks."""
     return [torch.segment_reduce(row, "sum", offsets=layer_start).sqrt()[:, None] for row in norms]
 
 
@@ -332,7 +332,7 @@ def lamb_rescale(
     largest: PerBlock, norms: Doubles | None, layer_start: Counters, skip: Flag, deepspeed: bool, started: Flag,
     coef: Floats, layers: Floats,
 ) -> None:  # fmt: skip
-    """Each layer's ratio, clipped both ways, and its coefficient c = r*c_avg (lines 17 to 20).
+    """Clips each layer's ratio both ways, and makes its coefficient c = r*c_avg (lines 17 to 20).
 
     The paper first limits the change (line 18), then the range (line 19). DeepSpeed first blends in
     the share of the weight decay, r = R*r + 1 - R with R = min(1, |m/denom|/|u|), then limits the

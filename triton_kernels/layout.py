@@ -1,4 +1,4 @@
-"""The flat index space: many tensors, one row of blocks, one chunk of it per rank.
+"""Lays out the flat index space: many tensors, one row of blocks, one chunk of it per rank.
 
 Every tensor starts on a block boundary, so that a block belongs to one tensor and one program of a
 kernel needs one row of each table. It is padded to a multiple of ``world_size`` blocks: chunk
@@ -121,7 +121,7 @@ class FlatLayout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 31-bit hash that differs between layouts; travels in every message's header."""
+        """Returns a 31-bit hash that differs between layouts; it travels in every message's header."""
         text = f"{self.sizes}/{self.world_size}/{self.block_size}/{self.least_blocks}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
@@ -130,7 +130,7 @@ class FlatLayout:
         return self.first_block[tensor] * self.block_size
 
     def part(self, index: int, count: int) -> FlatLayout:
-        """The ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
+        """Returns the ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
 
         It has all tensors, each with those of its elements that lie in the range, maybe none, and
         ``world_size / count`` chunks: those of this layout that lie in the range.

@@ -94,7 +94,7 @@ def local_update(
     block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, hold: Flag, decays: bool, moves: bool,
     flags: Flag,
 ) -> None:  # fmt: skip
-    """A worker's own update, on top of what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
+    """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
         c = clip(c - s*sign(bits), limit) + u;  bits = c >= 0
 

@@ -245,7 +245,7 @@ def bernoulli(threshold: int, seed: int, words: Tensor) -> Tensor:
 
 
 def trailing_zeros(threshold: int) -> int:
-    """How many of a threshold's last digits cost nothing."""
+    """Counts the last digits of a threshold that cost nothing."""
     return (threshold & -threshold).bit_length() - 1 if threshold else DIGITS
 
 
@@ -269,7 +269,7 @@ def _as_bytes(words: Tensor) -> Tensor:
 
 
 def _at_a_time(bits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The bytes of a row that are drawn for at once, and the words' places in the row."""
+    """Returns the bytes of a row that are drawn for at once, and the words' places in the row."""
     words, step = bits.shape[1] // 4, _AT_A_TIME.get(bits.device.type, 1 << 20)
     for first, last in pairwise([*range(0, words, step), words]):
         yield slice(4 * first, 4 * last), torch.arange(first, last, device=bits.device)

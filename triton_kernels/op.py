@@ -1,4 +1,4 @@
-"""One declaration per op: its signature, what it writes, its kernel. All else is derived from it.
+"""Derives ops from one declaration each: the signature, what it writes, its kernel.
 
 To add an op, write in one file:
 
@@ -130,7 +130,7 @@ class Op:
 
     @property
     def schema(self) -> str:
-        """As ``torch.library`` has it."""
+        """Returns it as ``torch.library`` has it."""
         texts = []
         for name, parameter in inspect.signature(self.eager).parameters.items():
             kind = self.arguments[name].schema

@@ -1,4 +1,4 @@
-"""A server's average of what the workers sent, compressed again. The kernel is never autotuned: it updates in place."""
+"""Averages and compresses on a server what workers sent. The kernel is never autotuned: it updates in place."""
 
 from __future__ import annotations
 

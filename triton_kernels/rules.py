@@ -94,7 +94,7 @@ def finite(x) -> bool:
 
 @rule
 def counted(g, k):
-    """A gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
+    """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
     return tl.where(tl.abs(g) <= of(k, GRAD_LIMIT), g, NAN)
 
 
@@ -109,7 +109,7 @@ def negative(x):
 
 @rule
 def residual(c, s, TERNARY: tl.constexpr):
-    """The deferred error e = c - s*sign(c) (1-bit Adam, lines 7 and 10).
+    """Forms the deferred error e = c - s*sign(c) (1-bit Adam, lines 7 and 10).
 
     sign(0) is 1, or 0 where TERNARY (Tarasov & Ershov, section 4).
     """
@@ -271,7 +271,7 @@ def rescaled(r, found, last, c_avg):
 
 @rule
 def layer_step(c, k):
-    """The columns STEP_SIZE and DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
+    """Makes the columns STEP_SIZE, DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
     step = of(k, LR).to(tl.float64) * c
     step_size = (step * of(k, UNBIAS1).to(tl.float64)).to(tl.float32)
     decay = (1.0 - step * of(k, WEIGHT_DECAY).to(tl.float64)).to(tl.float32)
@@ -283,7 +283,7 @@ def layer_step(c, k):
 
 @rule
 def scale_of(absolute, squares, n, NORM: tl.constexpr):
-    """The scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; float64."""
+    """Makes the scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; float64."""
     l1 = absolute / n
     l2 = tl.sqrt(squares / n)
     if NORM == 0:
@@ -310,7 +310,7 @@ def lion(m, g, k):
 
 @rule
 def compensation(c, sent, limit):
-    """What compression has left, bounded (Algorithm 1, line 10); the paper's limit is infinity."""
+    """Bounds what compression has left (Algorithm 1, line 10); the paper's limit is infinity."""
     e = c - sent
     e = tl.where(e < negative(limit), negative(limit), e)  # a NaN stays one
     e = tl.where(e > limit, limit, e)
@@ -340,7 +340,7 @@ def decoupled(u, x, k):
 
 @rule
 def leaking(added, x, d, k):
-    """The buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
+    """Makes the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
     return added + x * of(k, WEIGHT_DECAY) * d
 
 
@@ -349,7 +349,7 @@ def leaking(added, x, d, k):
 
 @rule
 def mixed(word: int) -> int:
-    """A hash that permutes 32-bit words; of tensors, words are int64 in [0, 2^32).
+    """Hashes 32-bit words by a permutation; of tensors, words are int64 in [0, 2^32).
 
     The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
     TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
@@ -361,7 +361,7 @@ def mixed(word: int) -> int:
 
 @rule
 def block_seed(high: int, done: int) -> int:
-    """The seed of a block: of the upper half of its first flat index, and of the updates done."""
+    """Makes the seed of a block: of the upper half of its first flat index, and of the updates done."""
     return mixed(mixed(high + GOLDEN) ^ done)
 
 
@@ -379,13 +379,13 @@ def untied(c, bits: int):
 
 @rule
 def half(u: int) -> int:
-    """What rounds the 32 bits of a number to the nearest bfloat16, to even where two are as near."""
+    """Returns what rounds the 32 bits of a number to the nearest bfloat16, to even where two are as near."""
     return 0x7FFF + ((u >> 16) & 1)
 
 
 @rule
 def bfloat16(u: int, carry: int) -> int:
-    """The upper 16 bits of a number; 16 bits of ``carry`` round up in magnitude with the odds of what is cut off.
+    """Keeps the upper 16 bits of a number; 16 bits of ``carry`` round up in magnitude with the odds of what is cut off.
 
     Uniform ones (``random_bits``) do so without bias. What bfloat16 can represent stays as it is. Above the largest
     finite bfloat16 the upper neighbour is infinity.

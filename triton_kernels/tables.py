@@ -30,7 +30,7 @@ SPREAD = 0x0102040810204080  # multiplied by eight 0/1 bytes, its top byte is th
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on a ``device``: what runs now only runs when the graph is replayed."""
+    """Tells whether a ``device`` captures a CUDA graph: what runs now only runs when the graph is replayed."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):  # torch asks the current one, which need not be it
@@ -52,7 +52,7 @@ _captured: list[Pointers] = []  # CUDA graphs read these again whenever they are
 
 
 def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequence[int] | None = None) -> Pointers:
-    """The table of addresses and dtypes; uploaded only when one has changed.
+    """Returns the table of addresses and dtypes; uploaded only when one has changed.
 
     ``sizes`` are checked where given: of gradients; parameters that have changed may be handed on in a step that
     is skipped, and are then not read.
@@ -166,7 +166,7 @@ def live_table(
 
 
 def _rows_of_mask(mask: Tensor, blocks: int, block: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Each block's row, int32, where those from ``rows`` on are new; and the new ones, bool [new, block].
+    """Returns each block's row, int32, where those from ``rows`` on are new; and the new ones, bool [new, block].
 
     No Python object per block: a mask may have as many elements as the largest tensor.
     """
@@ -210,7 +210,7 @@ class BlockTables:
 
     @cached_property
     def start(self) -> Tensor:
-        """Where each block begins in its tensor: int64 [blocks]."""
+        """Returns where each block begins in its tensor: int64 [blocks]."""
         layout = self._layout
         first = torch.tensor(layout.first_block, dtype=torch.int64)
         start = (torch.arange(layout.n_blocks) - first[layout.block_tensor()]) * layout.block_size
@@ -218,7 +218,7 @@ class BlockTables:
 
     @cached_property
     def live(self) -> LiveTable:
-        """Which elements are no padding."""
+        """Tells which elements are no padding."""
         return live_table(self._layout).to(self._device)
 
 
@@ -226,7 +226,7 @@ _block_tables: WeakValueDictionary[tuple[Any, ...], BlockTables] = WeakValueDict
 
 
 def block_tables(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> BlockTables:
-    """The tables of a layout, the same for all who ask while somebody keeps them.
+    """Returns the tables of a layout, the same for all who ask while somebody keeps them.
 
     Whoever launches kernels on a layout again and again keeps its tables: they would be made anew for each launch, and
     a CUDA graph would read memory that is no longer theirs.
@@ -240,5 +240,5 @@ def block_tables(sizes: Sequence[int], blocks: int, block_size: int, device: tor
 
 
 def tables_of(layout: FlatLayout, device: torch.device) -> BlockTables:
-    """Those of a whole layout, to keep."""
+    """Returns those of a whole layout, to keep."""
     return block_tables(layout.sizes, layout.n_blocks, layout.block_size, device)

@@ -1,4 +1,4 @@
-"""What changes parameters: Adam's update, the apply of synchronised bits. Never autotuned: all is in place."""
+"""Changes parameters: Adam's update, the apply of synchronised bits. Never autotuned: all is in place."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def adam_update(
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None,
 ) -> None:  # fmt: skip
-    """One step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
+    """Takes one step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
     Other arguments as for ``apply_momentum``.
 

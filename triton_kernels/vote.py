@@ -1,4 +1,4 @@
-"""A worker's vote: ops of one rule, which says what an optimizer votes on and what becomes of its momentum.
+"""Makes ops of a worker's vote from one rule, which says what an optimizer votes on and what becomes of its momentum.
 
 ``vote_op(name, rule)`` makes of an elementwise rule the op: eager, in Triton and in C, with its schema. The rule is
 written as those of ``rules``, and may call them. The kernel is never autotuned: it updates in place.
@@ -67,7 +67,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
         grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, coef: Floats, block_tensor: Indices,
         live: Bits, live_row: Indices, step: Counters, hold: Flag, bits: Bits, flags: Flag,
     ) -> None:  # fmt: skip
-        """A worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
+        """Makes a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
 
             c, m = rule(m, g);  bits = c >= 0
 

@@ -76,7 +76,7 @@ def local_step(
     block_tensor: Indices, live: Bits, live_row: Indices, hold: Flag, moves: bool, last: bool, leaks: bool,
     flags: Flag,
 ) -> None:  # fmt: skip
-    """A worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
+    """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
         m = beta1*m + (1 - beta1)*g;  x = (1 - lr*wd)*x - step_size * m/denom;  c = c + m/denom, or c + m
 

@@ -1,4 +1,4 @@
-"""When the variance is frozen, and what becomes of coordinates that never had a gradient."""
+"""Decides when the variance is frozen, and what becomes of coordinates that never had a gradient."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AutoFreeze:
         self._seen.copy_(t)
 
     def due(self) -> bool:
-        """Whether the freeze decided ``DECISION_DELAY`` steps ago is due now."""
+        """Return whether the freeze decided ``DECISION_DELAY`` steps ago is due now."""
         return any(bool(fired) for fired in self._mirror.push(self._fired.reshape(1).int()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class DeadCoordinates:
 def quantile_floor(
     layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool, shards: ShardGroup
 ) -> Tensor:
-    """What v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
+    """Return what v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
 
     The median is that of all live v > 0, to within 1/128 of an octave: counted, not sorted, so that
     it costs no memory and is the same on every rank.
@@ -176,7 +176,7 @@ def denominator(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
 
 
 def warn_text(dead: DeadCoordinates, names: Sequence[str], keep: bool) -> str:
-    """What to tell the user about dead tensors, whose v == 0 is kept or not."""
+    """Return what to tell the user about dead tensors, whose v == 0 is kept or not."""
     listed = ", ".join(names[i] for i in dead.tensors[:5])
     more = f" and {len(dead.tensors) - 5} more" if len(dead.tensors) > 5 else ""
     fate = "will move by lr * m/eps" if keep else "are left out of the compression stage"

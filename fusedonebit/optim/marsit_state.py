@@ -1,4 +1,4 @@
-"""What Marsit's optimizers have between two steps: buffers, settings of groups, and checkpoints."""
+"""Keeps what Marsit's optimizers have between two steps: buffers, settings of groups, and checkpoints."""
 
 from __future__ import annotations
 

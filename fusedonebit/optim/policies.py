@@ -1,4 +1,4 @@
-"""When 0/1 Adam renews its variance, and when its workers synchronise (Lu et al., 2022, sections 4 and 5).
+"""Decides when 0/1 Adam renews its variance, and when its workers synchronise (Lu et al., 2022, sections 4 and 5).
 
 Both are functions of what was done before a round, nothing else: then all ranks answer alike, and a resumed run
 goes on as it would have. Any object with such a method will do. It is asked ahead, for ``PLANNED`` rounds or as

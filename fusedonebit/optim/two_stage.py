@@ -1,4 +1,4 @@
-"""What all 1-bit optimizers share: the two stages and the freeze between them.
+"""Holds what all 1-bit optimizers share: the two stages and the freeze between them.
 
 An optimizer with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
 two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_compressed_step`` (one

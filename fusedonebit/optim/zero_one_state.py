@@ -1,4 +1,4 @@
-"""What 0/1 Adam has between two steps: its settings, its buffers, its momentum in either form, and checkpoints."""
+"""Keeps what 0/1 Adam has between two steps: settings, buffers, the momentum in either form, and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU backend: kernels in C, built where a compiler is found, for CPU tensors.
+"""Runs kernels in C, built where a compiler is found, on CPU tensors.
 
 A C kernel has the name of its op and the arguments of its Triton kernel, behind the range of programs to run; both are
 printed from the op's declaration, and so are the formulas (``generate``). Built once, in two seconds, with the
@@ -48,7 +48,7 @@ def declare(name: str, parameters: Sequence[Parameter], printed: str = "") -> No
 
 
 def library() -> Mapping[str, Kernel] | None:
-    """The C kernels, built if need be; None where there are none: ``reason`` says why."""
+    """Returns the C kernels, built if need be; None where there are none: ``reason`` says why."""
     return _library()[0]
 
 
@@ -58,7 +58,7 @@ def reason() -> str:
 
 
 def shared_library() -> Path:
-    """Where the C kernels are, built if need be; raises as ``build.shared_library``."""
+    """Returns the path of the C kernels, built if need be; raises as ``build.shared_library``."""
     return build.shared_library(list(_parameters), {"generated.h": header(_parameters), **_printed})
 
 

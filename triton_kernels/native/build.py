@@ -53,13 +53,13 @@ class UnavailableError(Exception):
 
 @cache
 def compiler() -> str:
-    """The C compiler that is used: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
+    """Returns the C compiler to use: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
     given = os.environ.get("CC", "").strip()
     return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
 def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> Path:
-    """The shared library with these functions, from the cache or newly built of sources and ``printed`` files.
+    """Returns the shared library with these functions, from the cache or newly built of sources and ``printed`` files.
 
     Its file's name ends with its own hash, so that nobody ever loads half of one, or a damaged one.
 
@@ -125,7 +125,7 @@ def _try(made: Path, names: Sequence[str]) -> None:
 
 
 def _wrong(told: str) -> str:
-    """The line of a program's output that says what is wrong."""
+    """Returns the line of a program's output that says what is wrong."""
     lines = told.strip().splitlines()
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
@@ -165,7 +165,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def _fingerprint(command: Sequence[str], printed: Mapping[str, str]) -> str:
-    """A hash of what may change the library: homes are shared between machines and between environments."""
+    """Hashes what may change the library: homes are shared between machines and between environments."""
     failed, version = _run([*command, "--version"], ANSWER_SECONDS)
     if failed.startswith(_NO_END):
         raise UnavailableError(f"{compiler()} --version: {failed}")
@@ -180,7 +180,7 @@ def _fingerprint(command: Sequence[str], printed: Mapping[str, str]) -> str:
 
 
 def _identity(word: str) -> str:
-    """Which file a word of the command names, if any: a compiler, one that it calls, a file of arguments."""
+    """Tells which file a word of the command names, if any: a compiler, one that it calls, a file of arguments."""
     path = shutil.which(word) or word.removeprefix("@")
     try:
         found = Path(path).stat()
@@ -202,7 +202,7 @@ def _processor() -> Iterable[str]:
 
 
 def _candidates() -> Iterator[Path]:
-    """The user's cache, and one of this user's own among the temporary files."""
+    """Returns the user's cache, and one of this user's own among the temporary files."""
     cache, home = Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.environ.get("HOME", ""))
     if cache.is_absolute():
         yield cache / "fusedonebit"
@@ -219,12 +219,12 @@ def _make_own(folder: Path) -> None:
 
 
 def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Whether it is of this kind, this user's, and nobody else may write it: what is loaded runs."""
+    """Tells whether it is of this kind, this user's, and nobody else may write it: what is loaded runs."""
     return kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    """The library of this name, if it is whole; what is not is removed."""
+    """Returns the library of this name, if it is whole; what is not is removed."""
     for found in folder.glob(f"{name}-*.so"):
         if found.stem == f"{name}-{_digest(found)}":
             return found
@@ -234,7 +234,7 @@ def _kept(folder: Path, name: str) -> Path | None:
 
 
 def _digest(path: Path) -> str:
-    """Of the contents of a file that is this user's own; empty for anything else."""
+    """Hashes the contents of a file that is this user's own; empty for anything else."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
     except OSError:
@@ -246,7 +246,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process builds, and others of the machine wait for it, but not for ever.
+    """Lets one process build; others of the machine wait for it, but not for ever.
 
     Without the lock two processes build the same, which only takes longer.
     """

@@ -35,7 +35,7 @@ class Spec(NamedTuple):
 
     @property
     def pointer(self) -> str:
-        """As Triton's signatures have it."""
+        """Returns it as Triton's signatures have it."""
         return _TYPES[self.dtype or torch.float32][0]
 
 
@@ -49,12 +49,12 @@ class Parameter(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether a C kernel is told the dtype behind it."""
+        """Tells whether a C kernel is told the dtype behind it."""
         return self.spec is not None and self.spec.dtype is None
 
     @property
     def in_c(self) -> str:
-        """As a C function declares it."""
+        """Returns it as a C function declares it."""
         if self.several:
             return f"const void *{self.name}, int64_t {self.name}_kind"
         if self.kind.startswith("*"):
@@ -63,7 +63,7 @@ class Parameter(NamedTuple):
 
 
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
-    """The text of ``generated.h``."""
+    """Returns the text of ``generated.h``."""
     columns = ", ".join(column.name for column in rules.Coef)
     lines = [f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */", *_rules(RULES.read_text())]
     for name, parameters in kernels.items():
@@ -72,7 +72,7 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
 
 
 def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
-    """The C file of op ``name``: the rule, and a template with NAME and RULE filled in.
+    """Returns the C file of op ``name``: the rule, and a template with NAME and RULE filled in.
 
     Raises:
         TypeError: for a rule of other arguments or results, or that uses what ``rules`` does not have.
@@ -122,7 +122,7 @@ _CALLS = {
 
 
 def _rules(source: str) -> Iterator[str]:
-    """Each rule as an inline function; several results are a struct's. Those in float64 are for no C kernel."""
+    """Prints each rule as an inline function; several results are a struct's. Those in float64 are for no C kernel."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             yield f"#define {ast.unparse(node.targets[0])} {_expression(node.value)}"
