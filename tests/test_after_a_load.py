@@ -254,3 +254,20 @@ def test_one_process_alone_compares_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(optimizer, 0, 3, 5)
+
+
+HELD: dict[str, Callable[..., Any]] = {
+    **MAKE,
+    "onebit-adam, guarded": lambda p: OneBitAdam(p, freeze_step=2),
+    "onebit-lamb, guarded": lambda p: OneBitLamb(p, freeze_step=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:after so few updates")
+@pytest.mark.parametrize("name", [name for name in HELD if name != "lamb"])  # makes its gradients' buffer in a step
+def test_an_optimizer_that_was_loaded_holds_as_many_bytes_as_the_one_that_was_saved(name):
+    torch.manual_seed(0)
+    saved, loaded = (HELD[name]([torch.nn.Parameter(torch.randn(30, 20))]) for _ in range(2))
+    train(saved, 0, 0, 6)
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert loaded.stats()["state_bytes"] == saved.stats()["state_bytes"]

@@ -81,6 +81,9 @@ class CompressingOptimizer(DistributedOptimizer):
     def settle(self) -> None:
         self.reducer.settle()
 
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self.reducer.state()]
+
     def stats(self) -> dict[str, Any]:
         """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
         scratch = sum(t.nbytes for t in self._scratch())

@@ -338,17 +338,19 @@ class DistributedOptimizer(Keeper):
 
     def _state_bytes(self) -> int:
         """Return the bytes of all that the next step needs, tables included; each piece of memory counts once."""
-        own = vars(self)
-        tensors = [value for value in own.values() if isinstance(value, Tensor)]
-        tensors += [self.parameters.dense[i] for i in self.parameters.masters] + list(self.live)
-        tensors += [t for part in own.values() if callable(state := getattr(part, "state", None)) for t in state()]
-        scratch = {t.untyped_storage().data_ptr() for t in self._scratch()}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(nbytes for pointer, nbytes in storages.items() if pointer not in scratch)
+        storages = {(memory := tensor.untyped_storage()).data_ptr(): memory.nbytes() for tensor in self._held()}
+        return sum(storages.values())
+
+    def _held(self) -> list[Tensor]:
+        """Return what is declared, what else the next step needs of the last, and tables."""
+        declared = [spec.tensor(self) for spec in self.kept if spec.wanted(self)]
+        masters = [self.parameters.dense[i] for i in self.parameters.masters]
+        told = [self.updates, self.own_steps, self.overflowed, self.last_grad_norm]
+        return [*declared, *masters, *told, self._block_tensor, *self.live]
 
     def _scratch(self) -> list[Tensor]:
-        """Return what only serves within a step."""
-        return [vars(self)[name] for name in self.scratch if name in vars(self)]
+        """Return what only serves within a step, besides a reducer's."""
+        return []
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""

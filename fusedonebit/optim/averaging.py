@@ -36,6 +36,7 @@ class AveragingOptimizer(DistributedOptimizer):
         self._grad: Tensor | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
+        self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
 
@@ -113,6 +114,10 @@ class AveragingOptimizer(DistributedOptimizer):
     def _make_grad(self) -> Tensor:
         """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
+
+    def _held(self) -> list[Tensor]:
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs)
+        return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake()

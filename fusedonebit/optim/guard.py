@@ -33,7 +33,8 @@ class DivergenceGuard:
 
     def __init__(self, device: torch.device, preconditioned: bool) -> None:
         self._times = LIMIT if preconditioned else PLAIN_LIMIT
-        self.reference, self.limit, self.norm = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+        # Of its own memory each, as they are replaced one by one.
+        self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._root = torch.empty(0, device=device)
 
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:

@@ -30,7 +30,6 @@ class LambUpdate(AveragingOptimizer):
 
     columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
     kept: ClassVar[Specs] = (*AveragingOptimizer.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
-    scratch: ClassVar[tuple[str, ...]] = ("_norms",)
     _layers: Tensor
     _deepspeed = False
 
@@ -42,6 +41,12 @@ class LambUpdate(AveragingOptimizer):
         self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
         self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._layer_start, self._one_each]
+
+    def _scratch(self) -> list[Tensor]:
+        return [self._norms]
 
     def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
         dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt

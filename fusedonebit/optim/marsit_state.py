@@ -158,6 +158,9 @@ class MarsitState(RoundOptimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._one, self._as_it_is]
+
     def plain_state(self) -> dict[str, Any]:
         reducer = self.reducer
         rounds = {"rounds": reducer.rounds, "counted": self._counted(), "digest": int(reducer.digest)}

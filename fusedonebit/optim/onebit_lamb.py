@@ -129,7 +129,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_ADAPTIVE | {"when": "_keeps_last_nonzero"}, plane=1),
         StateSpec("exp_avg_last_scale", "block", "_last_scale", **_ADAPTIVE, not_negative=True),
     )
-    scratch: ClassVar[tuple[str, ...]] = (*LambUpdate.scratch, "_largest")
     header_fields: ClassVar = {
         **OneBitOptimizer.header_fields,
         "unit_is_known": Field(FLAG, False, at="_unit_is_known"),
@@ -170,6 +169,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             self._last_bits = torch.zeros_like(self.reducer.bits, memory_format=torch.contiguous_format)
             self._last_scale = torch.zeros(layout.n_blocks, device=device)
             self._largest = torch.zeros(layout.n_blocks, device=device)
+
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *([self._started] if self._adaptive else [])]
+
+    def _scratch(self) -> list[Tensor]:
+        return [*super()._scratch(), *([self._largest] if self._adaptive else [])]
 
     def _before_compression(self) -> None:
         if not self._layers[Layer.AVERAGE].any():
@@ -237,7 +242,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             self._norms = self._norms[:, :0].clone()
 
     def _full_size(self) -> Tensor:
-        return torch.zeros(self.layout.numel, device=self.device)
+        """Return memory for the fresh variance, as large as that which the warm-up leaves."""
+        return self._make_grad()[: self.layout.numel]
 
     def _momentum_scales(self) -> Tensor:
         """Return what makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).

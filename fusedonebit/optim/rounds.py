@@ -59,6 +59,9 @@ class RoundOptimizer(CompressingOptimizer):
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         super().build()
 
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), self._anchor, self._no_flags]
+
     @property
     def _round_steps(self) -> int:
         """Return the length of this round."""

@@ -311,6 +311,10 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.compressed:
             self.reducer.settle()
 
+    def _held(self) -> list[Tensor]:
+        entered = [] if self._variance_steps is None else [self._variance_steps]
+        return [*super()._held(), self._variance_step_offset, *entered, *self._guard.state()]
+
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
         own = self.options

@@ -106,8 +106,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         # Serves as the parameters that all had when the round began, too: no round needs both.
         self._grad = self._make_grad()
         self._anchor = self._grad[: layout.numel + TAIL]
-        self._sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
-        self._exp_avg_sq_sums = self._sums
+        self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
         self.reducer = CompressedAllReduce(layout, self.transport, device=device, live=self.live, **scale)
         tensors = max(1, len(layout.sizes))
@@ -235,6 +234,10 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         reduce.scale.zero_()
 
     # ---------------------------------------------------------------- checkpoints
+
+    def _held(self) -> list[Tensor]:
+        counts = [self._entered, self._mean_sq, self._summed, self._result_norm, self._pending, self._lost]
+        return [*super()._held(), *counts]
 
     def plain_state(self) -> dict[str, Any]:
         done = self._progress()

@@ -109,6 +109,9 @@ class NaiveOneBitAdam(AveragedAdam):
         super().build()
         self._reducer = CompressedAllReduce(self.layout, self.transport, device=self.device)
 
+    def _held(self) -> list[Tensor]:
+        return [*super()._held(), *self._reducer.state()]
+
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         self._reducer(grads, abort=abort)
         grad = torch.nn.functional.pad(self._reducer.result(), (0, TAIL))

@@ -46,9 +46,6 @@ class Keeper(torch.optim.Optimizer):
     phases: ClassVar[dict[Phase, bool]] = {"uncompressed": False}
     """The stages in which it can be, the first one first, and whether it keeps what is "compressed" then."""
 
-    scratch: ClassVar[tuple[str, ...]] = ()
-    """Names of its attributes that are tensors which only serve within a step."""
-
     takes_shards: ClassVar[bool] = True
     """Whether parameters may be shards of tensors."""
 
