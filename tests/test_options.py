@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,3 +238,43 @@ def test_zero_one_adam_takes_its_policies_as_arguments():
     rounds = policies.DoublingRounds(after=2, scaler=2)
     optimizer = ZeroOneAdam(model_of().parameters(), sync_policy=rounds)
     assert optimizer.options.sync_policy is rounds
+
+
+GROUPS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "option object": (OneBitAdam, {"numerics": Numerics()}, "numerics holds for all groups, got numerics="),
+    "option": (OneBitAdam, {"overlap": True}, "overlap holds for all groups, got overlap=True in group 1"),
+    "beside": (MarsitSGD, {"local_steps": 2}, "local_steps holds for all groups, got local_steps=2 in group 1"),
+    "momentum": (OneBitAdam, {"momentum": 0.9}, "momentum is no hyper-parameter of OneBitAdam, got momentum=0.9"),
+    "ratio": (OneBitAdam, {"global_ratio": 0.3}, "global_ratio is no hyper-parameter of OneBitAdam"),
+    "betas": (MarsitSGD, {"betas": (0.9, 0.99)}, "betas is no hyper-parameter of MarsitSGD"),
+    "another's option": (OneBitAdam, {"topology": "ring"}, "topology is no hyper-parameter of OneBitAdam"),
+    "freeze": (OneBitLamb, {"freeze_step": 2}, "freeze_step holds for all groups"),
+    "misspelt": (OneBitAdam, {"weigth_decay": 0.0}, "weigth_decay is no .* in group 1; did you mean weight_decay[?]"),
+    "beta": (OneBitLion, {"beta": 0.9}, "beta is no hyper-parameter of OneBitLion, .* did you mean betas[?]"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_key_of_a_group_that_would_do_nothing_is_refused(name, late):
+    kind, keys, told = GROUPS[name]
+    make = partial(kind, topology="ring") if kind is MarsitSGD else kind
+    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))
+    added = make([p]).add_param_group if late else lambda group: make([{"params": [p]}, group])
+    with pytest.raises(ValueError, match=told):
+        added({"params": [q], **keys})
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb, partial(MarsitSGD, topology="ring"), OneBitLion])
+def test_labels_of_users_and_keys_of_torch_pass_in_groups(kind):
+    p = torch.nn.Parameter(torch.ones(3))
+    labels = {"name": "head", "no_weight_decay": True, "weight_decay_mult": 1.0, "lr_scale": 0.5, "group_name": "a"}
+    labels |= {"initial_lr": 0.1, "max_lr": 1.0, "min_lr": 0.0, "max_momentum": 0.9, "base_momentum": 0.8}
+    labels |= dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "amsgrad"), False)
+    optimizer = kind([{"params": [("first", p)], **labels}])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert labels.items() <= optimizer.param_groups[0].items()
+    again = kind([{"params": [("first", p)]}])
+    again.load_state_dict(optimizer.state_dict())
+    assert labels.items() <= again.param_groups[0].items()

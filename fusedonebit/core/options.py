@@ -45,7 +45,7 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
     """
     where = f" in {name}" if name else ""
     check_lr(group["lr"], where)
-    for key, (holds, expected) in _OF_GROUPS.items():
+    for key, (holds, expected) in OF_GROUPS.items():
         if key in group and not holds(group[key]):
             raise ValueError(f"{key} must be {expected}, got {_shown(group[key])}{where}")
     for low, high in (("c_min", "c_max"), ("r_min", "r_max")):
@@ -115,7 +115,7 @@ def _shown(value: object) -> str:
     return f"{value!r}{', which is infinite in float32' * too_large}"
 
 
-_OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
+OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "betas": (
         lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(map(is_share, v)),
         "two numbers in [0, 1)",
@@ -126,7 +126,7 @@ _OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("c_min", "r_min"), (lambda v: is_number(v) and v >= 0, "a finite number >= 0")),
     **dict.fromkeys(("c_max", "r_max", "global_ratio"), (lambda v: is_number(v) and v > 0, "a finite number > 0")),
 }
-"""What hyper-parameters of a group must be."""
+"""What hyper-parameters of a group must be, but for ``lr``, of any optimizer of ours."""
 
 _STILL = dict.fromkeys(
     (Coef.ONE_MINUS_BETA2, Coef.STEP_SIZE, Coef.LR, Coef.UNBIAS1, Coef.WEIGHT_DECAY, Coef.GLOBAL_RATIO), 0.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport
 from ..triton_kernels import BLOCK_SIZES, ScaleScope
-from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
+from .options import OF_GROUPS, check_choice, check_count, check_flag, is_int, is_number, is_share
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters, groups of them, or named ones, as ``torch.optim.Optimizer`` takes them."""
@@ -32,6 +33,9 @@ LEAST_REWARM_STEPS = 10
 
 OVERLAPPED_BUCKETS = 4
 """Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
+
+LIKE = 0.85
+"""How alike, as ``difflib`` measures it, an unknown key of a group is to a hyper-parameter that was meant."""
 
 SETTLES_WITHIN = 10
 """Memories of the variance, 1/(1 - beta2) updates each, after which ``Freeze`` waits no longer; see docs/design.md."""
@@ -328,6 +332,37 @@ def values_of(options: Any) -> dict[str, Any]:
 def names_of(*kinds: type) -> frozenset[str]:
     """Return the names of the fields of option objects."""
     return frozenset(field.name for kind in kinds for field in fields(kind))
+
+
+def _arguments(kind: type[Options] = Options) -> frozenset[str]:
+    """Return what optimizers with such options, or options made of these, are told for all groups together."""
+    own = names_of(kind) | kind.objects.keys() | {"process_group"}
+    return own.union(*map(_arguments, kind.__subclasses__()))
+
+
+def check_keys(
+    group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Options]
+) -> None:
+    """Raise ValueError for the first key of a new group that means something to us, but not here.
+
+    Args:
+        group: With its defaults.
+        where: Which group it is.
+        optimizer: Its class's name.
+        own: The hyper-parameters that it has.
+        settings: The class of its options.
+    """
+    for key in group:
+        if key in own or key == "capturable":  # torch's optimizers have that in groups
+            continue
+        got = f"got {key}={group[key]!r} in {where}"
+        if key in names_of(settings) | settings.objects.keys() and key not in OF_GROUPS:
+            raise ValueError(f"{key} holds for all groups, {got}; pass it beside them")
+        if key in _arguments() | OF_GROUPS.keys():
+            raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}")
+        meant = difflib.get_close_matches(str(key), own, 1, LIKE)
+        if meant and meant[0] not in key:  # "no_weight_decay" is a label
+            raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}; did you mean {meant[0]}?")
 
 
 @dataclass(frozen=True, kw_only=True)

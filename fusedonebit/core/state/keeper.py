@@ -18,7 +18,7 @@ from ..consensus import check_device, check_masks, check_rounding, failure
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
 from ..params import ParameterList, first_device, first_mesh, materialise, materialise_group
-from ..settings import NUMERICS, WIRE, Layerwise, Options, Params, Ranks, names_of
+from ..settings import NUMERICS, WIRE, Options, Params, Ranks, check_keys
 from ..sharding import check_groups, group_of, levels, local
 from ..step_count import StepCount
 from .header import KEY, Fields
@@ -281,7 +281,7 @@ class Keeper(torch.optim.Optimizer):
             ValueError: for bad hyper-parameters, or if ranks add different groups.
         """
         if not self._built:
-            super().add_param_group(param_group)
+            self._add_group(param_group)
             self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
             return
         if self._phase == "compression":
@@ -315,24 +315,21 @@ class Keeper(torch.optim.Optimizer):
                 self.state[p][key].copy_(value)
 
     def _take_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(materialise_group(param_group))
+        self._add_group(materialise_group(param_group))
         for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
             self.check_group(numbers(group), f"group {i}")
         self.put_lr_on_the_device()
         self.parameters = ParameterList(self.param_groups, self.options.master_weights)
         check_rounding(self.options.stochastic_rounding, self.parameters)
 
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        where = f"group {len(self.param_groups) - 1}"
+        check_keys(self.param_groups[-1], where, type(self).__name__, self.hyper_parameters, self.settings)
+
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
-        for key in ("frozen_dtype", "freeze_step"):
-            if key in group:
-                raise ValueError(f"{key} holds for all groups, got {key}={group[key]!r} in {name}; pass it beside them")
-        for key in group:
-            if key in names_of(Layerwise) and key not in self.hyper_parameters:
-                raise ValueError(
-                    f"{key} is no hyper-parameter of {type(self).__name__}, got {key}={group[key]!r} in {name}"
-                )
 
     def put_lr_on_the_device(self) -> None:
         """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""

@@ -14,8 +14,7 @@ from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
 from ..consensus import failure
-from ..options import numbers
-from ..settings import Layerwise, names_of
+from ..options import OF_GROUPS, numbers
 from ..sharding import local
 from . import entries, integrity
 from .header import BASE, KEY, check_each, damaged, is_compressed
@@ -232,7 +231,7 @@ def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any], of_adamw: bool)
 
 def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*names_of(Layerwise), KEY, "added_at"} - set(keeper.hyper_parameters)
+    foreign = {*OF_GROUPS, KEY, "added_at"} - set(keeper.hyper_parameters)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in keeper.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
