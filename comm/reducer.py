@@ -13,6 +13,7 @@ A step is skipped on all ranks where ``flags`` is not 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -82,6 +83,14 @@ class Reducer(Protocol):
 
     def state(self) -> list[Tensor]:
         """Return all that the next step needs, tables included."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let backward passes in this context only accumulate gradients, where they would send them."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End what watches gradients, where something does, before another reducer takes this one's place."""
+        return
 
     def result(self) -> Tensor:
         """Return the last result, float32 [P], by flat index, zero where nothing is live; allocates."""

@@ -28,8 +28,10 @@ from .scaling import LossScale
 from .step_count import as_word
 
 
-def make_reducer(optimizer: FeedbackOptimizer, before: OverlappedAllReduce | None) -> FeedbackReducer:
+def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -> FeedbackReducer:
     """Make what averages momenta, in the storage that the warm-up's momentum has, instead of the one ``before``."""
+    if before is not None:
+        before.close()
     options, layout = optimizer.options, optimizer.layout
     shared: dict[str, Any] = {
         "device": optimizer.device,
@@ -46,8 +48,7 @@ def make_reducer(optimizer: FeedbackOptimizer, before: OverlappedAllReduce | Non
         return CompressedAllReduce(layout, optimizer.transport, **shared)
     if not options.overlap:
         return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
-    if before is not None:
-        before.close()
+    if isinstance(before, OverlappedAllReduce):
         return OverlappedAllReduce(optimizer, before.transport, **shared)
     own = optimizer.transport  # buckets have one of their own, so that nothing else comes between them
     return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
@@ -80,7 +81,7 @@ class OverlappedAllReduce(BucketedAllReduce):
             owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
             for i, owner in enumerate(optimizer.parameters.owners)
         ]
-        handles.append(optimizer.register_load_state_dict_pre_hook(_check_idle))
+        handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
         self._finalizer = weakref.finalize(optimizer, _take_away, handles, self._thread)
         self._forget()
@@ -215,10 +216,12 @@ class OverlappedAllReduce(BucketedAllReduce):
             raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
 
 
-def _check_idle(optimizer: torch.optim.Optimizer, _: object) -> None:
-    if isinstance(optimizer, FeedbackOptimizer) and not optimizer.broken:
-        assert isinstance(optimizer.reducer, OverlappedAllReduce)
-        optimizer.reducer.check_idle()
+def _idle_check(overlap: weakref.ref[OverlappedAllReduce]) -> Callable[[torch.optim.Optimizer, object], None]:
+    def check(optimizer: torch.optim.Optimizer, _: object) -> None:
+        if (watching := overlap()) is not None and not vars(optimizer)["broken"]:
+            watching.check_idle()
+
+    return check
 
 
 def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import Flag, Told
 from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
-from ..core.overlap import OverlappedAllReduce, make_reducer
+from ..core.overlap import make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
     AMOUNT,
@@ -73,7 +73,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         "dead_coordinates": Field(COUNT, at="dead_coordinates"),
         "auto": Field(or_none(TABLE), False),
     }
-    overlap: OverlappedAllReduce | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
         freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
@@ -86,8 +85,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def build(self) -> None:
         super().build()
         options, device = self.options, self.device
-        self.reducer = make_reducer(self, self.overlap)
-        self.overlap = self.reducer if isinstance(self.reducer, OverlappedAllReduce) else None
+        self.reducer = make_reducer(self, vars(self).get("reducer"))
         # Updates that did not enter v; -inf where it is corrected.
         self._variance_step_offset = torch.zeros_like(self.own_steps)
         self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
@@ -110,7 +108,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
-        return nullcontext() if self.overlap is None else self.overlap.paused()
+        return self.reducer.paused()
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)
