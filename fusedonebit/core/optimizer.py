@@ -388,7 +388,7 @@ class DistributedOptimizer(Keeper):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: tensors and plain values only. See ``checkpoint``, and ``dcp``.
+        """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
 
         Raises:
             CollectiveError: after a step that ended so: half an exchange is no state to go on from.

@@ -171,7 +171,8 @@ def _for_this_rank(keeper: Keeper, spec: StateSpec, rows: Tensor, header: Header
         if spec.by_parameter:
             return local(rows)
         return _cut(_found(keeper.rows.own_of_shard(rows)), spec.tensor(keeper).numel())
-    if header["world_size"] == keeper.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header):
+    as_it_was = header["world_size"] == keeper.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header)
+    if as_it_was:
         return _found(keeper.rows.own(rows))
     if spec.by_parameter:
         return keeper.rows.mean(rows, header["world_size"])
