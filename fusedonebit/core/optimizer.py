@@ -365,7 +365,8 @@ class DistributedOptimizer(Keeper):
         for i, p in enumerate(self.parameters.owners):
             if p is param:
                 return i
-        raise ValueError(f"param must be a trainable parameter of this optimizer, got shape {tuple(param.shape)}")
+        got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+        raise ValueError(f"param must be a trainable parameter of this optimizer, got {got}")
 
     def __repr__(self) -> str:
         shown = [name for name in SHOWN_WHERE_ON if getattr(self.options, name)]

@@ -72,6 +72,9 @@ def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], stat
         return torch.zeros(shape)
     v = local(state["exp_avg_sq"]) if isinstance(state["exp_avg_sq"], Tensor) else state["exp_avg_sq"]
     if not isinstance(v, Tensor) or tuple(v.shape) != shape:
+        writer = (header_of(state_dict) or {}).get("algorithm")
+        if writer is not None and isinstance(v, Tensor) and tuple(v.shape[2:]) == shape:  # of each of its ranks
+            raise ValueError(f"warm_start must be of a run whose ranks have one variance, but it is of {writer}")
         got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
     group = state_dict["param_groups"][optimizer.parameters.group_of[i]]

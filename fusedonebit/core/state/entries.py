@@ -155,6 +155,9 @@ def _check_entry(keeper: Keeper, spec: StateSpec, i: int, states: Sequence[State
     if not isinstance(value, Tensor):
         raise TypeError(f"{spec.name} in the checkpoint must be a tensor, got {type(value).__name__}")
     if spec.by_parameter and (shape := tuple(local(value).shape)[2 * of_rank :]) != expected:
+        writer, own = header.get("algorithm"), type(keeper).__name__
+        if writer not in (None, own) and shape[2:] == expected:  # of each of its ranks
+            raise ValueError(f"the checkpoint is of {writer}, from which {own} can't go on")
         raise ValueError(
             f"checkpoint of another model: {spec.name} of {keeper.parameters.names[i]} must have shape {expected}, got "
             f"{shape}"

@@ -46,6 +46,10 @@ def sealed(header: Mapping[str, Any]) -> str:
 
 def read_header(text: Any) -> dict[str, Any]:
     """Return the header from its JSON; ValueError if it is none, or not as it was written."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"the checkpoint's header is damaged: it must be a string, got {type(text).__name__}; {_WAY_OUT}"
+        )
     try:
         header = dict(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
