@@ -42,7 +42,8 @@ def train(optimizer: OneBitOptimizer, rank: int, start: int, steps: int, factor:
 
 
 def guarded(name: str = "onebit-adam", guard: str = "rewarm", **options) -> OneBitOptimizer:
-    options = {"weight_decay": 0.0, "freeze_step": FREEZE, "rewarm_steps": REWARM} | options
+    rewarms = {"rewarm_steps": REWARM} if guard == "rewarm" else {}
+    options = {"weight_decay": 0.0, "freeze_step": FREEZE} | rewarms | options
     return construct(name, make((300,), (7,)), guard=guard, **options)
 
 

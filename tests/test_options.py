@@ -278,3 +278,44 @@ def test_labels_of_users_and_keys_of_torch_pass_in_groups(kind):
     again = kind([{"params": [("first", p)]}])
     again.load_state_dict(optimizer.state_dict())
     assert labels.items() <= again.param_groups[0].items()
+
+
+IDLE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "dtype": (OneBitAdam, {"wire": Wire(hierarchy_dtype=torch.bfloat16)}, "hierarchy_dtype must be torch.float32"),
+    "ratio": (OneBitLamb, {"layerwise": Layerwise(adaptive=False, r_min=0.1)}, "r_min must be 0.5 with Layerwise"),
+    "rewarm": (OneBitAdam, {"faults": Faults(guard="warn", rewarm_steps=20)}, "rewarm_steps must be 50 with guard="),
+    "warm-up": (OneBitAdam, {"freeze_step": Freeze(step=5, lr_warmup_steps=10)}, "lr_warmup_steps must be 0 unless"),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_an_option_that_another_makes_idle_is_refused(name):
+    kind, options, told = IDLE[name]
+    with pytest.raises(ValueError, match=told):
+        kind([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_a_group_that_was_appended_and_a_parameter_that_is_none_are_refused_by_name():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = OneBitAdam([p])
+    with pytest.raises(ValueError, match="param must be a trainable parameter of this optimizer, got 3"):
+        optimizer.worker_error(3)
+    optimizer.param_groups.append({"params": [torch.nn.Parameter(torch.ones(4))]})
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"group 1 lacks lr, .*; add groups by add_param_group"):
+        optimizer.step()
+
+
+def test_a_checkpoint_of_an_optimizer_that_keeps_rows_of_ranks_is_told_by_its_class():
+    p = torch.nn.Parameter(torch.ones(3))
+    marsit = MarsitAdam([p], topology="ring")
+    p.grad = torch.ones(3)
+    marsit.step()
+    with pytest.raises(ValueError, match="the checkpoint is of MarsitAdam, from which OneBitAdam can't go on"):
+        OneBitAdam([p]).load_state_dict(marsit.state_dict())
+    with pytest.raises(ValueError, match="but it is of MarsitAdam"):
+        OneBitAdam([p], freeze_step=Freeze(step=0, warm_start=marsit.state_dict()))
+    damaged = OneBitAdam([p]).state_dict()
+    damaged["param_groups"][0]["fusedonebit"] = 5
+    with pytest.raises(ValueError, match="header is damaged: it must be a string, got int"):
+        OneBitAdam([p]).load_state_dict(damaged)

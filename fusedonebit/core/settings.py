@@ -179,6 +179,11 @@ class Faults:
                 f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
                 "of so many updates the variance is made anew"
             )
+        if self.guard not in (None, "rewarm") and not self.rewarm_every and self.rewarm_steps != Faults.rewarm_steps:
+            raise ValueError(
+                f"rewarm_steps must be {Faults.rewarm_steps} with guard={self.guard!r} and rewarm_every=0, got "
+                f"{self.rewarm_steps}: nothing warms up again"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +424,8 @@ class OneBitOptions(Options):
             raise ValueError(
                 f"deadline must be an int > lr_warmup_steps={self.lr_warmup_steps}, or None, got {self.deadline!r}"
             )
+        if self.lr_warmup_steps and self.freeze_step != "auto":
+            raise ValueError(f'lr_warmup_steps must be 0 unless freeze_step is "auto", got {self.lr_warmup_steps!r}')
         if self.deadline is not None and self.freeze_step != "auto":
             raise ValueError(f'deadline must be None unless freeze_step is "auto", got {self.deadline!r}')
         if self.warm_started and self.freeze_step == "auto":

@@ -71,6 +71,11 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
+        for name in ("r_min", "r_max", "r_threshold"):
+            if not self.adaptive and (got := getattr(self, name)) != (usual := getattr(LAYERWISE, name)):
+                raise ValueError(
+                    f"{name} must be {usual} with Layerwise(adaptive=False), got {got!r}: no ratio is formed"
+                )
         if self.precondition and self.momentum_scaling:
             raise ValueError(
                 "momentum_scaling must be False or None with Numerics(precondition=True), got True: "

@@ -84,6 +84,12 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
         }
 
 
+def _freeze(settings: Settings) -> Freeze:
+    """Say when the variance is frozen; a number knows the learning rate's warm-up by itself."""
+    step = settings.freeze_step
+    return Freeze(step=step, lr_warmup_steps=settings.lr_warmup_steps if step == "auto" else 0)
+
+
 def _adamw(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
     return AveragedAdamW(params, settings.lr)
 
@@ -95,7 +101,7 @@ def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimize
         BETAS,
         EPS,
         WEIGHT_DECAY,
-        freeze_step=Freeze(step=settings.freeze_step, lr_warmup_steps=settings.lr_warmup_steps),
+        freeze_step=_freeze(settings),
     )
 
 
@@ -130,7 +136,7 @@ def _onebit_lamb(params: Parameters, settings: Settings, adaptive: bool = True) 
         BETAS,
         LAMB_EPS,
         WEIGHT_DECAY,
-        freeze_step=Freeze(step=settings.freeze_step, lr_warmup_steps=settings.lr_warmup_steps),
+        freeze_step=_freeze(settings),
         layerwise=Layerwise(adaptive=adaptive),
         **PAPER,
     )

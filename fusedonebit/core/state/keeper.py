@@ -84,6 +84,9 @@ class Keeper(torch.optim.Optimizer):
             self.options = options = self.settings.of(type(self).__name__, settings)
             options.check()
             wire = settings.get("wire", wire)
+            if wire.hierarchy is None and wire.hierarchy_dtype is not torch.float32:
+                got = f"got {wire.hierarchy_dtype!r}"
+                raise ValueError(f"hierarchy_dtype must be torch.float32 without Wire(hierarchy=...), {got}")
             defaults = defaults | {name: getattr(options, name) for name in options.grouped}
             self.check_group(numbers(defaults))
             super().__init__(params, defaults)
@@ -346,6 +349,8 @@ class Keeper(torch.optim.Optimizer):
     def take_hyper_parameters(self) -> None:
         """Check the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
         for i, group in enumerate(self.param_groups):
+            if lacking := [key for key in self.hyper_parameters if key not in group]:
+                raise ValueError(f"group {i} lacks {', '.join(lacking)}; add groups by add_param_group() alone")
             read_once(group)
             # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
             taken = numbers({key: group[key] for key in self.hyper_parameters})
