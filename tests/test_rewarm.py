@@ -153,7 +153,7 @@ def test_without_momentum_there_is_no_re_warm_up_to_put_residuals_into(name):
     for options in ({"rewarm_every": 5, "guard": "off"}, {"guard": "rewarm", "rewarm_every": 0}):
         with pytest.raises(ValueError, match=r"betas\[0\] must be > 0 for a re-warm-up.*guard=\"warn\""):
             rewarming(name, betas=(0.0, BETA2), **options)
-    optimizer = rewarming(name, betas=(0.0, BETA2), guard="warn", rewarm_every=0)
+    optimizer = rewarming(name, betas=(0.0, BETA2), guard="warn", rewarm_every=0, rewarm_steps=50)
     train(optimizer, 0, 0, WARMUP + 5)
     assert all(bool(torch.isfinite(p).all()) for p in parameters(optimizer))
 
