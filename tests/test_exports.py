@@ -52,6 +52,8 @@ def undocumented(given: Any) -> list[str]:
     """Arguments that no docstring names: under Args, in double backticks, or in the op that it says "as for" of."""
     if inspect.ismodule(given) or isinstance(given, EnumMeta) or getattr(given, "_is_protocol", False):
         return []  # not called
+    if inspect.isabstract(given):
+        return []  # neither: its subclasses are
     if inspect.isclass(given) and issubclass(given, Exception):
         return []  # made by this package only
     text = inspect.getdoc(given) or ""
