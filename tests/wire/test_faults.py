@@ -205,13 +205,13 @@ def spoil(optimizer: Any, what: str) -> None:
     if what == "server's layout":
         reduce.served.words[:, Word.LAYOUT] ^= 1
     if what == "finished layout":
-        gather, own = reduce._gather, reduce._stages[-1].finished.start
+        gather, own = reduce._all_gather, reduce._stages[-1].finished.start
 
         def gather_spoilt() -> None:
             reduce.messages.words[own, Word.LAYOUT] ^= 1
             gather()
 
-        reduce._gather = gather_spoilt
+        reduce._all_gather = gather_spoilt
 
 
 def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, bool]:
