@@ -248,6 +248,7 @@ class CompressedAllReduce(FeedbackReducer):
             sent.words[:, Word.SENDER] = rank
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self.hold = self._no_flags = torch.zeros_like(self.flags)
+        self._before: list[Tensor] | None = None  # scales, where the step may be held back
         self.arrived_words = self.gathered.words.clone()
         self._missing: tuple[int, ...] = ()
         self.kept = []
@@ -309,24 +310,38 @@ class CompressedAllReduce(FeedbackReducer):
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
+        self.write(compress, told)
+        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
+        self.serve(told)
+        self.transport.all_gather(self.gathered.buffer, self.served.buffer)  # line 11
+        self.receive(told)
+
+    def write(self, compress: Compress, told: Told) -> None:
+        """Write this rank's messages to the servers (1-bit LAMB's Algorithm 1, lines 6 and 7: 1-bit Adam's)."""
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
-        before = None if told.hold is None else [scale.clone() for scale in self._scales()]
-        compress(self)  # 1-bit LAMB, Algorithm 1, lines 6 and 7: 1-bit Adam's
+        self._before = None if told.hold is None else [scale.clone() for scale in self._scales()]
+        compress(self)
         self._finish()
         self._write_headers(told)
-        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
+
+    def serve(self, told: Told) -> None:
+        """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
         self.arrived_words = self.gathered.words.clone()
         self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank], told.hold)
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
-        self._serve()  # line 10
-        # Where this step is held back the bits of the last result are here again: servers have kept them.
-        self.transport.all_gather(self.gathered.buffer, self.served.buffer)  # line 11
-        self._receive()  # m of line 13
-        if before is not None:
-            for scale, old in zip(self._scales(), before, strict=True):
+        self._serve()
+
+    def receive(self, told: Told) -> None:
+        """Take up the servers' messages in ``gathered``: m of line 13.
+
+        Where this step is held back the bits of the last result are here again: servers have kept them.
+        """
+        self._receive()
+        if self._before is not None:
+            for scale, old in zip(self._scales(), self._before, strict=True):
                 scale.copy_(torch.where(self.hold == 0, scale, old))
         self.hold = self._no_flags
         self._skip_with_shards(told)
