@@ -1,8 +1,9 @@
 """Marsit's tables and figures on our tasks, from recorded runs and measured times, for ``docs/marsit.md``.
 
-``python -m benchmarks.marsit`` prints and draws what ``benchmarks/results/marsit`` has: ``runs.jsonl`` of
-``fusedonebit lab``, ``signs.json`` and ``times.json``. ``--measure`` makes the last two anew (minutes);
-with root's rights over hosts with 100 Mbit/s between them, else over the loopback interface.
+``python -m benchmarks.marsit`` prints and draws what ``benchmarks/results/marsit`` has: ``runs.jsonl``, made by the lab
+of commit 5b66f63, whose networks were larger and whose metric the accuracy; ``signs.json`` and ``times.json``.
+``--measure`` makes the last two anew (minutes); with root's rights over hosts with 100 Mbit/s between them, else over
+the loopback interface.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -20,8 +21,6 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-
-from fusedonebit.apps.lab.tasks import TASKS
 
 from . import network, round_signs
 from .pages import DOCS, write_tables
@@ -48,6 +47,23 @@ EVERY = {"psgd": "1", "marsit-50": "50", "marsit-100": "100", "marsit-200": "200
 COLOURS = {"compute": "#9a9a9a", "compress": "#d1495b", "communicate": "#2e6f95"}
 
 Record = Mapping[str, Any]
+
+
+class Task(NamedTuple):
+    """Describes a task of the recorded runs."""
+
+    metric: str
+    higher: bool
+    elements: int
+
+
+TASKS = {
+    "vgg": Task("accuracy, %", True, 99_178),
+    "resnet": Task("accuracy, %", True, 37_802),
+    "mlp": Task("accuracy, %", True, 8_970),
+    "masked": Task("nats per hidden byte", False, 118_528),
+}
+"""As the runs were made on; parameters of each model."""
 
 
 def records() -> list[dict[str, Any]]:
@@ -80,16 +96,11 @@ def cell(runs: Sequence[Record]) -> str:
     return told + (f", diverged {len(runs) - len(fine)}" if len(fine) < len(runs) else "")
 
 
-def elements(task: str) -> int:
-    """Parameters of a task's model."""
-    return sum(p.numel() for model in TASKS[task].make().models for p in model.parameters())
-
-
 def bits(runs: Sequence[Record]) -> float:
     """Bits per element and hop: a whole run's, over what one bit on each of a ring's hops would have been."""
     r = runs[0]
     hops = 2 * (r["workers"] - 1) / r["workers"]
-    return 8 * r["bytes"] / (r["steps"] * hops * elements(r["task"]))
+    return 8 * r["bytes"] / (r["steps"] * hops * TASKS[r["task"]].elements)
 
 
 def table_1(runs: Sequence[Record]) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedonebit.apps.lab.baseline_reducers import Cascading, ErrorFeedback, MajorityVote, StochasticSign
-from fusedonebit.apps.lab.run import Key, Worker, begin
+from fusedonebit.apps.lab.run import Key, Training, Worker
+from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, Transport
 from fusedonebit.comm.rounds import RoundAllReduce
 
@@ -26,9 +27,15 @@ PEERS: dict[str, Callable[..., RoundAllReduce]] = {
 
 def matching(task: str, steps: int) -> dict[str, float]:
     """Percent of the coordinates, over a run of PSGD on ``WORKERS`` workers; every tenth update is looked at."""
-    key = Key(task, "psgd", 0, WORKERS)
-    start = begin(key)
-    return SimulatedGroup(WORKERS).run(lambda rank, transport: _watch(Worker(key, start, rank, transport), steps))[0]
+    group = SimulatedGroup(WORKERS)
+    training = Training(Key(task, "psgd", 0, WORKERS, TASKS[task].lr / 10), group)
+
+    def rank(number: int, transport: Transport) -> dict[str, float]:
+        worker = Worker(training, number, transport)
+        group.meet("start of a run")
+        return _watch(worker, steps)
+
+    return group.run(rank)[0]
 
 
 def _watch(worker: Worker, steps: int) -> dict[str, float]:

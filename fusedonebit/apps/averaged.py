@@ -11,18 +11,18 @@ from ..comm import Transport
 
 
 class Averaged(torch.optim.Optimizer):
-    """Goes before one of torch's optimizers in the bases of a class, which sets ``_transport``."""
+    """Goes before one of torch's optimizers in the bases of a class, which sets ``transport``."""
 
-    _transport: Transport
+    transport: Transport
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients over the ranks, then update."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._transport.traffic.start_step()
-        if self._transport.world_size > 1:
+        self.transport.traffic.start_step()
+        if self.transport.world_size > 1:
             flat = torch.cat([g.reshape(-1) for g in grads])
-            self._transport.all_reduce(flat)
-            parts = flat.div_(self._transport.world_size).split([g.numel() for g in grads])
+            self.transport.all_reduce(flat)
+            parts = flat.div_(self.transport.world_size).split([g.numel() for g in grads])
             torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
         return super().step(closure)

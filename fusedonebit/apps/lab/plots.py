@@ -1,96 +1,91 @@
-"""The lab's page of plots: a panel per task, and two toys."""
+"""The lab's pictures: how much worse each optimizer is than what it compresses, task by task; and two toys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from ..pictures import clear, running_mean, save
+from ..pictures import clear, save
 from . import toys
+from .records import Records
+from .report import DECADES, PERCENT, Difference, View, difference, sent, views
 from .tasks import TASKS
 
-Record = Mapping[str, Any]
-
-SMOOTH = 0.9
-TOO_LARGE = 10.0
-"""Times the first loss: there a curve ends, in a cross."""
-
-SHOWN = {
-    "adam": "black",
-    "adam-frozen": "tab:gray",
+COLOURS = {
     "onebit-adam": "tab:blue",
-    "lamb": "tab:olive",
+    "zero-one-adam": "tab:purple",
     "onebit-lamb": "tab:green",
-    "onebit-adam-l2": "tab:red",
-    "onebit-adam-eps-inside": "tab:orange",
-    "naive-onebit-adam": "tab:pink",
-    "adam-frozen-no-floor": "tab:purple",
-    "onebit-adam-deepspeed-guarded": "tab:cyan",
+    "onebit-lion": "tab:brown",
+    "marsit-adam": "tab:orange",
 }
-"""Optimizers on the page, and their colours."""
+"""Optimizers in the picture; each keeps its colour wherever it is shown."""
+
+WORST = 100.0
+"""Percent at which the axis ends; what is worse, or diverged, is shown there."""
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """Smoothed loss of the first seed; the freeze dashed, a cross where a run diverges; then the toys."""
-    tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
-    panels = len(tasks) + 2
-    columns = min(3, panels)
-    rows = -(-panels // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
-    handles: dict[str, Any] = {}
-    for axis, task in zip(axes.flat, tasks, strict=False):
-        handles |= _task(axis, task, records)
-    _bowl(axes.flat[len(tasks)])
-    _narrow(axes.flat[len(tasks) + 1])
-    for axis in axes.flat[panels:]:
-        axis.set_axis_off()
-    clear(axes.flat[:panels])
-    ordered = {name: handles[name] for name in SHOWN if name in handles}
-    figure.legend(ordered.values(), ordered.keys(), loc="outside right upper", frameon=False, fontsize=8)
-    save(figure, path, dpi=110)
+def plot(records: Records, path: Path) -> None:
+    """Draw a panel for each number of workers, at the optimizers' own rates: dots with standard errors."""
+    shown = [view for view in views(records) if view.by == 1 and not view.parents] or views(records)[:1]
+    size = (1.2 + 4.2 * len(shown), 5.2)
+    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for axis, view in zip(axes.flat, shown, strict=True):
+        _panel(axis, records, view)
+    clear(axes.flat)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    save(figure, path, dpi=130)
 
 
-def _task(axis: Axes, task: str, records: Sequence[Record]) -> dict[str, Any]:
-    handles = {}
-    for name, colour in SHOWN.items():
-        run = next((r for r in records if (r["task"], r["optimizer"]) == (task, name) and r["losses"]), None)
-        if run is None:
-            continue
-        losses = list(running_mean(_below(run["losses"], TOO_LARGE * run["losses"][0]), SMOOTH))
-        handles[name] = axis.plot(losses, color=colour, linewidth=1.1)[0]
-        if len(losses) < TASKS[task].steps:
-            axis.plot(len(losses) - 1, losses[-1], "x", color=colour, markersize=8)
-        axis.axvline(run["freeze_step"], color="black", linestyle="--", linewidth=0.8)
-    axis.set(title=task, xlabel="step", ylabel="training loss", yscale="log")
-    return handles
-
-
-def _bowl(axis: Axes) -> None:
-    for label, numerics in toys.BOWL.items():
-        axis.plot(_worst(toys.bowl(numerics)), linewidth=1.1, label=label)
-    axis.axvline(toys.BOWL_WARM_UP, color="black", linestyle="--", linewidth=0.8)
-    axis.set(title="x² + y² from (1, 0.001)", xlabel="step", ylabel="value, worst of 20 steps", yscale="log")
-    axis.legend(frameon=False, fontsize=7)
-
-
-def _narrow(axis: Axes) -> None:
+def plot_toys(path: Path) -> None:
+    """Draw what compression does to two functions of two variables."""
+    figure, (bowl, narrow) = plt.subplots(1, 2, figsize=(9.2, 3.2), layout="constrained")
+    for label, options in toys.BOWL.items():
+        bowl.plot(_worst(toys.bowl(options)), linewidth=1.1, label=label)
+    bowl.axvline(toys.BOWL_WARM_UP, color="black", linestyle="--", linewidth=0.8)
+    bowl.set(title="x² + y² from (1, 0.001)", xlabel="step", ylabel="value, worst of 20 steps", yscale="log")
     for feedback, label in ((False, "signs alone"), (True, "with error feedback")):
-        axis.plot(_worst(toys.narrow(feedback)), linewidth=1.1, label=label)
-    axis.set(title="0.1 |x + y| + |x - y| from (1, 1)", xlabel="step", ylabel="value, worst of 20 steps")
-    axis.legend(frameon=False, fontsize=7)
+        narrow.plot(_worst(toys.narrow(feedback)), linewidth=1.1, label=label)
+    narrow.set(title="0.1 |x + y| + |x - y| from (1, 1)", xlabel="step", ylabel="value, worst of 20 steps")
+    for axis in (bowl, narrow):
+        axis.legend(frameon=False, fontsize=8)
+    clear((bowl, narrow))
+    save(figure, path, dpi=110)
 
 
 def _worst(values: Sequence[float]) -> list[float]:
     return [max(values[max(0, i - 19) : i + 1]) for i in range(len(values))]
 
 
-def _below(losses: Iterable[float | None], limit: float) -> Iterable[float]:
-    """Return the losses up to where one passes the limit, or is no number any more."""
-    for loss in losses:
-        if loss is None or loss > limit:
-            return
-        yield loss
+def _panel(axis: Axes, records: Records, view: View) -> None:
+    tasks = list(TASKS)[::-1]
+    names = [name for name in COLOURS if sent(records, view, name) is not None]
+    for place, name in enumerate(names):
+        offset = 0.16 * ((len(names) - 1) / 2 - place)
+        found = [(row + offset, d) for row, task in enumerate(tasks) if (d := difference(records, view, task, name))]
+        nbytes = sent(records, view, name)
+        label = f"{name} ({nbytes:.2f} B)"
+        percent = [(row, *_percent(d)) for row, d in found]
+        x, errors, y = [p for _, p, _ in percent], [e for _, _, e in percent], [row for row, _, _ in percent]
+        axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, linewidth=1, color=COLOURS[name], label=label)
+        lost = [row for row, d in found if d.diverged]
+        axis.plot([WORST] * len(lost), lost, "x", markersize=7, color=COLOURS[name])
+    axis.axvspan(-PERCENT, PERCENT, color="black", alpha=0.08, linewidth=0)
+    axis.set_xscale("symlog", linthresh=PERCENT)
+    axis.set_xlim(-WORST, 1.2 * WORST)
+    axis.set_xticks([-100, -10, -1, 0, 1, 10, 100], ["-100", "-10", "-1", "0", "1", "10", "100"])
+    labels = [f"{task} *" if TASKS[task].noiseless else task for task in tasks]
+    axis.set_yticks(range(len(tasks)), labels)
+    axis.set_title(f"{view.workers} workers", fontsize=10)
+    axis.set_xlabel(f"worse than its parent, %  (*: {PERCENT:g} % for {DECADES} decades; x: diverged)", fontsize=8)
+
+
+def _percent(d: Difference) -> tuple[float, float]:
+    """Return a difference and its error on the axis, on which as much as is allowed is one percent in either unit."""
+    unit = PERCENT / DECADES if d.unit == "dec" else 1.0
+    mean = WORST if math.isnan(d.mean) else min(WORST, unit * d.mean)
+    return mean, 0.0 if math.isnan(d.error) else unit * d.error

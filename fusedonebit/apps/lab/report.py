@@ -1,102 +1,102 @@
-"""The lab's tables: every optimizer on every task, the claims, and what was sent."""
+"""What the lab's runs say: by how much each optimizer is worse than what it compresses, seed by seed, and its bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from .contenders import CONTENDERS
+from .records import Record, Records
 from .tasks import TASKS
+from .tuning import SEEDS, rounded
 
-Record = Mapping[str, Any]
+PERCENT, DECADES = 1.0, 0.05
+"""By how much a mean may be worse: percent of the parent's metric, or decades of it where there is no noise floor."""
 
-
-def named(records: Sequence[Record]) -> list[Record]:
-    """Return the records; where the number of workers is not that of most, the optimizer's name tells it."""
-    counts = [r["workers"] for r in records]
-    usual = max(counts, key=counts.count)
-    return [
-        r if r["workers"] == usual else {**r, "optimizer": f"{r['optimizer']}, {r['workers']} workers"} for r in records
-    ]
+Rows = list[list[str]]
 
 
-def table(records: Sequence[Record]) -> str:
-    """Markdown: one row per optimizer, one column per task; mean and standard deviation over the seeds.
+@dataclass(frozen=True)
+class View:
+    """Which runs a table is about.
 
-    "diverged 3/5": on so many of the seeds; the mean is then that of the others.
+    Args:
+        workers: How many.
+        parents: At the rate tuned for each optimizer's uncompressed parent; else at its own.
+        by: Multiple of that rate.
     """
-    tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
-    heads = [f"{task}: {TASKS[task].metric} ({'higher' if TASKS[task].higher else 'lower'})" for task in tasks]
-    lines = [f"| optimizer | {' | '.join(heads)} |", "|---|" + "--:|" * len(tasks)]
-    for name in dict.fromkeys(r["optimizer"] for r in records):
-        cells = [_cell([r for r in records if r["optimizer"] == name and r["task"] == task]) for task in tasks]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+
+    workers: int = 4
+    parents: bool = False
+    by: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """Say it."""
+        rate = "its parent's tuned rate" if self.parents else "its own tuned rate"
+        return f"{self.workers} workers, each optimizer at {rate}{'' if self.by == 1 else f' x {self.by:g}'}"
+
+    def runs(self, records: Records, task: str, optimizer: str) -> dict[int, Record]:
+        """Return an optimizer's runs by seed."""
+        lr = records.tuned(task, CONTENDERS[optimizer].parent if self.parents else optimizer)
+        if lr is None:
+            return {}
+        lr = rounded(lr * self.by)
+        wanted = (task, optimizer, self.workers, lr)
+        runs = {k.seed: r for k, r in records.found.items() if (k.task, k.optimizer, k.workers, k.lr) == wanted}
+        return {seed: record for seed, record in runs.items() if seed not in SEEDS}
 
 
-def _cell(runs: Sequence[Record]) -> str:
-    if not runs:
-        return ""
-    fine = [r["metric"] for r in runs if r["diverged_at"] is None and r["metric"] is not None]
-    parts = []
-    if fine:
-        mean = sum(fine) / len(fine)
-        spread = math.sqrt(sum((x - mean) ** 2 for x in fine) / max(1, len(fine) - 1))  # one has none
-        parts.append(f"{mean:.4g} ± {spread:.2g}" if len(fine) > 1 else f"{mean:.4g}")
-    if len(fine) < len(runs):
-        parts.append(f"**diverged {len(runs) - len(fine)}/{len(runs)}**")
-    return ", ".join(parts)
+@dataclass(frozen=True)
+class Difference:
+    """How much worse an optimizer is than its parent, in paired seeds.
 
-
-CLAIMS = (
-    ("onebit-adam", "adam-frozen"),
-    ("onebit-adam", "adam"),
-    ("adam-frozen", "adam"),
-    ("zero-one-adam", "adam"),
-    ("zero-one-adam", "adam-frozen"),
-    ("onebit-lamb", "lamb-frozen"),
-    ("onebit-lamb", "lamb"),
-    ("lamb-frozen", "lamb"),
-    ("onebit-adam-warm-start", "onebit-adam"),
-    ("onebit-lamb-warm-start", "onebit-lamb"),
-    ("onebit-adam-rewarm", "onebit-adam"),
-    ("onebit-adam-ternary", "onebit-adam"),
-    ("onebit-adam-freeze-3", "onebit-adam"),
-    ("onebit-adam, 64 workers", "onebit-adam"),
-    ("marsit-100", "psgd"),
-    ("marsit", "psgd"),
-)
-"""Who is compared with whom, seed by seed. The cost of the freeze is that of "frozen" against none."""
-
-MOST_ERRORS, MOST_PERCENT = 2.0, 2.0
-"""The largest loss that counts as none: standard errors, and percent of the other's mean."""
-
-
-def comparison(records: Sequence[Record], one: str, other: str, task: str) -> dict[str, Any] | None:
-    """Return how much worse one optimizer is than another on a task, in paired seeds.
-
-    Returns:
-        None without a common seed, else a dict: seeds; diverged and other_diverged (how many); percent
-        (of the other's mean, by which the mean metric is worse; negative: better) and its standard
-        error; holds (never diverged, and not worse by ``MOST_ERRORS`` errors or ``MOST_PERCENT``).
+    Args:
+        seeds: How many both have.
+        diverged: In how many of those it diverged.
+        mean: In percent of the parent's metric, or in decades; negative: better; NaN where all diverged.
+        error: Its standard error; NaN where it can't be known.
+        unit: "%" or "dec".
     """
-    a, b = ({r["seed"]: r for r in records if (r["optimizer"], r["task"]) == (name, task)} for name in (one, other))
-    seeds = sorted(a.keys() & b.keys())
+
+    seeds: int
+    diverged: int
+    mean: float
+    error: float
+    unit: str
+
+    @property
+    def misses(self) -> bool:
+        """Whether it is worse than allowed, or diverged."""
+        return self.diverged > 0 or not self.mean <= (DECADES if self.unit == "dec" else PERCENT)
+
+    def __str__(self) -> str:
+        parts = []
+        if not math.isnan(self.mean):
+            digits = 2 if self.unit == "dec" else 1
+            error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"  # one seed has none
+            parts.append(f"{self.mean:+.{digits}f}{error} {self.unit}")
+        if self.diverged:
+            parts.append(f"diverged {self.diverged}/{self.seeds}")
+        return ", ".join(parts)
+
+
+def difference(records: Records, view: View, task: str, optimizer: str) -> Difference | None:
+    """Compare an optimizer with its parent; None without a common seed."""
+    mine, theirs = (view.runs(records, task, name) for name in (optimizer, CONTENDERS[optimizer].parent))
+    seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
-    bad = [[seed for seed in seeds if _failed(runs[seed])] for runs in (a, b)]
-    fine = [seed for seed in seeds if not _failed(a[seed]) and not _failed(b[seed])]
-    told: dict[str, Any] = {"seeds": len(seeds), "diverged": len(bad[0]), "other_diverged": len(bad[1])}
-    sign = -1.0 if TASKS[task].higher else 1.0
-    worse = [sign * (a[seed]["metric"] - b[seed]["metric"]) for seed in fine]
-    mean, error = _mean_and_error(worse)
-    scale = 100 / abs(_mean_and_error([b[seed]["metric"] for seed in fine])[0]) if fine else math.nan
-    holds = not bad[0] and mean * scale <= MOST_PERCENT and (mean <= 0 or mean <= MOST_ERRORS * error)
-    return told | {"percent": mean * scale, "error": error * scale, "holds": bool(holds) and bool(fine)}
-
-
-def _failed(record: Record) -> bool:
-    return record["diverged_at"] is not None or record["metric"] is None
+    fine = [s for s in seeds if not mine[s]["diverged"] and not theirs[s]["diverged"]]
+    pairs = [(mine[s]["metric"], theirs[s]["metric"]) for s in fine]
+    if TASKS[task].noiseless:
+        worse = [math.log10(a / b) for a, b in pairs]
+    else:
+        scale = 100 * len(pairs) / sum(abs(b) for _, b in pairs) if pairs else math.nan
+        worse = [scale * (a - b) for a, b in pairs]
+    diverged = sum(mine[s]["diverged"] for s in seeds)
+    return Difference(len(seeds), diverged, *_mean_and_error(worse), "dec" if TASKS[task].noiseless else "%")
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -105,56 +105,70 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
     if len(values) == 1:
         return mean, math.nan
-    spread = sum((x - mean) ** 2 for x in values) / (len(values) - 1)
-    return mean, math.sqrt(spread / len(values))
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
 
 
-def verdicts(records: Sequence[Record]) -> str:
-    """Markdown: each claim by task. Percent worse (+) or better (-) +/- standard error over paired seeds."""
-    tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
-    lines = [f"| worse by, % | {' | '.join(tasks)} | holds |", "|---|" + "--:|" * len(tasks) + "--:|"]
-    for one, other in CLAIMS:
-        found = {task: comparison(records, one, other, task) for task in tasks}
-        known = [c for c in found.values() if c is not None]
-        if known:
-            cells = [_claim(found[task]) for task in tasks]
-            judged = [c["holds"] for c in known if c["seeds"] > 1]  # one seed has no error to judge by
-            holds = f"{sum(judged)}/{len(judged)}" if judged else "-"
-            lines.append(f"| {one} than {other} | {' | '.join(cells)} | {holds} |")
-    return "\n".join(lines) + "\n"
+def sent(records: Records, view: View, optimizer: str) -> float | None:
+    """Return bytes by parameter and step of whole runs, the mean over tasks; None without runs."""
+    by_task = [
+        sum(r["sent"] for r in runs.values()) / len(runs)
+        for task in TASKS
+        if (runs := view.runs(records, task, optimizer))
+    ]
+    return sum(by_task) / len(by_task) if by_task else None
 
 
-def _claim(c: Mapping[str, Any] | None) -> str:
-    if c is None:
-        return ""
-    error = "" if math.isnan(c["error"]) else f" ± {c['error']:.2f}"  # one seed has none
-    parts = [] if math.isnan(c["percent"]) else [f"{c['percent']:+.2f}{error}"]
-    for key, whose in (("diverged", ""), ("other_diverged", "other ")):
-        if c[key]:
-            parts.append(f"**{whose}diverged {c[key]}/{c['seeds']}**")
+def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
+    """Return a table, its head first: a row per task, a column per optimizer; parents by their metric, others worse by.
+
+    The last rows are how many tasks each misses, and the bytes that it sends.
+    """
+    shown = [name for name in optimizers if any(view.runs(records, task, name) for task in TASKS)]
+    found = {(task, name): difference(records, view, task, name) for task in TASKS for name in shown}
+    table = [["task", *shown]]
+    for task in TASKS:
+        cells = [_metric(records, view, task, n) if _is_parent(n) else str(found[task, n] or "") for n in shown]
+        if any(cells):
+            table.append([f"{task}, {TASKS[task].metric}", *cells])
+    missed = {name: [d.misses for task in TASKS if (d := found[task, name])] for name in shown}
+    limits = f"worse by more than {PERCENT:g} % ({DECADES} dec)"
+    table.append([limits, *("" if _is_parent(n) else f"{sum(missed[n])} of {len(missed[n])}" for n in shown)])
+    table.append(["bytes per parameter and step", *(f"{sent(records, view, n) or 0:.2f}" for n in shown)])
+    return table
+
+
+def _is_parent(optimizer: str) -> bool:
+    return CONTENDERS[optimizer].parent == optimizer
+
+
+def _metric(records: Records, view: View, task: str, optimizer: str) -> str:
+    runs = list(view.runs(records, task, optimizer).values())
+    fine = [r["metric"] for r in runs if not r["diverged"]]
+    parts = [f"{sum(fine) / len(fine):.4g}"] if fine else []
+    if len(fine) < len(runs):
+        parts.append(f"diverged {len(runs) - len(fine)}/{len(runs)}")
     return ", ".join(parts)
 
 
-def traffic(records: Sequence[Record]) -> str:
-    """Markdown: how many times fewer bytes a whole run sent than Adam's, by optimizer and task; the guard's vetoes."""
-    tasks = [task for task in TASKS if any(r["task"] == task for r in records)]
-    lines = [f"| bytes saved | {' | '.join(tasks)} | vetoes |", "|---|" + "--:|" * len(tasks) + "--:|"]
-    for name in dict.fromkeys(r["optimizer"] for r in records):
-        mine = [r for r in records if r["optimizer"] == name and r.get("bytes")]
-        cells = []
-        for task in tasks:
-            sent, full = (
-                [r["bytes"] for r in rs if r["task"] == task and _complete(r)] for rs in (mine, _of_adam(records))
-            )
-            cells.append(f"{sum(full) / len(full) / (sum(sent) / len(sent)):.1f} x" if sent and full else "")
-        if mine:
-            lines.append(f"| {name} | {' | '.join(cells)} | {sum(r['vetoed'] for r in mine)} |")
-    return "\n".join(lines) + "\n"
+def rates(records: Records, optimizers: Sequence[str]) -> Rows:
+    """Return the tuned learning rates, a row per task."""
+    table = [["learning rate", *optimizers]]
+    for task in TASKS:
+        found = [records.tuned(task, name) for name in optimizers]
+        if any(found):
+            table.append([task, *("" if lr is None else f"{lr:g}" for lr in found)])
+    return table
 
 
-def _of_adam(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["optimizer"] == "adam" and r.get("bytes")]
+def views(records: Records) -> list[View]:
+    """Return the tables that there are runs for, beginning with the headline's."""
+    workers = sorted({key.workers for key in records.found if key.seed not in SEEDS})
+    every = [View(w, parents, by) for by in (1.0, 0.5, 2.0) for parents in (False, True) for w in workers]
+    ours = [name for name in CONTENDERS if not _is_parent(name)]
+    return [view for view in every if any(view.runs(records, task, name) for task in TASKS for name in ours)]
 
 
-def _complete(record: Record) -> bool:
-    return record["steps"] == TASKS[record["task"]].steps
+def markdown(table: Rows) -> str:
+    """Return a table for a page."""
+    head, *body = (f"| {' | '.join(row)} |" for row in table)
+    return "\n".join([head, "|---|" + "--:|" * (len(table[0]) - 1), *body]) + "\n"

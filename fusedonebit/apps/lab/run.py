@@ -1,129 +1,229 @@
-"""One run of the lab: a task, an optimizer, a seed, some workers."""
+"""One run of the lab: a task, an optimizer, a seed, some workers, a learning rate."""
 
 from __future__ import annotations
 
 import copy
 import math
-import threading
 import time
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
 
 from ...comm import SimulatedGroup, Transport
-from .contenders import CONTENDERS, EVALUATED, Key, Setting
+from .contenders import CONTENDERS, EVALUATED, Setting, fingerprint
 from .tasks import TASKS, Trial
+from .workers import AlikeTransport, batch_workers
 
-WARM_UP = 0.2  # of the steps, before the freeze
 LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the end of the cosine
-DIVERGED = 10.0  # times the loss at the freeze
-WINDOW = 10  # steps that a loss is averaged over, there and later
-EARLIER_SEED = 1000
+WINDOWS = 25
+"""Means of the training loss that a record keeps."""
 
 
-def run(key: Key) -> dict[str, object]:
-    """Train on simulated workers; see ``Worker.train`` for what it returns."""
-    began = time.perf_counter()
-    start = begin(key)
-    results = SimulatedGroup(key.workers).run(lambda rank, transport: Worker(key, start, rank, transport).train())
-    return {**asdict(key), **results[0], "seconds": round(time.perf_counter() - began, 2)}
+@dataclass(frozen=True)
+class Key:
+    """Which run."""
+
+    task: str
+    optimizer: str
+    seed: int
+    workers: int
+    lr: float
 
 
-def begin(key: Key) -> Trial:
-    """Return what all workers start from: a function of the task and the seed."""
-    torch.manual_seed(key.seed)
-    return TASKS[key.task].make()
+class Training:
+    """What a run's workers have in common: where they start, their batches, and each step's gradients of all of them.
 
+    Args:
+        key: Which run.
+        group: Where simulated ranks meet; None where one optimizer stands for all of them.
+    """
 
-def earlier_states(key: Key, optimizer: str) -> list[dict[str, Any]]:
-    """Rank 0's optimizers, just frozen, of an earlier run of the same task: other values, other batches."""
-    earlier = Key(key.task, optimizer, key.seed + EARLIER_SEED, key.workers)
-    start = begin(earlier)
+    def __init__(self, key: Key, group: SimulatedGroup | None = None) -> None:
+        self.key, self.group, self.task = key, group, TASKS[key.task]
+        self.contender = CONTENDERS[key.optimizer]
+        self.trial: Trial = self.task.make(key.seed)
+        self.draws = [torch.Generator() for _ in range(key.workers)]
+        self.batches: tuple[Tensor, ...] = ()
+        self.rows: list[dict[str, Tensor]] = []  # of each worker, its gradients by parameter
+        self.models: list[Sequence[nn.Module]] = []
+        self.losses: list[float] = []
+        # Workers that move by themselves have parameters of their own.
+        self.apart = self.contender.local
 
-    def until_the_freeze(rank: int, transport: Transport) -> list[dict[str, Any]]:
-        worker = Worker(earlier, start, rank, transport)
-        for step in range(worker.freeze_step + 1):
-            worker.step(step)
-        return [optimizer.state_dict() for optimizer in worker.optimizers]
+    def ready(self, models: Sequence[nn.Module]) -> None:
+        """Take a rank's models; all have given theirs before the first step."""
+        self.models.append(models)
 
-    return SimulatedGroup(key.workers).run(until_the_freeze)[0]
+    def compute(self, step: int, player: int) -> None:
+        """Draw all workers' batches, in a step's first call, and form the gradients of one model's parameters."""
+        if player == 0:
+            self._draw(step)
+        stacked = 0 if self.apart else None
+        params = [self._params(i) for i in range(len(self.trial.models))]
 
+        def loss(own: Mapping[str, Tensor], everyone: list[dict[str, Tensor]], batch: tuple[Tensor, ...]) -> Tensor:
+            return self.trial.loss(player, [*everyone[:player], own, *everyone[player + 1 :]], batch)
 
-_COPYING = threading.Lock()
+        every_worker = vmap(grad_and_value(loss), in_dims=(stacked, stacked, 0))
+        gradients, losses = every_worker(params[player], params, self.batches)
+        self.rows = [{name: each[w] for name, each in gradients.items()} for w in range(self.key.workers)]
+        mean = float(losses.mean())
+        self.losses = [*self.losses, mean] if player == 0 else [*self.losses[:-1], self.losses[-1] + mean]
+
+    def _draw(self, step: int) -> None:
+        each = max(1, self.task.batch_size // self.key.workers)
+        batches = []
+        for worker, draw in enumerate(self.draws):
+            draw.manual_seed((self.key.seed * 1_000_003 + step) * 4099 + worker)
+            batches.append(self.trial.batch(draw, each, step / self.task.steps))
+        self.batches = tuple(map(torch.stack, zip(*batches, strict=True)))
+
+    def _params(self, player: int) -> dict[str, Tensor]:
+        of_ranks = [dict(models[player].named_parameters()) for models in self.models]
+        if not self.apart:
+            return {name: p.detach() for name, p in of_ranks[0].items()}
+        return {name: torch.stack([params[name].detach() for params in of_ranks]) for name in of_ranks[0]}
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the mean of the workers' gradients, added in the order of ranks as collectives do."""
+        share = 1.0 / self.key.workers
+        total = {name: g * share for name, g in self.rows[0].items()}
+        for row in self.rows[1:]:
+            for name, g in row.items():
+                total[name] = total[name] + g * share
+        return total
+
+    def validate(self) -> float:
+        """Return the metric of rank 0's parameters."""
+        with torch.no_grad():
+            return self.trial.validate([dict(model.named_parameters()) for model in self.models[0]])
 
 
 class Worker:
-    """One worker's models and optimizers."""
+    """One rank's models and optimizers; or those that stand for all ranks."""
 
-    def __init__(self, key: Key, start: Trial, rank: int, transport: Transport) -> None:
-        self.key, self.rank, self.transport, self.task = key, rank, transport, TASKS[key.task]
-        with _COPYING:
-            self.trial = copy.deepcopy(start)
-        self.freeze_step = int(WARM_UP * self.task.steps)
-        self.batch_size = max(1, self.task.batch_size // key.workers)
-        make = CONTENDERS[key.optimizer]
-        self.optimizers = [
-            make(Setting(list(model.parameters()), self.task, self.freeze_step, transport, key, index, earlier_states))
-            for index, model in enumerate(self.trial.models)
+    def __init__(self, training: Training, rank: int, transport: Transport) -> None:
+        self.training, self.rank, self.transport, task = training, rank, transport, training.task
+        key, alone = training.key, training.group is None
+        self.models: Sequence[nn.Module] = copy.deepcopy(training.trial.models)
+        training.ready(self.models)
+        others = [copy.deepcopy(self.models) for _ in range(1, key.workers) if alone and training.apart]
+        for models in others:
+            training.ready(models)
+        setting = Setting(key.lr, task.steps, task.weight_decay, key.seed, transport)
+        self.optimizers = [training.contender.make(list(model.parameters()), setting) for model in self.models]
+        self.reducers = [
+            batch_workers(optimizer, [[p.detach() for p in models[i].parameters()] for models in others])
+            if alone
+            else None
+            for i, optimizer in enumerate(self.optimizers)
         ]
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(o, self._lr_factor) for o in self.optimizers]
 
-    def _lr_factor(self, step: int) -> float:
-        rising = min(1.0, (step + 1) / (LR_WARM_UP * self.task.steps))
-        return rising * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * step / self.task.steps)))
+    def step(self, step: int) -> None:
+        """Take one step of all optimizers."""
+        training = self.training
+        rising = min(1.0, (step + 1) / (LR_WARM_UP * training.task.steps))
+        cosine = 0.5 * (1 + math.cos(math.pi * step / training.task.steps))
+        lr = training.key.lr * rising * (FINAL_LR + (1 - FINAL_LR) * cosine)
+        for player, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            if self.rank == 0:
+                training.compute(step, player)
+            self._meet()
+            self._give_gradients(player, model)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            self._meet()
+
+    def _meet(self) -> None:
+        if self.training.group is not None:
+            self.training.group.meet("step of a run")
+
+    def _give_gradients(self, player: int, model: nn.Module) -> None:
+        """Give a worker's own gradients, or the mean of all beside each worker's to what compresses them."""
+        training, reducer = self.training, self.reducers[player]
+        alone = training.group is None
+        own = training.mean() if alone else training.rows[self.rank]
+        for name, p in model.named_parameters():
+            p.grad = own[name]
+        if reducer is not None:
+            reducer.give(training.rows)
 
     def train(self) -> dict[str, Any]:
         """Train to the end, or until the loss is not finite.
 
         Returns:
-            losses: mean over the workers, by step; of a GAN the sum of both players'. steps: how many.
-            metric: mean of the last evaluations, None where one is missing. freeze_step.
-            diverged_at: the first step since the freeze whose loss, over ``WINDOW`` steps, is not
-            finite or above ``DIVERGED`` times that at the freeze; or None.
-            vetoed, rewarms, bytes: of the optimizers together, what they tell.
+            metric: The mean of the last evaluations; None where a loss or one of them was not finite. initial: Before
+            the first step. diverged: Whether it is None, or no better than that. steps. curve: Means of the training
+            loss over equal stretches of the run. sent: Bytes of the whole run by parameter, step and rank, times
+            W/(W - 1). phases, vetoed, rewarms: What the optimizers tell.
         """
-        losses: list[float] = []
-        metrics: list[float] = []
-        evaluate = {int(share * self.task.steps) for share in EVALUATED}
-        for step in range(self.task.steps):
-            losses.append(self.step(step))
-            if not math.isfinite(losses[-1]):
+        training, task = self.training, self.training.task
+        initial = training.validate() if self.rank == 0 else math.nan
+        evaluate, metrics = {int(share * task.steps) for share in EVALUATED}, []
+        for step in range(task.steps):
+            self.step(step)
+            if not math.isfinite(training.losses[-1]):
                 break
-            if step + 1 in evaluate:
-                metrics.append(self.trial.metric())
-        complete = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
-        told = [o.stats() for o in self.optimizers if hasattr(o, "stats")]
+            if self.rank == 0 and step + 1 in evaluate:
+                metrics.append(training.validate())
+        fine = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
+        metric = sum(metrics) / len(metrics) if fine else None
         return {
-            "metric": sum(metrics) / len(metrics) if complete else None,
-            "diverged_at": diverged_at(losses, self.freeze_step),
-            "freeze_step": self.freeze_step,
-            "steps": len(losses),
-            "losses": [round(loss, 5) if math.isfinite(loss) else None for loss in losses],
-            "vetoed": sum(stats.get("vetoed_steps", 0) for stats in told),
-            "rewarms": sum(stats.get("rewarms", 0) for stats in told),
-            "bytes": sum(stats["bytes_total"] for stats in told),
-            "rounds": sum(stats.get("rounds", stats["step"]) for stats in told),
+            "metric": metric,
+            "initial": initial,
+            "diverged": metric is None or not metric < initial,
+            "steps": len(training.losses),
+            "curve": _curve(training.losses, task.steps),
+            "sent": self._sent(len(training.losses)),
+            **self._told(),
         }
 
-    def step(self, step: int) -> float:
-        """Take one step of all optimizers; return the sum of their losses, averaged over the workers."""
-        draw = torch.Generator().manual_seed((self.key.seed * 1_000_003 + step) * 4099 + self.rank)
-        mean = torch.zeros(1)
-        for index, loss in self.trial.losses(draw, self.batch_size):
-            self.optimizers[index].zero_grad()
-            loss.backward(inputs=list(self.trial.models[index].parameters()))
-            self.optimizers[index].step()
-            mean += loss.detach() / self.transport.world_size
-        self.transport.all_reduce(mean)
-        for schedule in self.schedules:
-            schedule.step()
-        return float(mean)
+    def _sent(self, steps: int) -> float:
+        numel = sum(p.numel() for model in self.models for p in model.parameters())
+        nbytes = self.transport.traffic.bytes_total
+        return nbytes * (w := self.training.key.workers) / (w - 1) / numel / steps
+
+    def _told(self) -> dict[str, Any]:
+        told = [optimizer.stats() for optimizer in self.optimizers if hasattr(optimizer, "stats")]
+        return {name: sum(stats.get(name, 0) for stats in told) for name in ("vetoed_steps", "rewarms")}
 
 
-def diverged_at(losses: list[float], freeze_step: int) -> int | None:
-    """Return the first step since the freeze whose loss is too large; see ``Worker.train``."""
-    windows = [losses[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(losses))]
-    means = [sum(window) / len(window) for window in windows]
-    limit = DIVERGED * means[freeze_step - 1] if len(means) >= freeze_step else math.inf
-    return next((i for i, mean in enumerate(means) if i >= freeze_step and not mean <= limit), None)
+def run(key: Key, ranks: bool = False) -> dict[str, Any]:
+    """Make one run.
+
+    Args:
+        key: Which.
+        ranks: Simulate each rank with an optimizer of its own, also where one could stand for all.
+
+    Returns:
+        The key's fields, what ``Worker.train`` returns, and: defaults (a fingerprint of the optimizer's settings),
+        seconds (of processor time).
+    """
+    began = time.process_time()
+    if ranks or not CONTENDERS[key.optimizer].alike:
+        group = SimulatedGroup(key.workers)
+        training = Training(key, group)
+
+        def rank(number: int, transport: Transport) -> dict[str, Any]:
+            worker = Worker(training, number, transport)
+            group.meet("start of a run")
+            return worker.train()
+
+        result = group.run(rank)[0]
+    else:
+        training = Training(key)
+        result = Worker(training, 0, AlikeTransport(0, key.workers)).train()
+    seconds = round(time.process_time() - began, 2)
+    return {**asdict(key), **result, "defaults": fingerprint(key.optimizer), "seconds": seconds}
+
+
+def _curve(losses: Sequence[float], steps: int) -> list[float | None]:
+    """Return means of the losses over ``WINDOWS`` equal stretches; None where one is not finite, or missing."""
+    length = max(1, steps // WINDOWS)
+    means = [sum(part) / len(part) for i in range(0, steps, length) if (part := losses[i : i + length])]
+    return [float(f"{mean:.5g}") if math.isfinite(mean) else None for mean in means]

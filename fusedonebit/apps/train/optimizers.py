@@ -61,7 +61,7 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
 
     def __init__(self, params: Parameters, lr: float) -> None:
         super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
-        self._transport = make_transport(None, self.param_groups[0]["params"][0].device)
+        self.transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -71,7 +71,7 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
 
     def stats(self) -> dict[str, Any]:
         """Return the keys of ``OneBitAdam.stats`` that the display needs."""
-        traffic = self._transport.traffic
+        traffic = self.transport.traffic
         return {
             "phase": "uncompressed",
             "step": self._updates,

@@ -1,0 +1,42 @@
+"""Prints the lab's tables, and writes them with a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..arguments import missing
+from .contenders import CONTENDERS
+from .records import Records
+from .report import Rows, markdown, rates, rows, views
+
+
+def publish(records: Records, out: Path) -> None:
+    """Print all tables that there are runs for, and write them to ``out``; draw the picture where matplotlib is."""
+    optimizers = [name for name in CONTENDERS if any(key.optimizer == name for key in records.found)]
+    tables = {view.title: rows(records, view, optimizers) for view in views(records)}
+    tables["learning rates"] = rates(records, optimizers)
+    console = Console(highlight=False)
+    for title, table in tables.items():
+        console.print(_on_a_terminal(title, table))
+    (out / "table.md").write_text("\n".join(f"## {title.capitalize()}\n\n{markdown(t)}" for title, t in tables.items()))
+    written = [out / "table.md"]
+    if absent := missing("matplotlib"):
+        console.print(f"the picture needs {absent}")
+    elif len(tables) > 1:
+        from .plots import plot
+
+        plot(records, out / "worse.png")
+        written.append(out / "worse.png")
+    console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True)
+
+
+def _on_a_terminal(title: str, table: Rows) -> Table:
+    shown = Table(title=title)
+    for i, name in enumerate(table[0]):
+        shown.add_column(name, justify="right" if i else "left")
+    for row in table[1:]:
+        shown.add_row(*row)
+    return shown

@@ -1,0 +1,103 @@
+"""The lab's record: which runs were made, which learning rates they found, and which runs are still wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from . import tuning
+from .contenders import CONTENDERS, fingerprint
+from .run import Key
+from .tasks import TASKS
+
+Record = dict[str, Any]
+Cell = tuple[str, str]
+"""A task and an optimizer."""
+
+TUNED_AT = 4
+"""Workers of the runs that find learning rates."""
+
+
+class Records:
+    """The runs made so far, in a file with a line for each; those with other defaults than today's don't count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[Key, Record] = {}
+        self._defaults: dict[str, str] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for line in _whole_lines(path):
+            self._take(json.loads(line))
+
+    def add(self, record: Record) -> None:
+        """Keep a run, in the file as well."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._take(record)
+
+    def _take(self, record: Record) -> None:
+        name = record["optimizer"]
+        if name not in CONTENDERS or record["task"] not in TASKS:
+            return
+        if name not in self._defaults:
+            self._defaults[name] = fingerprint(name)
+        if record["defaults"] == self._defaults[name]:
+            self.found[Key(*(record[field.name] for field in fields(Key)))] = record
+
+    def metrics(self, task: str, optimizer: str) -> dict[float, float]:
+        """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""
+        by_rate = defaultdict(list)
+        for key, record in self.found.items():
+            if (key.task, key.optimizer, key.workers) == (task, optimizer, TUNED_AT) and key.seed in tuning.SEEDS:
+                by_rate[key.lr].append(math.inf if record["diverged"] else record["metric"])
+        return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
+
+    def tuned(self, task: str, optimizer: str) -> float | None:
+        """Return the best rate; None where the search is not over, or all diverged."""
+        return tuning.best(start(task, optimizer), self.metrics(task, optimizer))
+
+
+def start(task: str, optimizer: str) -> float:
+    """Return where the search for a rate begins."""
+    contender = CONTENDERS[optimizer]
+    return TASKS[task].lr * contender.rate * (TASKS[task].lamb if contender.lamb else 1.0)
+
+
+def search(records: Records, cells: Iterable[Cell]) -> list[Key]:
+    """Return the runs that the search for rates lacks now; [] where it is over."""
+    return [
+        Key(task, optimizer, seed, TUNED_AT, lr)
+        for task, optimizer in cells
+        for lr in tuning.wanted(start(task, optimizer), records.metrics(task, optimizer))
+        for seed in tuning.SEEDS
+    ]
+
+
+def reported(
+    records: Records, cells: Sequence[Cell], seeds: int, workers: Sequence[int], rates: Sequence[float], parents: bool
+) -> list[Key]:
+    """Return the runs that are reported: at multiples of the rate tuned for each optimizer, or for its parent."""
+    keys = []
+    # Seed by seed, so that what a stopped lab has is paired.
+    for seed in range(seeds):
+        for task, optimizer in cells:
+            lr = records.tuned(task, CONTENDERS[optimizer].parent if parents else optimizer)
+            if lr is not None:
+                keys += [Key(task, optimizer, seed, w, tuning.rounded(lr * by)) for w in workers for by in rates]
+    return keys
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """Yield a file's lines; cut off a last one that was not written to its end."""
+    if not path.exists():
+        return
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    yield from whole.splitlines()

@@ -1,0 +1,67 @@
+"""Steer a point mass with a policy that is learned by REINFORCE with a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .images import layers
+from .supervised import Params, fixed
+
+STEPS = 10
+EPISODES = 1024  # held out
+GUSTS = 0.05
+THRUSTS = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)])
+
+
+class Policy:
+    """Bring a point to the origin: every step costs its squared distance; actions are drawn with Gumbel noise.
+
+    The network sees position and velocity; its outputs are the actions' logits and the baseline, which
+    learns the cost still to come.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = [layers(4, 32, 32, len(THRUSTS) + 1, activation=nn.Tanh)]
+        self.held_out = self.batch(fixed(), EPISODES, 1.0)
+
+    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+        """See ``Trial``; starts [size, 2], gusts [size, steps, 2] and Gumbel noise [size, steps, actions]."""
+        starts = torch.rand(size, 2, generator=draw) * 2 - 1
+        gusts = GUSTS * torch.randn(size, STEPS, 2, generator=draw)
+        uniform = torch.rand(size, STEPS, len(THRUSTS), generator=draw).clamp(min=1e-6)
+        return starts, gusts, -torch.log(-torch.log(uniform))
+
+    def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
+        """See ``Trial``."""
+        states, actions, costs = self._episodes(params[0], batch)
+        to_come = costs.flip(1).cumsum(1).flip(1) / STEPS
+        logits, baseline = self._network(params[0], states)
+        chosen = logits.log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
+        return ((to_come - baseline.detach()) * chosen).mean() + F.mse_loss(baseline, to_come)
+
+    @torch.no_grad()
+    def validate(self, params: Sequence[Params]) -> float:
+        """Compute the mean cost of a step."""
+        return float(self._episodes(params[0], self.held_out)[2].mean())
+
+    def _network(self, params: Params, states: Tensor) -> tuple[Tensor, Tensor]:
+        output = functional_call(self.models[0], dict(params), (states,))
+        return output[..., :-1], output[..., -1]
+
+    def _episodes(self, params: Params, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Play; returns states [size, steps, 4], actions and costs [size, steps], without a gradient."""
+        position, gusts, gumbel = batch
+        velocity, params = torch.zeros_like(position), {name: p.detach() for name, p in params.items()}
+        states, actions, costs = [], [], []
+        for gust, noise in zip(gusts.unbind(1), gumbel.unbind(1), strict=True):
+            states.append(torch.cat([position, velocity], 1))
+            actions.append((self._network(params, states[-1])[0] + noise).argmax(1))
+            velocity = 0.7 * velocity + 0.3 * THRUSTS[actions[-1]] + gust
+            position = position + velocity
+            costs.append(position.square().sum(1))
+        return torch.stack(states, 1), torch.stack(actions, 1), torch.stack(costs, 1)

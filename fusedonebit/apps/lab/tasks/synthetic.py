@@ -1,0 +1,124 @@
+"""Tasks on generated data, and a small regression on real data."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from .images import CLASSES, NOISE, digits, layers
+from .supervised import Learner, Supervised, fixed
+
+MODULUS = 31
+FIT_INPUTS = 4
+USERS, ITEMS, FACTORS = 1000, 2000, 4
+RATING_NOISE = 0.3
+HELD_OUT = 4096
+LATE = 0.3  # of the run's steps
+
+
+def regression() -> Supervised:
+    """Predict the progress of diabetes."""
+    return Supervised(layers(10, 32, 32, 1), _diabetes(), F.mse_loss, noise=0.5)
+
+
+@lru_cache(maxsize=1)
+def _diabetes() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_diabetes
+
+    x, y = (torch.tensor(a, dtype=torch.float32) for a in load_diabetes(return_X_y=True))
+    order = torch.randperm(len(y), generator=fixed())
+    return (x / x.std(0))[order], ((y - y.mean()) / y.std())[order, None]
+
+
+def modadd() -> Supervised:
+    """Learn a + b modulo a prime from nine tenths of all pairs, until the rest follows."""
+    pairs = torch.cartesian_prod(torch.arange(MODULUS), torch.arange(MODULUS))
+    pairs = pairs[torch.randperm(len(pairs), generator=fixed())]
+    return Supervised(_Adder(), (pairs, pairs.sum(1) % MODULUS), F.cross_entropy, share=0.1)
+
+
+class _Adder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(MODULUS, 64)
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, MODULUS, bias=False)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Logits [batch, modulus]; a square represents products of waves, which add their phases."""
+        return self.down(self.up(self.embed(pairs).sum(1)).square())
+
+
+class Fit(Learner):
+    """Fit a smooth function without noise, on inputs that are new in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__(layers(FIT_INPUTS, 64, 64, 1, activation=nn.Tanh), F.mse_loss)
+        self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
+
+    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+        """See ``Trial``."""
+        x = torch.rand(size, FIT_INPUTS, generator=draw) * 2 - 1
+        a, b, c, d = x.unbind(1)
+        return x, ((2 * a).sin() * b + (c - d).square() / 2)[:, None]
+
+
+class Recommender(Learner):
+    """Predict ratings by users of items, both drawn by Zipf's law: many are first seen late, or never."""
+
+    def __init__(self) -> None:
+        super().__init__(_Factors(), F.mse_loss)
+        self.users, self.items = torch.randn(USERS + ITEMS, FACTORS, generator=fixed()).split([USERS, ITEMS])
+        self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
+
+    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+        """See ``Trial``."""
+        user, item = (_zipf(len(rows), size, draw) for rows in (self.users, self.items))
+        u, i = self.users[user], self.items[item]
+        noise = RATING_NOISE * torch.randn(size, generator=draw)
+        return user, item, u[:, 0] + i[:, 0] + (u * i)[:, 1:].mean(1) + noise
+
+
+def _zipf(count: int, size: int, draw: torch.Generator) -> Tensor:
+    return torch.multinomial(1 / torch.arange(1.0, count + 1), size, replacement=True, generator=draw)
+
+
+class _Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(USERS, 2 * FACTORS), nn.Embedding(ITEMS, 2 * FACTORS)
+        self.rate = layers(4 * FACTORS, 32, 1)
+        for rows in (self.users, self.items):
+            nn.init.normal_(rows.weight, std=0.1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        u, i = self.users(user), self.items(item)
+        return self.rate(torch.cat([u, i], 1)).squeeze(1) + (u * i).sum(1)
+
+
+class Late(Learner):
+    """Classify digits by their left halves and, from ``LATE`` on, by a second branch for their right halves too."""
+
+    def __init__(self) -> None:
+        super().__init__(_TwoBranches(), F.cross_entropy)
+        self.base = Supervised(self.models[0], digits(), F.cross_entropy, NOISE)
+        images, classes = self.base.held_out
+        self.held_out = images, torch.ones(len(images)), classes
+
+    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+        """See ``Trial``."""
+        images, classes = self.base.batch(draw, size, share)
+        return images, torch.full((size,), float(share >= LATE)), classes
+
+
+class _TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = layers(32, 64, 32), layers(32, 64, 32)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, images: Tensor, use_right: Tensor) -> Tensor:
+        left, right = (half.flatten(1) for half in images.chunk(2, 3))
+        return self.head(F.relu(self.left(left) + use_right[:, None] * self.right(right)))

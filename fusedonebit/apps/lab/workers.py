@@ -1,0 +1,203 @@
+"""All W workers of a run in one optimizer: what ranks have in common is computed once, what each compresses per worker.
+
+Ranks of a 1-bit all-reduce have the same parameters, moments and coefficients; only gradients, residuals and messages
+are their own. So one optimizer stands for all of them, over a transport whose ranks are alike, and its reducer
+compresses and serves for each rank in turn, with the library's own code. Bits are those of simulated ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import CompressedAllReduce, Told
+from ...comm.message import Word
+from ...comm.reducer import Compress
+from ...comm.transport import CountingTransport, Pending, Waiting
+from ...optim.two_stage import OneBitOptimizer
+from ...optim.zero_one import ZeroOneAdam
+from ...triton_kernels import LiveTable, local_step
+
+
+class AlikeTransport(CountingTransport):
+    """Ranks that all hold the same, seen from one of them: what arrives follows from what it sends itself.
+
+    A sum over W ranks is W times the value: exact, as a sum in rank order is, where W is a power of 2.
+    """
+
+    library = "alike"
+
+    def _move(self, collective: str, *tensors: Tensor) -> None:
+        received, sent = tensors[0], tensors[-1]
+        if collective == "all_reduce":
+            received.mul_(self.world_size)
+        elif collective == "reduce_scatter":
+            received.copy_(sent.view(self.world_size, -1)[self.rank]).mul_(self.world_size)
+        elif collective == "all_to_all":
+            received.copy_(sent[self.rank].expand_as(received))
+        elif collective == "all_gather":
+            received.copy_(sent.expand_as(received))
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        """See ``Transport``."""
+        self.traffic.add(sent.nbytes)
+        received.copy_(sent)
+        return Waiting()
+
+    def __repr__(self) -> str:
+        return f"alike (rank {self.rank} of {self.world_size})"
+
+
+class WorkerAllReduce(CompressedAllReduce):
+    """One of the workers': it compresses ``gradients``, one tensor for each parameter, whatever the optimizer gives.
+
+    Headers, and whether a step is skipped, are rank 0's: what ranks tell each other is the same but for NaNs.
+    """
+
+    gradients: Sequence[Tensor] = ()
+
+    def compress(self, tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
+        """See ``CompressedAllReduce``."""
+        super().compress(self.gradients, *how, **more)
+
+    def write_as(self, first: CompressedAllReduce, compress: Compress) -> None:
+        """See ``write``."""
+        compress(self)
+        self._finish()
+        self.to_servers.words[:, : Word.SENDER] = first.to_servers.words[:, : Word.SENDER]
+
+    def serve_as(self, first: CompressedAllReduce) -> None:
+        """See ``serve``."""
+        self.flags = first.flags
+        self.served.words.copy_(first.served.words)
+        self._serve()
+
+    def receive_as(self, first: CompressedAllReduce) -> None:
+        """See ``receive``."""
+        self.flags = first.flags
+        if int(first.flags):  # skipped: what was compressed becomes residual
+            self.server.scale.zero_()
+            self.worker.scale.mul_((first.gathered.words[:, Word.FLAGS] == 0)[0])
+
+
+class BatchedAllReduce(WorkerAllReduce):
+    """The 1-bit all-reduce of all W workers at once: rank 0's, which has the others', ``ranks``, beside it."""
+
+    ranks: Sequence[WorkerAllReduce] = ()
+
+    def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
+        """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
+        world_size = of.layout.world_size
+        super().__init__(of.layout, of.transport, compensated=of.worker_residual, live=of.live, **options)
+        options |= {"gathered": self.gathered, "scale": self.scale, "live": of.live}  # the result, which all share
+        others = [AlikeTransport(rank, world_size) for rank in range(1, world_size)]
+        self.ranks = [self, *(WorkerAllReduce(of.layout, each, **options) for each in others)]
+
+    def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take each worker's gradients by parameter, of the coming step."""
+        for rank, each in zip(self.ranks, gradients, strict=True):
+            rank.gradients = list(each.values())
+
+    def begin(self) -> None:
+        """See ``FeedbackReducer``: all workers have had the same warm-up."""
+        for rank in self.ranks[1:]:
+            rank.worker.compensated.copy_(self.worker.compensated)
+            rank.worker.scale.copy_(self.worker.scale)
+
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
+        self.write(compress, told)
+        for rank in self.ranks[1:]:
+            rank.write_as(self, compress)
+        sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
+        self.gathered.buffer.copy_(sent[:, 0])
+        self.serve(told)
+        for number, rank in enumerate(self.ranks[1:], 1):
+            self.gathered.buffer.copy_(sent[:, number])
+            rank.serve_as(self)
+        self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
+        self.receive(told)
+        for rank in self.ranks[1:]:
+            rank.receive_as(self)
+        # As rank 0 has sent them.
+        others = self.layout.world_size - 1
+        self.transport.traffic.add(others * self.to_servers.buffer[0].nbytes)
+        self.transport.traffic.add(others * self.served.buffer.nbytes)
+
+    def refuse(self, flags: Tensor) -> None:
+        """See ``Reducer``."""
+        for rank in self.ranks:
+            CompressedAllReduce.refuse(rank, flags)
+
+    def set_live(self, live: LiveTable) -> None:
+        """See ``FeedbackReducer``."""
+        super().set_live(live)
+        for rank in self.ranks[1:]:
+            rank.set_live(live)
+
+    def take_residuals(self, out: Tensor) -> None:
+        """See ``FeedbackReducer``."""
+        chunk, total = self.layout.chunk_numel, torch.zeros_like(out)
+        for number, rank in enumerate(self.ranks):
+            rank.settle()
+            torch.mul(rank.worker.compensated, 1.0 / self.layout.world_size, out=out)
+            out[number * chunk : (number + 1) * chunk] += rank.server.compensated
+            total = total + out if number else out.clone()
+            for side in (rank.worker, rank.server):
+                side.forget()
+        out.copy_(total)
+        self.transport.traffic.add(2 * out.nbytes * (self.layout.world_size - 1) // self.layout.world_size)
+
+
+class BatchedZeroOneAdam(ZeroOneAdam):
+    """All workers' 0/1 Adam: in local steps each moves parameters, momentum and residual of its own."""
+
+    reducer: BatchedAllReduce
+
+    def stand_for(self, others: Sequence[Sequence[Tensor]]) -> None:
+        """Move the ``others``' parameters as well, each worker's in this one's order."""
+        self._others = [(list(params), torch.zeros_like(self.exp_avg)) for params in others]
+
+    def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
+        mine = self.parameters.dense, self.exp_avg
+        if self._local == 0:  # all have the same when a round begins
+            for _, exp_avg in self._others:
+                exp_avg.copy_(self.exp_avg)
+        v, inside, precondition = self.exp_avg_sq, self._eps_inside_sqrt, self.options.precondition
+        told = (moves, last, self.leaks)
+        for rank, (params, exp_avg) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
+            worker = rank.worker
+            where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
+            whose = (params, rank.gradients, *self._places, exp_avg, v, inside, precondition)
+            local_step(*whose, *where, *told, self._pending)
+            worker.scale.zero_()
+
+    def _end_round(self, this: Any) -> None:
+        for params, _ in self._others:
+            torch._foreach_copy_(params, self.parameters.dense)
+        super()._end_round(this)
+
+
+def batch_workers(optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()) -> BatchedAllReduce | None:
+    """Let an optimizer over an ``AlikeTransport`` stand for all of its workers.
+
+    Args:
+        optimizer: Rank 0's, just made.
+        others: The other workers' parameters, which follow where workers have their own.
+
+    Returns:
+        What takes their gradients; None where the optimizer averages them: then their mean is all it needs.
+    """
+    if not isinstance(optimizer, (OneBitOptimizer, BatchedZeroOneAdam)):
+        return None
+    options = optimizer.options
+    names = ("scale_norm", "scale_scope", *(("ternary",) if isinstance(optimizer, OneBitOptimizer) else ()))
+    kinds: dict[str, Any] = {name: getattr(options, name) for name in names}
+    assert isinstance(optimizer.reducer, CompressedAllReduce)
+    optimizer.reducer = BatchedAllReduce(optimizer.reducer, device=optimizer.device, **kinds)
+    if isinstance(optimizer, BatchedZeroOneAdam):
+        optimizer.stand_for(others)
+    return optimizer.reducer

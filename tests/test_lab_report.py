@@ -1,0 +1,140 @@
+"""The lab's record and tables: which runs count, what is wanted next, and how much worse an optimizer is."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fusedonebit.apps.lab import launch, tuning
+from fusedonebit.apps.lab.contenders import CONTENDERS, fingerprint
+from fusedonebit.apps.lab.records import Records, reported, search, start
+from fusedonebit.apps.lab.report import View, difference, markdown, rates, rows, views
+from fusedonebit.apps.lab.run import Key
+from fusedonebit.apps.lab.tasks import TASKS
+
+DEFAULTS = {name: fingerprint(name) for name in ("adamw", "onebit-adam")}
+
+
+def record(key: Key, metric: float | None, sent: float = 8.0, **more: object) -> dict[str, object]:
+    base = {"metric": metric, "diverged": metric is None, "sent": sent, "defaults": DEFAULTS[key.optimizer]}
+    return vars(key) | base | more
+
+
+def searched(records: Records, task: str, optimizer: str, at: float) -> None:
+    """Make up the runs of a search whose best rate is ``at`` times its start."""
+    while keys := search(records, [(task, optimizer)]):
+        for key in keys:
+            records.add(record(key, 1 + math.log(key.lr / (at * start(task, optimizer))) ** 2))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    """Made up: on mlp and fit the rates of AdamW and 1-bit Adam are known, and three seeds of each have been run."""
+    made = Records(tmp_path / "runs.jsonl")
+    for task in ("mlp", "fit"):
+        for optimizer in ("adamw", "onebit-adam"):
+            searched(made, task, optimizer, 1.0)
+    worse = {"mlp": (1.02, 1.03, 1.04), "fit": (10.0, 10.0, 1.0)}
+    for key in reported(made, [(t, o) for t in ("mlp", "fit") for o in DEFAULTS], 3, [4], [1.0], False):
+        by = worse[key.task][key.seed] if key.optimizer == "onebit-adam" else 1.0
+        made.add(record(key, 2.0 * by, 1.5 if key.optimizer == "onebit-adam" else 8.0))
+    return made
+
+
+def test_a_difference_is_paired_in_percent_or_decades_with_its_standard_error(records):
+    found = difference(records, View(), "mlp", "onebit-adam")
+    assert (found.seeds, found.diverged, found.unit) == (3, 0, "%")
+    assert found.mean == pytest.approx(3.0)
+    assert found.error == pytest.approx(1 / 3**0.5)
+    assert str(found) == "+3.0 ± 0.6 %"
+    assert found.misses
+    found = difference(records, View(), "fit", "onebit-adam")
+    assert (found.unit, found.mean) == ("dec", pytest.approx(2 / 3))
+    assert difference(records, View(workers=16), "mlp", "onebit-adam") is None
+
+
+def test_what_diverges_is_told_misses_and_does_not_enter_the_mean(records):
+    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 2))
+    records.add(record(key, None))
+    found = difference(records, View(), "mlp", "onebit-adam")
+    assert str(found) == "+2.5 ± 0.5 %, diverged 1/3"
+    assert found.misses
+
+
+def test_one_seed_has_no_error_and_nothing_is_shown_as_nan(records):
+    for key in [k for k in records.found if k.seed in (1, 2)]:
+        del records.found[key]
+    assert str(difference(records, View(), "mlp", "onebit-adam")) == "+2.0 %"
+    assert "nan" not in markdown(rows(records, View(), list(DEFAULTS))).lower()
+    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
+    records.add(record(key, None))
+    assert str(difference(records, View(), "mlp", "onebit-adam")) == "diverged 1/1"
+    assert "nan" not in markdown(rows(records, View(), list(DEFAULTS))).lower()
+
+
+def test_the_table_has_a_row_per_task_and_tells_misses_and_bytes(records):
+    table = markdown(rows(records, View(), list(DEFAULTS)))
+    print(table)
+    assert "| task | adamw | onebit-adam |\n|---|--:|--:|\n" in table
+    assert f"| mlp, {TASKS['mlp'].metric} | 2 | +3.0 ± 0.6 % |" in table
+    assert "| worse by more than 1 % (0.05 dec) |  | 2 of 2 |" in table
+    assert "| bytes per parameter and step | 8.00 | 1.50 |" in table
+    assert [view.title for view in views(records)] == [
+        "4 workers, each optimizer at its own tuned rate",
+        "4 workers, each optimizer at its parent's tuned rate",
+    ]
+    assert rates(records, list(DEFAULTS))[1:] == [[task, *[f"{TASKS[task].lr:g}"] * 2] for task in ("mlp", "fit")]
+
+
+def test_reported_runs_wait_for_the_rate_and_come_seed_by_seed(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    cell = [("mlp", "onebit-adam")]
+    assert reported(records, cell, 2, [4], [1.0], False) == []
+    assert {key.seed for key in search(records, cell)} == set(tuning.SEEDS)
+    searched(records, "mlp", "onebit-adam", 1.0)
+    keys = reported(records, cell, 2, [4, 16], [1.0, 2.0], False)
+    assert [(k.seed, k.workers, k.lr / TASKS["mlp"].lr) for k in keys] == [
+        (seed, w, by) for seed in (0, 1) for w in (4, 16) for by in (1.0, 2.0)
+    ]
+    assert reported(records, cell, 1, [4], [1.0], True) == [], "AdamW's rate is not known yet"
+
+
+def test_runs_with_other_defaults_and_half_a_line_do_not_count_and_nothing_else_is_lost(records, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    before = len(records.found)
+    stale = record(Key("mlp", "adamw", 7, 4, 0.5), 1.0) | {"defaults": "of another version"}
+    path.write_text(path.read_text() + json.dumps(stale) + "\n" + '{"task": "mlp", "opti')
+    again = Records(path)
+    assert again.found.keys() == records.found.keys()
+    assert len(again.found) == before
+    assert path.read_text().endswith("\n")
+
+
+def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
+    records = Records(tmp_path / "runs.jsonl")
+    monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda count, **how: ThreadPoolExecutor(1))
+    monkeypatch.setattr(launch, "run", broken)
+    keys = [Key("mlp", "adamw", seed, 4, 1e-3) for seed in range(3)]
+    launch.make(records, lambda: keys, "runs")
+    assert [key.seed for key in records.found] == [0, 2]
+    out = capsys.readouterr().out
+    assert "RuntimeError: this seed is broken" in out
+    assert "seed=1" in out
+
+
+def broken(key: Key) -> dict[str, object]:
+    if key.seed == 1:
+        raise RuntimeError("this seed is broken")
+    return record(key, 1.0)
+
+
+def test_every_optimizer_has_a_parent_that_is_measured_and_settings_that_differ():
+    for name, contender in CONTENDERS.items():
+        assert contender.parent in CONTENDERS
+        assert CONTENDERS[contender.parent].parent == contender.parent, name
+    distinct = {fingerprint(name) for name in ("onebit-adam", "onebit-adam-l2", "onebit-adam-ternary", "onebit-lamb")}
+    assert len(distinct) == 4
