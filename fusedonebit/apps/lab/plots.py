@@ -31,7 +31,8 @@ WORST = 100.0
 def plot(records: Records, path: Path) -> None:
     """Draw a panel for each number of workers, at the optimizers' own rates: dots with standard errors."""
     shown = [view for view in views(records) if view.by == 1 and not view.parents] or views(records)[:1]
-    size = (1.2 + 4.2 * len(shown), 5.2)
+    tasks = len({key.task for key in records.found})
+    size = (1.2 + 4.2 * len(shown), 1.6 + 0.26 * tasks)
     figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis, view in zip(axes.flat, shown, strict=True):
         _panel(axis, records, view)
@@ -62,7 +63,7 @@ def _worst(values: Sequence[float]) -> list[float]:
 
 
 def _panel(axis: Axes, records: Records, view: View) -> None:
-    tasks = list(TASKS)[::-1]
+    tasks = [task for task in TASKS if any(view.runs(records, task, name) for name in COLOURS)][::-1]
     names = [name for name in COLOURS if sent(records, view, name) is not None]
     for place, name in enumerate(names):
         offset = 0.16 * ((len(names) - 1) / 2 - place)
@@ -80,6 +81,7 @@ def _panel(axis: Axes, records: Records, view: View) -> None:
     axis.set_xticks([-100, -10, -1, 0, 1, 10, 100], ["-100", "-10", "-1", "0", "1", "10", "100"])
     labels = [f"{task} *" if TASKS[task].noiseless else task for task in tasks]
     axis.set_yticks(range(len(tasks)), labels)
+    axis.set_ylim(-0.6, len(tasks) - 0.4)
     axis.set_title(f"{view.workers} workers", fontsize=10)
     axis.set_xlabel(f"worse than its parent, %  (*: {PERCENT:g} % for {DECADES} decades; x: diverged)", fontsize=8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .contenders import CONTENDERS
 from .records import Record, Records
@@ -164,8 +164,11 @@ def views(records: Records) -> list[View]:
     """Return the tables that there are runs for, beginning with the headline's."""
     workers = sorted({key.workers for key in records.found if key.seed not in SEEDS})
     every = [View(w, parents, by) for by in (1.0, 0.5, 2.0) for parents in (False, True) for w in workers]
-    ours = [name for name in CONTENDERS if not _is_parent(name)]
-    return [view for view in every if any(view.runs(records, task, name) for task in TASKS for name in ours)]
+    cells = [(task, name) for name in CONTENDERS if not _is_parent(name) for task in TASKS]
+    told = {view: [view.runs(records, *cell) for cell in cells] for view in every}
+    # Where all were tuned to their parents' rates that is one table.
+    own = {view: told[replace(view, parents=False)] if view.parents else None for view in every}
+    return [view for view in every if any(told[view]) and told[view] != own[view]]
 
 
 def markdown(table: Rows) -> str:
