@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
+WORKERS ?= 2
 
 .PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format hooks bench peers gpu clean
 
@@ -49,16 +50,16 @@ lab: $(READY)
 netlab: $(READY)
 	$(BIN)/python -m benchmarks.netlab
 
-# Two workers: most tests are one process of one thread.
+# Two workers unless told otherwise (WORKERS=4): most tests are one process of one thread.
 test: $(READY)
-	@echo "running about 5,000 tests on 2 processes: some 5 minutes; first both import torch and collect them"
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	@echo "running about 5,000 tests on $(WORKERS) processes: some 5 minutes on 2; first both import torch and collect them"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --long
 
 test-compiler: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels or needs_compiler or needs_browser"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "kernels or needs_compiler or needs_browser"
 
 $(VENV)/.mpi: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi]"
@@ -70,7 +71,7 @@ test-mpi: $(VENV)/.mpi
 
 # Those that promise a time, or share MPI ranks, have the machine to themselves.
 test-full: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --full -m "not alone and not needs_mpi"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full -m "not alone and not needs_mpi"
 	$(BIN)/python -m pytest --full -m "alone or needs_mpi"
 
 # Where an index has no CPU build of it, torch brings its CUDA libraries: 5 GB.
@@ -86,7 +87,7 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 # Every optimizer, on its own and beside its paper; kernels beside eager; checkpoints; the wire.
 OLDEST_TESTS := like_torch hooks reference kernels lamb_kernels lion zero_one_kernels checkpoint checkpoint_of_others dcp
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
