@@ -22,7 +22,7 @@ PARTS = (
     ("index", "", ""),
     ("guide", "Using it", "### In the loop that you have"),
     ("command-line", "The command line", "## Train something"),
-    ("results", "Results and limits", "## It does not diverge"),
+    ("results", "Results and limits", "## What it costs in quality"),
     ("", "", "## More"),  # what it lists, the table of contents does
 )
 """Pages made of the README: name, title, and the heading at which each begins."""
