@@ -43,7 +43,7 @@ def key(task: str, optimizer: str, seed: int = 0, workers: int = 4, by: float = 
 SAID = ("metric", "initial", "diverged", "steps", "curve", "sent", "vetoed_steps", "rewarms")
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=["modadd", "late"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     short(monkeypatch, task, 25)

@@ -44,7 +44,7 @@ def test_0_1_adam_and_1_bit_lamb_diverge_on_rows_that_are_seen_late_at_every_rat
 AGAIN = [("mlp", "adamw"), ("mlp", "onebit-adam"), ("resnet", "onebit-lamb")]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("task", "optimizer"), AGAIN)
 def test_a_run_made_again_has_the_recorded_bits(task, optimizer):
     """On another kind of processor, or with another torch, sums round otherwise: there the run must end near."""
