@@ -176,6 +176,7 @@ def test_the_command_names_what_it_does_not_know():
         (("--workers", "3"), "--workers must be of 2, 4, 8, 16, 32, 64, got 3"),
         (("--workers", "many"), "--workers must be numbers > 0, such as 1,2; got 'many'"),
         (("--rates", "-1"), "--rates must be numbers > 0"),
+        (("--report", "--out", "/nowhere"), "--report needs runs, and /nowhere/runs.jsonl has none"),
     ):
         result = command(*arguments)
         assert result.returncode == 2

@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     optimizers = list(dict.fromkeys([*(CONTENDERS[name].parent for name in optimizers), *optimizers]))
     cells = [(task, optimizer) for task in tasks for optimizer in optimizers]
     records = Records(Path(arguments.out) / "runs.jsonl")
+    if arguments.report and not records.found:
+        raise InputError(f"--report needs runs, and {records.path} has none of today's defaults: leave --report out")
     if not arguments.report:
         make(records, lambda: search(records, cells), "finding rates")
         make(records, lambda: reported(records, cells, arguments.seeds, workers, by, arguments.parents), "runs")

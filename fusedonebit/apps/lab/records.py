@@ -30,12 +30,12 @@ class Records:
         self.path = path
         self.found: dict[Key, Record] = {}
         self._defaults: dict[str, str] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
         for line in _whole_lines(path):
             self._take(json.loads(line))
 
     def add(self, record: Record) -> None:
         """Keep a run, in the file as well."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._take(record)
