@@ -18,8 +18,9 @@ from launched import Ended, fusedonebit
 from ranks import run_ranks
 
 from fusedonebit import FusedOneBitWarning
+from fusedonebit.apps.cli import main
+from fusedonebit.apps.lab import launch, publish, toys
 from fusedonebit.apps.lab import run as lab
-from fusedonebit.apps.lab import toys
 from fusedonebit.apps.lab.contenders import CONTENDERS, fingerprint
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import SimulatedGroup, make_transport
@@ -141,6 +142,17 @@ def test_the_command_runs_reports_and_goes_on(tmp_path):
     assert (tmp_path / "worse.png").read_bytes().startswith(b"\x89PNG")
     assert command(*choice, "--report").returncode == 0
     assert (tmp_path / "runs.jsonl").read_text() == after
+
+
+def test_at_its_parents_rate_no_other_rate_is_searched(monkeypatch, tmp_path):
+    planned: list[set[str]] = []
+    monkeypatch.setattr(launch, "make", lambda _, plan, __: planned.append({run.optimizer for run in plan()}))
+    monkeypatch.setattr(publish, "publish", lambda *_: None)
+    for chosen in ([], ["--parents"]):
+        arguments = ["lab", "--tasks", "mlp", "--optimizers", "adam-frozen", "--out", str(tmp_path), *chosen]
+        assert main(arguments) == 0
+    searches = planned[::2]
+    assert searches == [{"adamw", "adam-frozen"}, {"adamw"}]
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=whole(1), default=5, help="paired seeds, from 0; others find the rates")
     add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs (default: 4,16)")
     add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates (default: 1)")
-    add("--parents", action="store_true", help="at the rates tuned for what each compresses, instead of its own")
+    add("--parents", action="store_true", help="at the rates tuned for what each compresses, not searched for itself")
     add("--report", action="store_true", help="make no runs: print the tables of those that are there")
     add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, tables and picture; what is there stays")
     add("--list", action="store_true", help="name the tasks and the optimizers")
@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report and not records.found:
         raise InputError(f"--report needs runs, and {records.path} has none of today's defaults: leave --report out")
     if not arguments.report:
-        make(records, lambda: search(records, cells), "finding rates")
+        searched = [(task, CONTENDERS[name].parent) for task, name in cells] if arguments.parents else cells
+        make(records, lambda: search(records, searched), "finding rates")
         make(records, lambda: reported(records, cells, arguments.seeds, workers, by, arguments.parents), "runs")
     publish(records, Path(arguments.out))
     return 0
