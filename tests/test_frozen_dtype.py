@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedonebit import dcp
 from fusedonebit.comm import Transport
+from fusedonebit.triton_kernels import Coef, live_table, update_sums
 
 SIZES = (300, 0, 5, 2048, 129)
 HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
@@ -71,6 +72,21 @@ def test_it_saves_two_bytes_and_moves_denominators_by_no_more_than_bfloat16_roun
     # One compressed update from equal signs: as far apart as the roots of the two variances.
     for a, b, start in zip(values(wide), values(half), params(), strict=True):
         torch.testing.assert_close(b - start, a - start, rtol=0.02, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("precondition", [False, True])
+def test_the_guard_reads_it_as_it_reads_float32(name, precondition):
+    optimizer = ONEBIT[name](params(), 1e-3, freeze_step=4, precondition=precondition, **HALF)
+    train(optimizer, range(8))
+    assert optimizer.phase == "compression"
+    arguments = [optimizer.layout.sizes, optimizer.layout.block_size, None]
+    table, tensors = live_table(optimizer.layout), optimizer.layout.block_tensor()
+    rest = [False, torch.rand(len(optimizer.layout.sizes), len(Coef)), tensors, table.bits, table.row]
+    half, wide = (update_sums(*arguments, v, *rest) for v in (optimizer.exp_avg_sq, optimizer.exp_avg_sq.float()))
+    assert torch.equal(half, wide)
+    assert half.sum() > 0
 
 
 def steps_on_ranks(rank: int, transport: Transport, name: str) -> tuple[list[Tensor], str]:

@@ -112,7 +112,8 @@ def update_sums(
     sums = exp_avg_sq.new_zeros(len(exp_avg_sq) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
         b = tile.blocks
-        d = rules.denominator(exp_avg_sq.view(-1, block_size)[b], coef[block_tensor[b]], eps_inside_sqrt)
+        v = exp_avg_sq.view(-1, block_size)[b].float()
+        d = rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt)
         wide = only_live(torch.ones_like(d) if x is None else x.view(-1, block_size)[b], live, live_row, tile).double()
         sums[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
     return sums
