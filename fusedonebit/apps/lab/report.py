@@ -166,9 +166,13 @@ def views(records: Records) -> list[View]:
     every = [View(w, parents, by) for by in (1.0, 0.5, 2.0) for parents in (False, True) for w in workers]
     cells = [(task, name) for name in CONTENDERS if not _is_parent(name) for task in TASKS]
     told = {view: [view.runs(records, *cell) for cell in cells] for view in every}
-    # Where all were tuned to their parents' rates that is one table.
-    own = {view: told[replace(view, parents=False)] if view.parents else None for view in every}
-    return [view for view in every if any(told[view]) and told[view] != own[view]]
+
+    def says_more(view: View) -> bool:
+        # Some own rates are their parents': those runs alone are no table of their own.
+        own = told[replace(view, parents=False)]
+        return any(runs and not (view.parents and runs == mine) for runs, mine in zip(told[view], own, strict=True))
+
+    return list(filter(says_more, every))
 
 
 def markdown(table: Rows) -> str:

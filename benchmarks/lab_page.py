@@ -1,0 +1,54 @@
+"""The lab's tables for README.md and ``docs/numerics.md``, from the recorded runs.
+
+``python -m benchmarks.lab_page`` writes them into both, ``table.md`` and ``worse.png`` beside the runs, and
+``docs/toys.png``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusedonebit.apps.lab.plots import plot_toys
+from fusedonebit.apps.lab.publish import publish
+from fusedonebit.apps.lab.records import Records
+from fusedonebit.apps.lab.report import View, markdown, rates, rows, views
+from fusedonebit.apps.lab.tasks import TASKS
+
+from .pages import DOCS, write_tables
+
+RESULTS = Path(__file__).with_name("results") / "lab"
+HEADLINE = ("onebit-adam", "zero-one-adam", "onebit-lamb")
+FAMILY = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb")
+
+
+def readme_table(records: Records) -> str:
+    """Return how much worse ours are than what they compress, at 4 workers and their own rates."""
+    return markdown(rows(records, View(), HEADLINE))
+
+
+def page_tables(records: Records) -> str:
+    """Return the tables of the headline's optimizers that have all tasks, each under what it shows."""
+    whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in FAMILY)]
+    parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, FAMILY))}" for view in whole]
+    return "\n" + "\n".join([*parts, f"Tuned learning rates:\n\n{markdown(rates(records, FAMILY))}"]) + "\n"
+
+
+def ablations(records: Records) -> str:
+    """Return the table of those that have a part of ours alone, or the papers' numerics, at their parents' rates."""
+    others = [name for name in dict.fromkeys(key.optimizer for key in records.found) if name not in FAMILY]
+    return "\n" + markdown(rows(records, View(parents=True), others)) + "\n"
+
+
+def main() -> None:
+    """Write them."""
+    records = Records(RESULTS / "runs.jsonl")
+    publish(records, RESULTS)
+    plot_toys(DOCS / "toys.png")
+    write_tables(DOCS.parent / "README.md", readme_table(records), "LAB")
+    write_tables(DOCS / "numerics.md", page_tables(records), "LAB")
+    write_tables(DOCS / "numerics.md", ablations(records), "ABLATIONS")
+    print("wrote the tables of README.md and docs/numerics.md")
+
+
+if __name__ == "__main__":
+    main()
