@@ -1,7 +1,4 @@
-"""0/1 Adam (Lu et al., 2022): a step between two synchronisations, and what follows one. Never autotuned.
-
-There is no C: CPUs that run it are those of tests and of the lab.
-"""
+"""0/1 Adam (Lu et al., 2022): a step between two synchronisations, and what follows one. Never autotuned."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+/* 0/1 Adam: a step between two synchronisations, and what follows one. */
+
+#include "block_io.h"
+
+/* A block's m, x and c after a gradient, where that is finite; says whether it was. */
+static void own_step(float *restrict m, float *restrict x, float *restrict c, int32_t *restrict fine,
+                     const float *restrict g, const float *restrict d, const float *row, const int32_t *restrict counts,
+                     int64_t preconditioned, int64_t leaks, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n)
+        LANES {
+            float now = momentum(m[i + j], counted(g[i + j], k), k), u = now / d[i + j];
+            float added = preconditioned ? u : now;
+            if (leaks)
+                added = leaking(added, x[i + j], d[i + j], k);
+            added = c[i + j] + added;
+            fine[i + j] = finite(added) & finite(u);
+            int32_t takes = fine[i + j] & counts[i + j];
+            x[i + j] = takes ? moved(x[i + j], u, k) : x[i + j];
+            m[i + j] = takes ? now : m[i + j];
+            c[i + j] = takes ? added : c[i + j];
+        }
+}
+
+/* c += beta1*m, or beta1*m/d, where that is finite. */
+static void add_kept(float *restrict c, int32_t *restrict fine, const float *restrict m, const float *restrict d,
+                     const float *row, int64_t preconditioned, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n)
+        LANES {
+            float total = c[i + j] + (preconditioned ? m[i + j] / d[i + j] : m[i + j]) * k[BETA1];
+            fine[i + j] &= finite(total);
+            c[i + j] = finite(total) ? total : c[i + j];
+        }
+}
+
+KERNEL(local_step)
+{
+    float m[MOST], x[MOST], d[MOST], g[MOST];
+    int32_t fine[MOST], takes[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        float *c = compensated + b * BLOCK_SIZE;
+        int64_t row = live_row[b];
+        if (row == EMPTY) {
+            memset(c, 0, BLOCK_SIZE * sizeof *c);
+            continue;
+        }
+        memcpy(m, exp_avg + b * BLOCK_SIZE, BLOCK_SIZE * sizeof *m);
+        denominators(d, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+        for (int64_t i = 0; i < BLOCK_SIZE; i++) {
+            fine[i] = 1;
+            takes[i] = !*hold && counts(live, row, i, BLOCK_SIZE);
+        }
+        EACH_LINE(i, BLOCK_SIZE)
+            LANES c[i + j] = residual(c[i + j], worker_scale[b], 0);
+        if (MOVES) {
+            struct place from = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRADS);
+            load_user(g, from, live, row, BLOCK_SIZE);
+            load_user(x, at, live, row, BLOCK_SIZE);
+            own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
+            store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
+        }
+        if (LAST)
+            add_kept(c, fine, m, d, at.k, PRECONDITION, BLOCK_SIZE);
+        else if (MOVES)
+            memcpy(exp_avg + b * BLOCK_SIZE, m, BLOCK_SIZE * sizeof *m);
+        only_live(c, live, row, BLOCK_SIZE);
+        int32_t bad = 0;
+        for (int64_t i = 0; i < BLOCK_SIZE; i++)
+            bad |= takes[i] & !fine[i];
+        if (bad)
+            __atomic_fetch_or(flags, NONFINITE, __ATOMIC_RELAXED);
+    }
+}
+
+KERNEL(rebuild_momentum)
+{
+    float d[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        float *m = exp_avg + b * BLOCK_SIZE;
+        scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), 0, exp_avg_scale[b],
+               0, BLOCK_SIZE);
+        if (exp_avg_sq) {
+            denominators(d, exp_avg_sq + b * BLOCK_SIZE, coef + block_tensor[b] * COLUMNS, EPS_INSIDE_SQRT,
+                         BLOCK_SIZE);
+            EACH_LINE(i, BLOCK_SIZE)
+                LANES m[i + j] *= d[i + j];
+        }
+        only_live(m, live, live_row[b], BLOCK_SIZE);
+    }
+}
