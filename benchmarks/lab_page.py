@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
 from fusedonebit.apps.lab.plots import plot_toys
 from fusedonebit.apps.lab.publish import publish
 from fusedonebit.apps.lab.records import Records
@@ -17,25 +18,24 @@ from fusedonebit.apps.lab.tasks import TASKS
 from .pages import DOCS, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "lab"
-HEADLINE = ("onebit-adam", "zero-one-adam", "onebit-lamb")
-FAMILY = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb")
+OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
 def readme_table(records: Records) -> str:
     """Return how much worse ours are than what they compress, at 4 workers and their own rates."""
-    return markdown(rows(records, View(), HEADLINE))
+    return markdown(rows(records, View(), OURS))
 
 
 def page_tables(records: Records) -> str:
     """Return the tables of the headline's optimizers that have all tasks, each under what it shows."""
-    whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in FAMILY)]
-    parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, FAMILY))}" for view in whole]
-    return "\n" + "\n".join([*parts, f"Tuned learning rates:\n\n{markdown(rates(records, FAMILY))}"]) + "\n"
+    whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in HEADLINE)]
+    parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE))}" for view in whole]
+    return "\n" + "\n".join([*parts, f"Tuned learning rates:\n\n{markdown(rates(records, HEADLINE))}"]) + "\n"
 
 
 def ablations(records: Records) -> str:
     """Return the table of those that have a part of ours alone, or the papers' numerics, at their parents' rates."""
-    others = [name for name in dict.fromkeys(key.optimizer for key in records.found) if name not in FAMILY]
+    others = [name for name in dict.fromkeys(key.optimizer for key in records.found) if name not in HEADLINE]
     return "\n" + markdown(rows(records, View(parents=True), others)) + "\n"
 
 

@@ -21,7 +21,7 @@ from fusedonebit import FusedOneBitWarning
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.lab import launch, publish, toys
 from fusedonebit.apps.lab import run as lab
-from fusedonebit.apps.lab.contenders import CONTENDERS, fingerprint
+from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import SimulatedGroup, make_transport
 
@@ -61,7 +61,7 @@ ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike]
 
 @pytest.mark.long(but=["mlp-onebit-adam-4", "vgg-onebit-adam-4", "recsys-onebit-lamb-4", "late-adamw-4"])
 @pytest.mark.parametrize("workers", [4, 16])
-@pytest.mark.parametrize("optimizer", ["adamw", "onebit-adam", "lamb", "onebit-lamb"])
+@pytest.mark.parametrize("optimizer", HEADLINE)
 @pytest.mark.parametrize("task", ["mlp", "vgg", "gan", "recsys", "late"])
 def test_one_optimizer_for_all_workers_gives_the_bits_and_bytes_of_simulated_ranks(
     monkeypatch, task, optimizer, workers
@@ -87,7 +87,7 @@ def test_every_optimizer_runs_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 60)
     record = lab.run(key("mlp", name, by=0.1))
     assert record["initial"] == pytest.approx(2.3131, abs=1e-4)
-    assert record["defaults"] == fingerprint(name)
+    assert record["defaults"] == lab.fingerprint("mlp", name)
     assert record["sent"] > 0
     if name == "cascading":
         assert record["diverged"]
@@ -146,7 +146,7 @@ def test_the_command_runs_reports_and_goes_on(tmp_path):
 
 def test_at_its_parents_rate_no_other_rate_is_searched(monkeypatch, tmp_path):
     planned: list[set[str]] = []
-    monkeypatch.setattr(launch, "make", lambda _, plan, __: planned.append({run.optimizer for run in plan()}))
+    monkeypatch.setattr(launch, "make", lambda _, plan, __: planned.append({run.optimizer for run in plan()}) or 0)
     monkeypatch.setattr(publish, "publish", lambda *_: None)
     for chosen in ([], ["--parents"]):
         arguments = ["lab", "--tasks", "mlp", "--optimizers", "adam-frozen", "--out", str(tmp_path), *chosen]
@@ -186,8 +186,12 @@ def test_the_command_names_what_it_does_not_know():
         (("--tasks", "imagenet"), "--tasks must be of vgg, resnet"),
         (("--optimizers", "adagrad"), "--optimizers must be of adamw, onebit-adam"),
         (("--workers", "3"), "--workers must be of 2, 4, 8, 16, 32, 64, got 3"),
+        (("--workers", "4.7"), "--workers must be of 2, 4, 8, 16, 32, 64, got 4.7"),
         (("--workers", "many"), "--workers must be numbers > 0, such as 1,2; got 'many'"),
+        (("--workers", "inf"), "--workers must be numbers > 0"),
         (("--rates", "-1"), "--rates must be numbers > 0"),
+        (("--rates", "nan"), "--rates must be numbers > 0"),
+        (("--out", "/dev/null"), "--out must be a folder that can be written, got '/dev/null'"),
         (("--report", "--out", "/nowhere"), "--report needs runs, and /nowhere/runs.jsonl has none"),
     ):
         result = command(*arguments)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fusedonebit.apps.arguments import InputError
 from fusedonebit.apps.lab import launch, tuning
-from fusedonebit.apps.lab.contenders import CONTENDERS, fingerprint
+from fusedonebit.apps.lab.contenders import CONTENDERS
 from fusedonebit.apps.lab.records import Records, reported, search, start
 from fusedonebit.apps.lab.report import View, difference, markdown, rates, rows, views
-from fusedonebit.apps.lab.run import Key
+from fusedonebit.apps.lab.run import Key, fingerprint
 from fusedonebit.apps.lab.tasks import TASKS
 
-DEFAULTS = {name: fingerprint(name) for name in ("adamw", "onebit-adam")}
+BOTH = ("adamw", "onebit-adam")
 
 
 def record(key: Key, metric: float | None, sent: float = 8.0, **more: object) -> dict[str, object]:
-    base = {"metric": metric, "diverged": metric is None, "sent": sent, "defaults": DEFAULTS[key.optimizer]}
+    settings = fingerprint(key.task, key.optimizer)
+    base = {"metric": metric, "diverged": metric is None, "sent": sent, "defaults": settings}
     return vars(key) | base | more
 
 
@@ -39,7 +42,7 @@ def records(tmp_path: Path) -> Records:
         for optimizer in ("adamw", "onebit-adam"):
             searched(made, task, optimizer, 1.0)
     worse = {"mlp": (1.02, 1.03, 1.04), "fit": (10.0, 10.0, 1.0)}
-    for key in reported(made, [(t, o) for t in ("mlp", "fit") for o in DEFAULTS], 3, [4], [1.0], False):
+    for key in reported(made, [(t, o) for t in ("mlp", "fit") for o in BOTH], 3, [4], [1.0], False):
         by = worse[key.task][key.seed] if key.optimizer == "onebit-adam" else 1.0
         made.add(record(key, 2.0 * by, 1.5 if key.optimizer == "onebit-adam" else 8.0))
     return made
@@ -63,21 +66,67 @@ def test_what_diverges_is_told_misses_and_does_not_enter_the_mean(records):
     found = difference(records, View(), "mlp", "onebit-adam")
     assert str(found) == "+2.5 ± 0.5 %, diverged 1/3"
     assert found.misses
+    assert not found.undecided
+
+
+def test_a_seed_in_which_the_parent_diverges_says_nothing(records):
+    for seed in range(3):
+        parent = next(k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "adamw", seed))
+        records.add(record(parent, None))
+        mine = next(k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", seed))
+        records.add(record(mine, None if seed == 0 else 9.0))
+        found = difference(records, View(), "mlp", "onebit-adam")
+        print(found)
+        assert found.lost == seed + 1
+        assert found.diverged == 0
+    assert str(found) == "parent diverged 3/3"
+    assert not found.misses
+    assert "1 of 1" in markdown(rows(records, View(), list(BOTH))), "of fit alone"
+
+
+def test_what_diverges_at_every_rate_is_run_at_the_smallest_and_told(tmp_path):
+    made = Records(tmp_path / "runs.jsonl")
+    searched(made, "mlp", "adamw", 1.0)
+    while keys := search(made, [("mlp", "onebit-adam")]):
+        for key in keys:
+            made.add(record(key, None))
+    smallest = min(made.metrics("mlp", "onebit-adam"))
+    assert made.tuned("mlp", "onebit-adam") == smallest
+    keys = reported(made, [("mlp", name) for name in BOTH], 2, [4], [1.0], False)
+    assert {key.lr for key in keys if key.optimizer == "onebit-adam"} == {smallest}
+    for key in keys:
+        made.add(record(key, None if key.optimizer == "onebit-adam" else 1.0))
+    table = markdown(rows(made, View(), list(BOTH)))
+    assert "| diverged 2/2 |" in table
+    assert "| 1 of 1 |" in table
+
+
+def test_a_mean_within_two_errors_of_what_is_allowed_is_undecided(records):
+    found = difference(records, View(), "mlp", "onebit-adam")
+    assert not found.undecided, "3 is over 1 by more than two of 0.6"
+    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
+    records.add(record(key, 2.0 * 0.99))
+    found = difference(records, View(), "mlp", "onebit-adam")
+    assert str(found) == "+2.0 ± 1.5 %"
+    assert found.misses
+    assert found.undecided
+    table = markdown(rows(records, View(), list(BOTH)))
+    assert "| within two errors of that |  | 2 of 2 |" in table, "fit has 0.67 with an error of 0.33"
 
 
 def test_one_seed_has_no_error_and_nothing_is_shown_as_nan(records):
     for key in [k for k in records.found if k.seed in (1, 2)]:
         del records.found[key]
     assert str(difference(records, View(), "mlp", "onebit-adam")) == "+2.0 %"
-    assert "nan" not in markdown(rows(records, View(), list(DEFAULTS))).lower()
+    assert "nan" not in markdown(rows(records, View(), list(BOTH))).lower()
     (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
     records.add(record(key, None))
     assert str(difference(records, View(), "mlp", "onebit-adam")) == "diverged 1/1"
-    assert "nan" not in markdown(rows(records, View(), list(DEFAULTS))).lower()
+    assert "nan" not in markdown(rows(records, View(), list(BOTH))).lower()
 
 
 def test_the_table_has_a_row_per_task_and_tells_misses_and_bytes(records):
-    table = markdown(rows(records, View(), list(DEFAULTS)))
+    table = markdown(rows(records, View(), list(BOTH)))
     print(table)
     assert "| task | adamw | onebit-adam |\n|---|--:|--:|\n" in table
     assert f"| mlp, {TASKS['mlp'].metric} | 2 | +3.0 ± 0.6 % |" in table
@@ -86,7 +135,7 @@ def test_the_table_has_a_row_per_task_and_tells_misses_and_bytes(records):
     assert [view.title for view in views(records)] == ["4 workers, each optimizer at its own tuned rate"], (
         "both are one"
     )
-    assert rates(records, list(DEFAULTS))[1:] == [[task, *[f"{TASKS[task].lr:g}"] * 2] for task in ("mlp", "fit")]
+    assert rates(records, list(BOTH))[1:] == [[task, *[f"{TASKS[task].lr:g}"] * 2] for task in ("mlp", "fit")]
 
 
 def test_reported_runs_wait_for_the_rate_and_come_seed_by_seed(tmp_path):
@@ -107,10 +156,23 @@ def test_runs_with_other_defaults_and_half_a_line_do_not_count_and_nothing_else_
     before = len(records.found)
     stale = record(Key("mlp", "adamw", 7, 4, 0.5), 1.0) | {"defaults": "of another version"}
     path.write_text(path.read_text() + json.dumps(stale) + "\n" + '{"task": "mlp", "opti')
+    torn = path.read_text()
     again = Records(path)
     assert again.found.keys() == records.found.keys()
     assert len(again.found) == before
-    assert path.read_text().endswith("\n")
+    assert path.read_text() == torn, "whoever reads changes nothing: another may be writing"
+    again.add(record(Key("mlp", "adamw", 8, 4, 0.5), 1.0))
+    assert len(Records(path).found) == before + 1
+    assert path.read_text().startswith(torn[: torn.rfind("\n") + 1])
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"task": "mlp"}', b"\xff"])
+def test_another_line_that_is_no_run_is_named(records, line):
+    content = line if isinstance(line, bytes) else line.encode()
+    lines = records.path.read_bytes().splitlines()
+    records.path.write_bytes(b"\n".join([lines[0], content, *lines[1:], b""]))
+    with pytest.raises(InputError, match=r"runs.jsonl, line 2, is no run of the lab: mend or remove it"):
+        Records(records.path)
 
 
 def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
@@ -118,7 +180,7 @@ def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda count, **how: ThreadPoolExecutor(1))
     monkeypatch.setattr(launch, "run", broken)
     keys = [Key("mlp", "adamw", seed, 4, 1e-3) for seed in range(3)]
-    launch.make(records, lambda: keys, "runs")
+    assert launch.make(records, lambda: keys, "runs") == 1
     assert [key.seed for key in records.found] == [0, 2]
     out = capsys.readouterr().out
     assert "RuntimeError: this seed is broken" in out
@@ -135,5 +197,16 @@ def test_every_optimizer_has_a_parent_that_is_measured_and_settings_that_differ(
     for name, contender in CONTENDERS.items():
         assert contender.parent in CONTENDERS
         assert CONTENDERS[contender.parent].parent == contender.parent, name
-    distinct = {fingerprint(name) for name in ("onebit-adam", "onebit-adam-l2", "onebit-adam-ternary", "onebit-lamb")}
-    assert len(distinct) == 4
+
+
+def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
+    assert len({fingerprint("mlp", name) for name in CONTENDERS}) == len(CONTENDERS)
+    before = fingerprint("mlp", "adam-frozen")
+    fingerprint.cache_clear()
+    monkeypatch.setattr("fusedonebit.apps.lab.run.VARIANCE_FLOOR", 0.5)
+    assert fingerprint("mlp", "adam-frozen") != before
+    fingerprint.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setitem(TASKS, "mlp", replace(TASKS["mlp"], batch_size=32))
+    assert fingerprint("mlp", "adam-frozen") != before
+    fingerprint.cache_clear()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+from functools import partial
 from pathlib import Path
 
 from ..arguments import InputError, listed, need, whole
+
+WORKERS = (2, 4, 8, 16, 32, 64)
+"""Numbers of workers: powers of 2, by which sums are divided exactly."""
 
 DESCRIPTION = (
     "Train small real tasks with named optimizers on simulated workers, each at its tuned learning rate; tables and a "
@@ -18,20 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tasks", metavar="A,B", help="some of the tasks (default: all; --list names them)")
     add("--optimizers", metavar="A,B", help="some of the optimizers (default: those of the headline)")
-    add("--seeds", type=whole(1), default=5, help="paired seeds, from 0; others find the rates")
-    add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs (default: 4,16)")
-    add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates (default: 1)")
+    add("--seeds", type=whole(1, 1000), default=5, help="paired seeds, from 0; others find the rates")
+    add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs")
+    add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates")
     add("--parents", action="store_true", help="at the rates tuned for what each compresses, not searched for itself")
-    add("--report", action="store_true", help="make no runs: print the tables of those that are there")
+    add("--report", action="store_true", help="make no runs: print the tables of all that are there")
     add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, tables and picture; what is there stays")
     add("--list", action="store_true", help="name the tasks and the optimizers")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the runs that are missing, and report.
+    """Make the runs that are missing, and report; return 1 where one failed.
 
     Raises:
-        InputError: for an unknown name, or a number that makes no sense.
+        InputError: for an unknown name, a number that makes no sense, or a folder that can't be written.
     """
     from .contenders import CONTENDERS, HEADLINE
     from .tasks import TASKS
@@ -44,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         for name in given:
             if name not in known:
                 raise InputError(f"{flag} must be of {', '.join(known)}, got {name!r}")
-    workers = [int(n) for n in _numbers("--workers", arguments.workers)]
+    workers = _numbers("--workers", arguments.workers)
     for n in workers:
-        if n < 2 or n & (n - 1) or n > 64:
-            raise InputError(f"--workers must be of 2, 4, 8, 16, 32, 64, got {n}")
+        if n not in WORKERS:
+            raise InputError(f"--workers must be of {', '.join(map(str, WORKERS))}, got {n:g}")
     by = _numbers("--rates", arguments.rates)
     need("rich", "sklearn")
     from .launch import make
@@ -57,15 +62,26 @@ def run(arguments: argparse.Namespace) -> int:
     # Parents too: what is compressed is compared with them.
     optimizers = list(dict.fromkeys([*(CONTENDERS[name].parent for name in optimizers), *optimizers]))
     cells = [(task, optimizer) for task in tasks for optimizer in optimizers]
-    records = Records(Path(arguments.out) / "runs.jsonl")
+    records, failed = Records(Path(arguments.out) / "runs.jsonl"), 0
     if arguments.report and not records.found:
-        raise InputError(f"--report needs runs, and {records.path} has none of today's defaults: leave --report out")
+        raise InputError(f"--report needs runs, and {records.path} has none of today's settings: leave --report out")
     if not arguments.report:
+        _make_folder(Path(arguments.out))
         searched = [(task, CONTENDERS[name].parent) for task, name in cells] if arguments.parents else cells
-        make(records, lambda: search(records, searched), "finding rates")
-        make(records, lambda: reported(records, cells, arguments.seeds, workers, by, arguments.parents), "runs")
+        failed += make(records, lambda: search(records, searched), "finding rates")
+        counts = [int(n) for n in workers]
+        runs = partial(reported, records, cells, arguments.seeds, counts, by, arguments.parents)
+        failed += make(records, runs, "runs")
     publish(records, Path(arguments.out))
-    return 0
+    return 1 if failed else 0
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "runs.jsonl").touch()
+    except OSError as error:
+        raise InputError(f"--out must be a folder that can be written, got {str(out)!r}: {error.strerror}") from None
 
 
 def _numbers(flag: str, text: str) -> list[float]:
@@ -73,6 +89,6 @@ def _numbers(flag: str, text: str) -> list[float]:
         numbers = [float(part) for part in listed(text)]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise InputError(f"{flag} must be numbers > 0, such as 1,2; got {text!r}")
     return numbers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -206,11 +205,3 @@ CONTENDERS: dict[str, Contender] = {
 
 HEADLINE = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb")
 """Uncompressed and ours: what the headline table is about."""
-
-
-def fingerprint(name: str) -> str:
-    """Return a hash of all settings that an optimizer has with the package's defaults, in a run of 100 steps."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = CONTENDERS[name].make([param], Setting(1.0, 100, 0.0, 0, AlikeTransport(0, 4)))
-    settled = getattr(optimizer, "options", None) or sorted(optimizer.defaults.items())
-    return hashlib.sha256(repr(settled).encode()).hexdigest()[:12]

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 
 import torch
@@ -18,12 +19,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ... import FusedOneBitWarning
+from ..arguments import InputError
 from .records import Record, Records
 from .run import Key, run
 
 
-def make(records: Records, plan: Callable[[], Sequence[Key]], name: str) -> None:
-    """Make the runs of a plan that ``records`` lacks, until it plans no others. One that fails ends no other."""
+def make(records: Records, plan: Callable[[], Sequence[Key]], name: str) -> int:
+    """Make the runs of a plan that ``records`` lacks, until it plans no others. One that fails ends no other.
+
+    Returns:
+        How many failed.
+
+    Raises:
+        InputError: where processes of runs were killed, by the system as a rule, for want of memory.
+    """
     failed: set[Key] = set()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Spawned, one thread each: steps are short.
@@ -45,9 +54,12 @@ def make(records: Records, plan: Callable[[], Sequence[Key]], name: str) -> None
                     else:
                         records.add(record)
                     progress.update(bar, advance=1)
+        except BrokenProcessPool:
+            raise InputError("a run's process was killed: what was made is kept, the same command goes on") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return len(failed)
 
 
 def _cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -15,13 +16,11 @@ from .report import Rows, markdown, rates, rows, views
 
 def publish(records: Records, out: Path) -> None:
     """Print all tables that there are runs for, and write them to ``out``; draw the picture where matplotlib is."""
-    optimizers = [name for name in CONTENDERS if any(key.optimizer == name for key in records.found)]
-    tables = {view.title: rows(records, view, optimizers) for view in views(records)}
-    tables["learning rates"] = rates(records, optimizers)
+    tables = every_table(records)
     console = Console(highlight=False)
     for title, table in tables.items():
         console.print(_on_a_terminal(title, table))
-    (out / "table.md").write_text("\n".join(f"## {title.capitalize()}\n\n{markdown(t)}" for title, t in tables.items()))
+    (out / "table.md").write_text(page(tables))
     written = [out / "table.md"]
     if absent := missing("matplotlib"):
         console.print(f"the picture needs {absent}")
@@ -31,6 +30,18 @@ def publish(records: Records, out: Path) -> None:
         plot(records, out / "worse.png")
         written.append(out / "worse.png")
     console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True)
+
+
+def every_table(records: Records) -> dict[str, Rows]:
+    """Return the tables that there are runs for, under what each shows."""
+    optimizers = [name for name in CONTENDERS if any(key.optimizer == name for key in records.found)]
+    tables = {view.title: rows(records, view, optimizers) for view in views(records)}
+    return tables | {"learning rates": rates(records, optimizers)}
+
+
+def page(tables: Mapping[str, Rows]) -> str:
+    """Return what ``table.md`` has."""
+    return "\n".join(f"## {title.capitalize()}\n\n{markdown(table)}" for title, table in tables.items())
 
 
 def _on_a_terminal(title: str, table: Rows) -> Table:

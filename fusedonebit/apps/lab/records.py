@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..arguments import InputError
 from . import tuning
-from .contenders import CONTENDERS, fingerprint
-from .run import Key
+from .contenders import CONTENDERS
+from .run import Key, fingerprint
 from .tasks import TASKS
 
 Record = dict[str, Any]
@@ -24,30 +25,44 @@ TUNED_AT = 4
 
 
 class Records:
-    """The runs made so far, in a file with a line for each; those with other defaults than today's don't count."""
+    """The runs made so far, in a file with a line for each; those with other settings than today's don't count.
+
+    A last line that was not written to its end does not count either, and is cut off when one is added.
+
+    Raises:
+        InputError: for a file that can't be read, or another line that is no run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.found: dict[Key, Record] = {}
-        self._defaults: dict[str, str] = {}
-        for line in _whole_lines(path):
-            self._take(json.loads(line))
+        try:
+            text = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path} can't be read: {error.strerror}") from None
+        whole = text.rfind(b"\n") + 1
+        self._torn_at = None if whole == len(text) else whole
+        for number, line in enumerate(text[:whole].splitlines(), 1):
+            try:
+                self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError):  # JSON's and Unicode's errors are the first's
+                raise InputError(f"{path}, line {number}, is no run of the lab: mend or remove it") from None
 
     def add(self, record: Record) -> None:
         """Keep a run, in the file as well."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
+            if self._torn_at is not None:
+                file.truncate(self._torn_at)
+                self._torn_at = None
             file.write(json.dumps(record) + "\n")
         self._take(record)
 
     def _take(self, record: Record) -> None:
-        name = record["optimizer"]
-        if name not in CONTENDERS or record["task"] not in TASKS:
-            return
-        if name not in self._defaults:
-            self._defaults[name] = fingerprint(name)
-        if record["defaults"] == self._defaults[name]:
-            self.found[Key(*(record[field.name] for field in fields(Key)))] = record
+        key = Key(*(record[field.name] for field in fields(Key)))
+        known = key.task in TASKS and key.optimizer in CONTENDERS
+        if known and record["defaults"] == fingerprint(key.task, key.optimizer):
+            self.found[key] = record
 
     def metrics(self, task: str, optimizer: str) -> dict[float, float]:
         """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""
@@ -58,7 +73,7 @@ class Records:
         return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
 
     def tuned(self, task: str, optimizer: str) -> float | None:
-        """Return the best rate; None where the search is not over, or all diverged."""
+        """Return the best rate, the smallest tried where all diverged; None where the search is not over."""
         return tuning.best(start(task, optimizer), self.metrics(task, optimizer))
 
 
@@ -90,14 +105,3 @@ def reported(
             if lr is not None:
                 keys += [Key(task, optimizer, seed, w, tuning.rounded(lr * by)) for w in workers for by in rates]
     return keys
-
-
-def _whole_lines(path: Path) -> Iterator[str]:
-    """Yield a file's lines; cut off a last one that was not written to its end."""
-    if not path.exists():
-        return
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    yield from whole.splitlines()

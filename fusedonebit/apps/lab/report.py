@@ -53,11 +53,12 @@ class Difference:
     """How much worse an optimizer is than its parent, in paired seeds.
 
     Args:
-        seeds: How many both have.
+        seeds: How many both have, in which the parent did not diverge.
         diverged: In how many of those it diverged.
         mean: In percent of the parent's metric, or in decades; negative: better; NaN where all diverged.
         error: Its standard error; NaN where it can't be known.
         unit: "%" or "dec".
+        lost: Seeds in which the parent diverged: they say nothing.
     """
 
     seeds: int
@@ -65,11 +66,21 @@ class Difference:
     mean: float
     error: float
     unit: str
+    lost: int = 0
 
     @property
     def misses(self) -> bool:
         """Whether it is worse than allowed, or diverged."""
-        return self.diverged > 0 or not self.mean <= (DECADES if self.unit == "dec" else PERCENT)
+        return self.diverged > 0 or self._above > 0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is within two standard errors of what is allowed; one seed decides nothing."""
+        return not self.diverged and not abs(self._above) > 2 * self.error
+
+    @property
+    def _above(self) -> float:
+        return self.mean - (DECADES if self.unit == "dec" else PERCENT)
 
     def __str__(self) -> str:
         parts = []
@@ -79,6 +90,8 @@ class Difference:
             parts.append(f"{self.mean:+.{digits}f}{error} {self.unit}")
         if self.diverged:
             parts.append(f"diverged {self.diverged}/{self.seeds}")
+        if self.lost:
+            parts.append(f"parent diverged {self.lost}/{self.seeds + self.lost}")
         return ", ".join(parts)
 
 
@@ -88,15 +101,16 @@ def difference(records: Records, view: View, task: str, optimizer: str) -> Diffe
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
-    fine = [s for s in seeds if not mine[s]["diverged"] and not theirs[s]["diverged"]]
+    against = [s for s in seeds if not theirs[s]["diverged"]]
+    fine = [s for s in against if not mine[s]["diverged"]]
     pairs = [(mine[s]["metric"], theirs[s]["metric"]) for s in fine]
     if TASKS[task].noiseless:
         worse = [math.log10(a / b) for a, b in pairs]
     else:
         scale = 100 * len(pairs) / sum(abs(b) for _, b in pairs) if pairs else math.nan
         worse = [scale * (a - b) for a, b in pairs]
-    diverged = sum(mine[s]["diverged"] for s in seeds)
-    return Difference(len(seeds), diverged, *_mean_and_error(worse), "dec" if TASKS[task].noiseless else "%")
+    unit, lost = "dec" if TASKS[task].noiseless else "%", len(seeds) - len(against)
+    return Difference(len(against), len(against) - len(fine), *_mean_and_error(worse), unit, lost)
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -121,7 +135,7 @@ def sent(records: Records, view: View, optimizer: str) -> float | None:
 def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
     """Return a table, its head first: a row per task, a column per optimizer; parents by their metric, others worse by.
 
-    The last rows are how many tasks each misses, and the bytes that it sends.
+    The last rows are how many tasks each misses, how many of its tasks are undecided, and the bytes that it sends.
     """
     shown = [name for name in optimizers if any(view.runs(records, task, name) for task in TASKS)]
     found = {(task, name): difference(records, view, task, name) for task in TASKS for name in shown}
@@ -130,9 +144,11 @@ def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
         cells = [_metric(records, view, task, n) if _is_parent(n) else str(found[task, n] or "") for n in shown]
         if any(cells):
             table.append([f"{task}, {TASKS[task].metric}", *cells])
-    missed = {name: [d.misses for task in TASKS if (d := found[task, name])] for name in shown}
+    told = {name: [d for task in TASKS if (d := found[task, name]) and d.seeds] for name in shown}
     limits = f"worse by more than {PERCENT:g} % ({DECADES} dec)"
-    table.append([limits, *("" if _is_parent(n) else f"{sum(missed[n])} of {len(missed[n])}" for n in shown)])
+    for title, count in ((limits, lambda d: d.misses), ("within two errors of that", lambda d: d.undecided)):
+        counts = [f"{sum(map(count, told[name]))} of {len(told[name])}" for name in shown]
+        table.append([title, *("" if _is_parent(n) else text for n, text in zip(shown, counts, strict=True))])
     table.append(["bytes per parameter and step", *(f"{sent(records, view, n) or 0:.2f}" for n in shown)])
     return table
 

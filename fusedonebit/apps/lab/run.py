@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,13 +16,16 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from ...comm import SimulatedGroup, Transport
-from .contenders import CONTENDERS, EVALUATED, Setting, fingerprint
+from ...core.settings import VARIANCE_FLOOR
+from .contenders import CONTENDERS, EVALUATED, WARM_UP, Setting
 from .tasks import TASKS, Trial
 from .workers import AlikeTransport, batch_workers
 
 LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the end of the cosine
 WINDOWS = 25
 """Means of the training loss that a record keeps."""
+LEARNED = 0.95
+"""Share of the metric before the first step that a run must get below: a network that is dead ends just below it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Training:
         self.batches: tuple[Tensor, ...] = ()
         self.rows: list[dict[str, Tensor]] = []  # of each worker, its gradients by parameter
         self.models: list[Sequence[nn.Module]] = []
+        self.params: list[list[dict[str, Tensor]]] = []  # of each rank, of each of its models, by name
         self.losses: list[float] = []
         # Workers that move by themselves have parameters of their own.
         self.apart = self.contender.local
@@ -57,6 +63,7 @@ class Training:
     def ready(self, models: Sequence[nn.Module]) -> None:
         """Take a rank's models; all have given theirs before the first step."""
         self.models.append(models)
+        self.params.append([{n: p.detach() for n, p in model.named_parameters()} for model in models])
 
     def compute(self, step: int, player: int) -> None:
         """Draw all workers' batches, in a step's first call, and form the gradients of one model's parameters."""
@@ -83,24 +90,23 @@ class Training:
         self.batches = tuple(map(torch.stack, zip(*batches, strict=True)))
 
     def _params(self, player: int) -> dict[str, Tensor]:
-        of_ranks = [dict(models[player].named_parameters()) for models in self.models]
+        of_ranks = [models[player] for models in self.params]
         if not self.apart:
-            return {name: p.detach() for name, p in of_ranks[0].items()}
-        return {name: torch.stack([params[name].detach() for params in of_ranks]) for name in of_ranks[0]}
+            return of_ranks[0]
+        return {name: torch.stack([params[name] for params in of_ranks]) for name in of_ranks[0]}
 
     def mean(self) -> dict[str, Tensor]:
         """Return the mean of the workers' gradients, added in the order of ranks as collectives do."""
         share = 1.0 / self.key.workers
-        total = {name: g * share for name, g in self.rows[0].items()}
+        total = [g * share for g in self.rows[0].values()]
         for row in self.rows[1:]:
-            for name, g in row.items():
-                total[name] = total[name] + g * share
-        return total
+            torch._foreach_add_(total, [g * share for g in row.values()])
+        return dict(zip(self.rows[0], total, strict=True))
 
     def validate(self) -> float:
         """Return the metric of rank 0's parameters."""
         with torch.no_grad():
-            return self.trial.validate([dict(model.named_parameters()) for model in self.models[0]])
+            return self.trial.validate(self.params[0])
 
 
 class Worker:
@@ -158,16 +164,16 @@ class Worker:
 
         Returns:
             metric: The mean of the last evaluations; None where a loss or one of them was not finite. initial: Before
-            the first step. diverged: Whether it is None, or no better than that. steps. curve: Means of the training
-            loss over equal stretches of the run. sent: Bytes of the whole run by parameter, step and rank, times
-            W/(W - 1). phases, vetoed, rewarms: What the optimizers tell.
+            the first step. diverged: Whether it is None, or not below ``LEARNED`` times that. steps. curve: Means of
+            the training loss over equal stretches of the run. sent: Bytes of the whole run by parameter, step and
+            rank, times W/(W - 1). vetoed_steps, rewarms: What the optimizers tell.
         """
         training, task = self.training, self.training.task
         initial = training.validate() if self.rank == 0 else math.nan
         evaluate, metrics = {int(share * task.steps) for share in EVALUATED}, []
         for step in range(task.steps):
             self.step(step)
-            if not math.isfinite(training.losses[-1]):
+            if not math.isfinite(training.losses[step]):  # of this step: rank 0 may be in the next
                 break
             if self.rank == 0 and step + 1 in evaluate:
                 metrics.append(training.validate())
@@ -176,7 +182,7 @@ class Worker:
         return {
             "metric": metric,
             "initial": initial,
-            "diverged": metric is None or not metric < initial,
+            "diverged": metric is None or not metric < LEARNED * initial,
             "steps": len(training.losses),
             "curve": _curve(training.losses, task.steps),
             "sent": self._sent(len(training.losses)),
@@ -201,8 +207,7 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
         ranks: Simulate each rank with an optimizer of its own, also where one could stand for all.
 
     Returns:
-        The key's fields, what ``Worker.train`` returns, and: defaults (a fingerprint of the optimizer's settings),
-        seconds (of processor time).
+        The key's fields, what ``Worker.train`` returns, and: defaults (``fingerprint``), seconds (of processor time).
     """
     began = time.process_time()
     if ranks or not CONTENDERS[key.optimizer].alike:
@@ -219,7 +224,24 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
         training = Training(key)
         result = Worker(training, 0, AlikeTransport(0, key.workers)).train()
     seconds = round(time.process_time() - began, 2)
-    return {**asdict(key), **result, "defaults": fingerprint(key.optimizer), "seconds": seconds}
+    return {**asdict(key), **result, "defaults": fingerprint(key.task, key.optimizer), "seconds": seconds}
+
+
+@cache
+def fingerprint(task: str, optimizer: str) -> str:
+    """Return a hash of all that a run's result follows from besides its key: settings of the task and the optimizer.
+
+    The optimizer's are those that it has once made, the package's defaults among them, and those it is made with.
+    """
+    of, make = TASKS[task], CONTENDERS[optimizer].make
+    made = make([nn.Parameter(torch.zeros(1))], Setting(1.0, of.steps, of.weight_decay, 0, AlikeTransport(0, 4)))
+    frozen = [getattr(made, name, None) for name in ("freeze_step", "floor")]
+    options = make.keywords if isinstance(make, partial) else {}
+    given = {name: made.defaults[name] for name in ("betas", "eps", "global_ratio") if name in made.defaults}
+    constants = (LR_WARM_UP, FINAL_LR, EVALUATED, WARM_UP, VARIANCE_FLOOR)
+    trained = [getattr(of, field.name) for field in fields(of) if field.name not in ("make", "metric", "lr", "lamb")]
+    settled = (trained, constants, given, getattr(made, "options", None), frozen, options)
+    return hashlib.sha256(repr(settled).encode()).hexdigest()[:12]
 
 
 def _curve(losses: Sequence[float], steps: int) -> list[float | None]:

@@ -37,10 +37,8 @@ def wanted(start: float, found: Mapping[float, float]) -> list[float]:
 
 
 def best(start: float, found: Mapping[float, float]) -> float | None:
-    """Return the rate with the best metric; None where the search is not over, or all diverged."""
-    if wanted(start, found) or not any(map(math.isfinite, found.values())):
-        return None
-    return min(found, key=found.__getitem__)
+    """Return the rate with the best metric, the smallest where all diverged; None where the search is not over."""
+    return None if wanted(start, found) else min(sorted(found), key=found.__getitem__)
 
 
 def _grid(start: float, found: Mapping[float, float]) -> list[float]:
