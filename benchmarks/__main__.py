@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from . import averaging, bert, bytes_moved, gpu_step, graphs, kernels, ranks, step, step_time, wire
-from .registry import CASES, Case, Report
+from . import averaging, bert, bytes_moved, kernels, ranks, step, step_time, wire
+from .gpu import machine, smoke, steps
+from .gpu.written import replace_json
+from .registry import CASES, Case, Report, facts
 
 RESULTS = Path(__file__).with_name("results")
-MODULES = (wire, bytes_moved, step, ranks, averaging, step_time, bert, kernels, gpu_step, graphs)
+MODULES = (wire, bytes_moved, step, ranks, averaging, step_time, bert, machine, smoke, steps, kernels)
 """Which register the cases, in this order."""
 
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for case in _chosen(parser, given, device):
         report = Report(device, given.numel, given.rounds, dry_run=not case.is_at_home(device))
+        if given.out:
+            report.changed = _keeper(report, case.name, given.out)
         case.fill(report)
         failed |= not report.complete
         if given.out:
@@ -69,11 +72,20 @@ def _chosen(parser: argparse.ArgumentParser, given: argparse.Namespace, device: 
     return chosen
 
 
-def _write(report: Report, name: str, folder: Path) -> None:
+def _path(report: Report, name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    record = report.record(name)
-    path = folder / f"{'dry-run-' if report.dry_run else ''}{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    return folder / f"{'dry-run-' if report.dry_run else ''}{name}.json"
+
+
+def _keeper(report: Report, name: str, folder: Path) -> Callable[[Report], None]:
+    """What writes a case's record as it grows, with the facts of its beginning."""
+    about, path = facts(report.device, report.dry_run), _path(report, name, folder)
+    return lambda grown: replace_json(path, grown.record(name, about))
+
+
+def _write(report: Report, name: str, folder: Path) -> None:
+    record, path = report.record(name), _path(report, name, folder)
+    replace_json(path, record)
     print(path)
     draw = CASES[name].draw
     if draw is None or not record["complete"]:

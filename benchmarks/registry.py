@@ -37,11 +37,14 @@ class Table:
         title: What was measured, and how.
         columns: Format of each key of a row: its width, and whatever else ``format`` takes. A row may have
             more keys, which are recorded only.
+        rows: Those that there are.
+        changed: Told of each row.
     """
 
     title: str
     columns: Mapping[str, str]
     rows: list[Record] = field(default_factory=list)
+    changed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         print(f"\n{self.title}")
@@ -51,6 +54,7 @@ class Table:
         """Prints and keeps a row; what is None is not known here."""
         self.rows.append(row)
         print(self._line(row), flush=True)
+        self.changed()
         return row
 
     def _line(self, row: Record) -> str:
@@ -74,25 +78,29 @@ class Report:
         numel: Parameters, instead of the case's own number.
         rounds: Turns of each peer, instead of the case's own number.
         dry_run: Whether the numbers mean nothing: a GPU's cases on a CPU.
+        changed: Told whenever there is more to record: what ends the process in the middle of a case ends no row of it.
     """
 
     device: torch.device
     numel: int | None = None
     rounds: int | None = None
     dry_run: bool = False
+    changed: Callable[[Report], None] = lambda report: None
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
 
     def table(self, title: str, columns: Mapping[str, str]) -> Table:
         """Starts a table."""
-        self.tables.append(Table(f"{DRY_RUN}: {title}" if self.dry_run else title, columns))
+        title = f"{DRY_RUN}: {title}" if self.dry_run else title
+        self.tables.append(Table(title, columns, changed=lambda: self.changed(self)))
         return self.tables[-1]
 
     def note(self, text: str) -> None:
         """Prints and keeps a line."""
         self.notes.append(text)
         print(text, flush=True)
+        self.changed(self)
 
     def limit(self, value: float | None, at_most: float | None = None, at_least: float | None = None) -> str | None:
         """A limit and whether it is kept, for a column of that name; None where there is none."""
@@ -104,10 +112,10 @@ class Report:
         kept = value <= at_most if at_most is not None else value >= (at_least or 0.0)
         return f"{told}: {'PASS' if kept else 'FAIL'}"
 
-    def record(self, name: str) -> Record:
-        """What is written as JSON."""
+    def record(self, name: str, about: Record | None = None) -> Record:
+        """What is written as JSON; ``about`` are the ``facts``, which are those of now if none are given."""
         tables = [{"title": t.title, "columns": list(t.columns), "rows": t.rows} for t in self.tables]
-        about = facts(self.device, self.dry_run)
+        about = about or facts(self.device, self.dry_run)
         return {"case": name, "complete": self.complete, "about": about, "notes": self.notes, "tables": tables}
 
 
@@ -179,6 +187,7 @@ def facts(device: torch.device, dry_run: bool) -> Record:
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "memory_gib": torch.cuda.get_device_properties(device).total_memory >> 30 if cuda else None,
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,

@@ -20,13 +20,17 @@ def bert_large() -> list[Shape]:
     return embeddings + 24 * layer + pooler + heads
 
 
-def gpt2_small() -> list[Shape]:
-    """GPT-2's 124M parameters; input and output embeddings are tied."""
-    width = 768
+def gpt(layers: int, width: int, vocabulary: int = 50257, context: int = 1024) -> list[Shape]:
+    """A GPT of GPT-2's kind; input and output embeddings are tied."""
     norm: list[Shape] = [(width,), (width,)]
     attention: list[Shape] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
     feed_forward: list[Shape] = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(50257, width), (1024, width)] + 12 * (norm + attention + norm + feed_forward) + norm
+    return [(vocabulary, width), (context, width)] + layers * (norm + attention + norm + feed_forward) + norm
+
+
+def gpt2_small() -> list[Shape]:
+    """GPT-2's 124M parameters."""
+    return gpt(12, 768)
 
 
 def resnet50() -> list[Shape]:

@@ -51,8 +51,8 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 def compared(found: Sequence[Tensor]) -> list[str]:
     """What is compared with plain torch for such tensors: C, if there is a compiler, for those of the CPU only."""
-    native = library() is not None and all(t.device.type == "cpu" for t in found)
-    return ["triton", "native"] if native else ["triton"]
+    on_cpu = all(t.device.type == "cpu" for t in found)
+    return ["triton", "native"] if on_cpu and library() is not None else ["triton"]
 
 
 def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: float = 1e-14) -> None:

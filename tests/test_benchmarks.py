@@ -114,12 +114,10 @@ def test_every_kernel_of_the_table_is_measured(recorded):
 
 @pytest.mark.long
 def test_a_gpus_limits_are_listed_and_a_dry_run_judges_none(recorded):
-    tables = recorded("gpu-step")["tables"]
-    limits = next(table for table in tables if table["title"].endswith("Numbers to meet"))
+    tables = recorded("steps-340M")["tables"]
+    limits = next(table for table in tables if table["title"].endswith("Goals"))
     told = [row["limit"] for row in limits["rows"]]
-    assert told[:2] == ["<= 0.95, not judged", ">= 0.85, not judged"]
-    assert all(text.endswith("not judged") for text in told)
-    assert len(told) == 8
+    assert told == ["<= 0.9, not judged", "<= 0.85, not judged"]
 
 
 def test_limits_say_pass_or_fail():

@@ -1,0 +1,185 @@
+"""A few small steps of each optimizer on the device: against eager torch on the CPU, without waits, in graphs."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedonebit import (
+    Lamb,
+    MarsitAdam,
+    MarsitSGD,
+    Numerics,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    Rounds,
+    Wire,
+    ZeroOneAdam,
+)
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
+from fusedonebit.triton_kernels import using
+
+from ..loopback import Loopback
+from ..registry import Report, Table, case
+from ..timing import synchronise
+
+SHAPES = ((7,), (33, 40), (1024,), (1,), (3, 5, 7), (130, 1000))
+LR, WORLD_SIZE, FREEZE, STEPS = 1e-2, 2, 5, 14
+CAPTURES_AT, REPLAYS = STEPS, 6
+ROUNDS = Rounds(full_precision_every=5)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "OneBitAdam": partial(OneBitAdam, freeze_step=FREEZE),
+    "OneBitLamb": partial(OneBitLamb, freeze_step=FREEZE),
+    "OneBitLion": OneBitLion,
+    "ZeroOneAdam": partial(
+        ZeroOneAdam,
+        variance_policy=DoublingVariance(until=FREEZE),
+        sync_policy=DoublingRounds(FREEZE, 2),
+        numerics=Numerics(variance_floor=0.0),
+    ),
+    "MarsitSGD": partial(MarsitSGD, momentum=0.9, rounds=ROUNDS),
+    "MarsitAdam": partial(MarsitAdam, rounds=ROUNDS),
+    "Lamb": Lamb,
+}
+CAPTURABLE = ("OneBitAdam", "OneBitLamb")
+FAR, FEW = 1e-5, 1e-3
+"""What two devices may differ by, as a share of what a parameter has moved by at most, and how many may by more: a sign
+of a value next to zero turns where a power or a root has rounded otherwise."""
+COLUMNS = {"check": "<44", "result": "<24", "s": ">6.1f", "told": "<40"}
+
+
+class Run:
+    """An optimizer on random gradients, the same ones on every device."""
+
+    def __init__(self, name: str, device: torch.device, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.device = device
+        self.params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in SHAPES]
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        self.optimizer = OPTIMIZERS[name](self.params, lr=LR, process_group=Loopback(WORLD_SIZE), **options)
+
+    def refill(self, step: int) -> None:
+        """Put this step's gradients where those before were: graphs read the same memory again."""
+        generator = torch.Generator().manual_seed(step + 1)
+        for i, p in enumerate(self.params):
+            assert p.grad is not None
+            p.grad.copy_(torch.randn(p.shape, generator=generator) * 10.0 ** (i % 4 - 2))
+
+    def train(self, first: int, last: int, take: Callable[[int], Any] | None = None) -> list[Tensor]:
+        """Take the steps from ``first`` to ``last``; return copies of the parameters."""
+        for step in range(first, last):
+            self.refill(step)
+            if take is None:
+                self.optimizer.step()
+            else:
+                take(step)
+        return [p.detach().clone() for p in self.params]
+
+
+def equals_eager(name: str, device: torch.device) -> str:
+    """Warm-up, freeze and compression, against the eager text on the CPU."""
+    ours = Run(name, device)
+    found = [p.cpu() for p in ours.train(0, STEPS)]
+    with using("plain"):
+        eager = Run(name, torch.device("cpu"))
+        expected = eager.train(0, STEPS)
+        told = eager.optimizer.stats()  # type: ignore[attr-defined]
+    stats = ours.optimizer.stats()  # type: ignore[attr-defined]
+    for key in ("step", "skipped_steps", "phase"):
+        if stats[key] != told[key]:
+            raise AssertionError(f"{key} is {stats[key]!r}, of eager torch on the CPU {told[key]!r}")
+    if stats["skipped_steps"]:
+        raise AssertionError(f"{stats['skipped_steps']} steps were skipped")
+    elements = sum(p.numel() for p in found)
+    unequal = sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True))
+    far = sum(int((~((a - b).abs() <= FAR * LR * STEPS)).sum()) for a, b in zip(found, expected, strict=True))
+    if far > FEW * elements:
+        raise AssertionError(f"{far} of {elements} elements differ by more than {FAR:g} of all steps")
+    return f"{unequal} of {elements} elements have other bits; {stats['backend']}, {stats['phase']}"
+
+
+def waits_for_nothing(name: str, device: torch.device) -> str:
+    """Compressed steps under ``torch.cuda.set_sync_debug_mode("error")``."""
+    run = Run(name, device)
+    run.train(0, STEPS)
+    run.refill(STEPS)
+    synchronise(device)
+    if device.type != "cuda":
+        run.optimizer.step()
+        return "nothing to wait for on a CPU"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    synchronise(device)
+    return "3 steps"
+
+
+def replays_equal_steps(name: str, device: torch.device) -> str:
+    """Two graphs, both captured before either is replayed, replayed by turns: the bits of steps without them."""
+    stepped, replayed = (Run(name, device, wire=Wire(capturable=True)) for _ in range(2))
+    for run in (stepped, replayed):
+        run.train(0, CAPTURES_AT)
+    expected = stepped.train(CAPTURES_AT, CAPTURES_AT + REPLAYS)
+    if device.type != "cuda":
+        return "graphs are captured on CUDA only"
+    graphs = []
+    for _ in range(2):
+        synchronise(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed.optimizer.step()
+        graphs.append(graph)
+    found = replayed.train(CAPTURES_AT, CAPTURES_AT + REPLAYS, lambda step: graphs[step % 2].replay())
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if not torch.equal(a, b):
+            raise AssertionError(f"{int((a != b).sum())} of {a.numel()} elements of tensor {i} have other bits")
+    steps = [run.optimizer.stats()["step"] for run in (replayed, stepped)]  # type: ignore[attr-defined]
+    if steps[0] != steps[1]:
+        raise AssertionError(f"replays have counted {steps[0]} steps instead of {steps[1]}")
+    return f"{REPLAYS} replays of 2 graphs"
+
+
+def attempt(table: Table, what: str, function: Callable[[], str]) -> bool:
+    """Add a row with what a check has told; where it fails, say so, and let those behind it go on."""
+    began = time.perf_counter()
+    try:
+        told, result = function(), "passed"
+    except Exception as error:
+        traceback.print_exc()
+        told, result = str(error).strip().split("\n")[0][:200], f"FAILED: {type(error).__name__}"
+    table.add(check=what, result=result, told=told, s=time.perf_counter() - began)
+    return result == "passed"
+
+
+def smoke(name: str, report: Report) -> None:
+    """Make an optimizer's checks."""
+    table = report.table(f"{name}, one rank of {WORLD_SIZE}, {len(SHAPES)} tensors", COLUMNS)
+    checks = {"equals eager torch on the CPU": equals_eager, "waits for nothing": waits_for_nothing}
+    if name in CAPTURABLE:
+        checks["two graphs captured, then replayed"] = replays_equal_steps
+    passed = [attempt(table, what, partial(check, name, report.device)) for what, check in checks.items()]
+    if not all(passed):
+        raise AssertionError(f"{passed.count(False)} of {len(passed)} checks failed")
+
+
+def _register(name: str) -> None:
+    def run(report: Report) -> None:
+        smoke(name, report)
+
+    run.__doc__ = f"A few small steps of {name}: against eager torch on the CPU, without waits, in graphs."
+    case(f"smoke-{name}", "cuda")(run)
+
+
+for _name in OPTIMIZERS:
+    _register(_name)

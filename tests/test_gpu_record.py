@@ -1,0 +1,299 @@
+"""``make gpu`` reports whatever its jobs do: jobs here hang, crash, print nonsense and are killed, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks import audit_cases, registry
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import profiled, runner, shares, smoke, steps
+from benchmarks.gpu.runner import Job, Stage, run
+from fusedonebit import Lamb
+from fusedonebit.triton_kernels import backends
+
+ROOT = Path(__file__).parents[1]
+RECORD = {"complete": True, "tables": [{"title": "rows", "columns": ["n"], "rows": [{"n": 1}]}], "notes": ["a note"]}
+WRITES = "import json, os, sys, time; open(sys.argv[1], 'w').write(json.dumps({record})); "
+
+
+def job(name: str, then: str = "", record: object = RECORD, deadline: float = 30.0, **more: bool) -> Job:
+    """A process that leaves a record, then does something."""
+    writes = WRITES.replace("{record}", repr(record))
+    return Job(name, [sys.executable, "-S", "-c", writes + then, f"{{folder}}/{name}.json"], deadline, **more)
+
+
+def told(folder: Path) -> tuple[dict, str, ElementTree.Element]:
+    """The three reports."""
+    record = json.loads((folder / "gpu.json").read_text())
+    return record, (folder / "gpu.md").read_text(), ElementTree.parse(folder / "gpu.xml").getroot()
+
+
+def failures(root: ElementTree.Element) -> set[str | None]:
+    """Names of jobs that the junit log has as failed."""
+    cases = root.findall("testsuite[@name='jobs']/testcase")
+    return {case.get("name") for case in cases if case.find("failure") is not None}
+
+
+BAD = {
+    "hangs": ("deadline", lambda: job("hangs", "print('so far'); time.sleep(60)", deadline=1.0)),
+    "ignores": (
+        "deadline",
+        lambda: job("ignores", "import signal; signal.signal(6, signal.SIG_IGN); time.sleep(60)", deadline=1.0),
+    ),
+    "aborts": ("crashed", lambda: job("aborts", "print('last words', flush=True); os.abort()")),
+    "raises": ("failed", lambda: job("raises", "raise OSError('on purpose')")),
+    "nonsense": (
+        "failed",
+        lambda: job("nonsense", "open(sys.argv[1], 'wb').write(b'\\xff{'); os.write(1, bytes(range(256)) * 300)"),
+    ),
+    "other-json": ("failed", lambda: job("other-json", record=[1, "x"])),
+    "odd-tables": ("failed", lambda: job("odd-tables", record={"complete": False, "tables": [3], "tests": {"a": 1}})),
+    "half": ("failed", lambda: job("half", record=RECORD | {"complete": False})),
+    "missing": ("failed", lambda: Job("missing", ["/no/such/program"], 5.0)),
+}
+
+
+def test_what_hangs_crashes_or_prints_nonsense_ends_alone_and_is_named(tmp_path, capsys):
+    plan = [Stage([job("before")]), Stage([make() for _, make in BAD.values()]), Stage([job("after")])]
+    began = time.monotonic()
+    assert gpu.main(["--out", str(tmp_path)], plan) == 1
+    assert time.monotonic() - began < 20
+    record, page, junit = told(tmp_path)
+    states = {name: found["state"] for name, found in record["jobs"].items()}
+    assert states == {"before": "passed", **{name: state for name, (state, _) in BAD.items()}, "after": "passed"}
+    assert record["jobs"]["after"]["record"] == record["jobs"]["before"]["record"] == RECORD
+    assert record["jobs"]["hangs"]["record"] == RECORD  # what it had measured
+    hung = "\n".join(record["jobs"]["hangs"]["last_lines"])
+    assert "so far" in hung
+    assert "Fatal Python error: Aborted" in hung  # and where
+    assert record["jobs"]["aborts"]["why"] == "ended by SIGABRT"
+    assert "last words" in "\n".join(record["jobs"]["aborts"]["last_lines"])
+    assert "OSError: on purpose" in page
+    assert failures(junit) == set(BAD)
+    assert all(f"**{name}**: {state}" in page for name, (state, _) in BAD.items())
+    assert "last words" in (tmp_path / "gpu.log").read_text()
+    ending = capsys.readouterr().out.splitlines()[-1]
+    assert all(name in ending for name in BAD)
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_all_that_passes_ends_with_0(tmp_path):
+    assert gpu.main(["--out", str(tmp_path), "--commit", "abc"], [Stage([job("one"), job("two")])]) == 0
+    record, page, junit = told(tmp_path)
+    assert record["states"] == {"passed": 2}
+    assert record["about"] == {"commit": "abc"}
+    assert failures(junit) == set()
+    assert "- a note" in page
+
+
+def test_a_report_is_written_as_each_job_ends_and_grows_while_one_is_at_work(tmp_path):
+    seen = []
+    stages = [Stage([job("first")]), Stage([job("second", "time.sleep(0.5)")])]
+
+    def changed() -> None:
+        seen.append({j.name: j.state for stage in stages for j in stage.jobs})
+
+    run(stages, tmp_path, 60.0, changed)
+    assert {"first": "passed", "second": "waiting"} in seen
+    assert seen[-1] == {"first": "passed", "second": "passed"}
+
+
+HALF_WAY = f"""
+import sys
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.runner import Job, Stage
+
+def job(name, then=""):
+    program = {WRITES.replace("{record}", repr(RECORD))!r} + then
+    return Job(name, [sys.executable, "-S", "-c", program, "{{folder}}/" + name + ".json"], 30.0)
+
+assert "torch" not in sys.modules  # it may be what is broken
+plan = [Stage([job("first")]), Stage([job("second", "time.sleep(20)")]), Stage([job("third")])]
+sys.exit(gpu.main(["--out", sys.argv[1]], plan))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_half_way_keeps_all_that_had_ended(tmp_path, number):
+    command = [sys.executable, "-c", HALF_WAY, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert any(line.startswith("== second") for line in process.stdout)
+    process.send_signal(number)
+    code = process.wait(20)
+    process.stdout.close()
+    record, page, junit = told(tmp_path)
+    states = {name: found["state"] for name, found in record["jobs"].items()}
+    assert states["first"] == "passed"
+    assert record["jobs"]["first"]["record"] == RECORD
+    assert "first | passed" in page
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        return
+    assert code == 1
+    assert (states["second"], states["third"]) == ("interrupted", "not run")
+    assert failures(junit) == {"second"}
+    assert "**second**: interrupted" in page
+
+
+def test_what_all_others_need_ends_the_run_if_it_fails_and_says_so(tmp_path):
+    plan = [Stage([job("machine", "sys.exit('no CUDA device here')", needed=True)]), Stage([job("other")])]
+    assert gpu.main(["--out", str(tmp_path)], plan) == 1
+    record, page, junit = told(tmp_path)
+    assert record["states"] == {"failed": 1, "not run": 1}
+    assert record["jobs"]["other"]["why"] == "machine failed"
+    assert "no CUDA device here" in page
+    assert junit.find(".//testcase[@name='other']/skipped") is not None
+
+
+def test_without_time_left_jobs_are_not_run_and_a_patient_stage_takes_what_others_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE", 0.2)
+    slow, last = job("slow", "time.sleep(60)", deadline=30.0), job("last")
+    run([Stage([slow]), Stage([last])], tmp_path, 0.5, lambda: None)
+    assert (slow.state, last.state, last.why) == ("deadline", "not run", "no time was left")
+    patient, later = job("patient", "time.sleep(1.5)", deadline=1.0), job("later", deadline=1.0)
+    run([Stage([patient], patient=True), Stage([later])], tmp_path, 30.0, lambda: None)
+    assert (patient.state, later.state) == ("passed", "passed")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_all_deadlines_together_are_below_nine_minutes_and_the_machines_limit(device):
+    stages = gpu.stages(device)
+    assert sum(stage.deadline for stage in stages) <= gpu.TOTAL < 540
+    names = [job.name for stage in stages for job in stage.jobs]
+    assert len(set(names)) == len(names)
+    assert names[0] == "machine"
+    assert names[-1] == "tests-far"
+
+
+def test_the_plan_names_every_optimizer_and_every_size_of_that_size():
+    assert set(gpu.SMOKE) == set(smoke.OPTIMIZERS)
+    assert list(gpu.STEPS) == list(steps.MODELS)
+    for name, shapes in steps.MODELS.items():
+        wanted = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
+        assert steps.numel_of(shapes) == pytest.approx(wanted, rel=0.05)
+    for size, peer, way in steps.GOALS:
+        assert size in steps.MODELS
+        assert peer in [each.name for each in steps.PEERS]
+        assert way in steps.WAYS
+    assert max(steps.numel_of(shapes) for shapes in steps.MODELS.values()) * steps.NEEDED < 78 << 30
+
+
+TESTS = """
+import os, pytest, time
+
+@pytest.mark.parametrize("n", [1, 2_000_000, 2])
+def test_a(n):
+    assert n != 2, "two"
+
+def test_b():
+    pytest.skip("why not")
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_c(ends):
+    if ends:
+        os._exit(7)
+"""
+
+
+def test_a_test_that_ends_its_process_leaves_the_results_of_the_others(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(tmp_path), "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.shares", *options]
+    command += ["--record", "{folder}/tests.json", str(tmp_path / "test_it.py")]
+    tests = Job("tests", command, 60.0)
+    assert gpu.main(["--out", str(tmp_path)], [Stage([tests])]) == 1
+    record, page, junit = told(tmp_path)
+    found = {name.partition("::")[2]: test for name, test in record["jobs"]["tests"]["record"]["tests"].items()}
+    assert list(found) == ["test_a[1]", "test_b", "test_c[False]", "test_a[2]", "test_c[True]", "test_a[2000000]"]
+    assert [test["outcome"] for test in found.values()] == ["passed", "skipped", "passed", "failed", None, None]
+    assert (found["test_b"]["message"], found["test_c[True]"]["running"]) == ("why not", True)
+    assert record["jobs"]["tests"]["why"] == "exit status 7"
+    cases = {case.get("name"): [e.tag for e in case] for case in junit.findall("testsuite[@name='tests']/testcase")}
+    assert cases == {
+        "test_a[1]": [], "test_b": ["skipped"], "test_c[False]": [], "test_a[2]": ["failure"],
+        "test_c[True]": ["error"], "test_a[2000000]": ["skipped"],
+    }  # fmt: skip
+    assert "was running when tests ended: failed" in page
+    assert "two" in page
+
+
+def test_shares_of_the_tests_have_each_test_once():
+    items = [SimpleNamespace(nodeid=f"f.py::t[{i}]", path=Path("f.py"), callspec=SimpleNamespace(params={"n": i}))
+             for i in range(20)]  # fmt: skip
+    found = []
+    for share in range(3):
+        options = {"--share": f"{share}/3"}
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        config = SimpleNamespace(getoption=options.__getitem__, hook=hook)
+        some = list(items)
+        shares.pytest_collection_modifyitems(config, some)
+        found += some
+    assert sorted(found, key=items.index) == items
+
+
+def event(name: str, us: float, device: str = "CUDA", **more: object) -> SimpleNamespace:
+    """One of a profiler's."""
+    kind, time_range = getattr(torch.autograd.DeviceType, device), SimpleNamespace(elapsed_us=lambda: us)
+    return SimpleNamespace(name=name, device_type=kind, time_range=time_range, **more)
+
+
+def test_a_profile_counts_kernels_copies_and_fills_and_no_ranges_or_host_events():
+    adam = (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Meta<4>, FusedAdamMathFunctor<float, 4>>(x)"
+    )
+    events = [
+        event("momentum_compress_kernel", 30.0), event("momentum_compress_kernel", 10.0), event(adam, 4.0),
+        event("Memcpy DtoD (Device -> Device)", 2.0), event("Optimizer.step#AdamW.step", 99.0),
+        event("a range", 99.0, is_user_annotation=True), event("aten::copy_", 99.0, "CPU"),
+    ]  # fmt: skip
+    found = profiled.summed(events, 2, cuda=True)
+    assert [(each.count, each.us) for each in found] == [(1.0, 20.0), (0.5, 2.0), (0.5, 1.0)]
+    assert found[0].bytes_of({"compress": 1.0, "momentum_compress": 16.0}) == 16.0
+    assert found[1].name == "multi_tensor_apply_kernel FusedAdamMathFunctor"
+    assert found[2].name == "Memcpy DtoD"
+
+
+@pytest.mark.parametrize("peer", steps.PEERS, ids=lambda peer: peer.name)
+def test_bytes_of_kernels_are_those_of_the_whole_step(peer):
+    step = steps.STEPS[peer.audited]
+    moved = profiled.kernel_bytes(steps.audited(), step, 8)
+    assert sum(moved.values()) == pytest.approx(audit_cases.step_bytes(steps.audited(), step, 8))
+
+
+def test_a_check_that_fails_is_a_row_and_ends_no_other(monkeypatch):
+    def breaks(name: str, device: torch.device) -> str:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(smoke, "equals_eager", breaks)
+    found = registry.Report(torch.device("cpu"))
+    with pytest.raises(AssertionError, match="1 of 2 checks failed"):
+        smoke.smoke("Lamb", found)
+    assert [row["result"] for row in found.tables[0].rows] == ["FAILED: ValueError", "passed"]
+
+
+def test_a_kernel_that_computes_something_else_is_seen(monkeypatch):
+    monkeypatch.setitem(smoke.OPTIMIZERS, "Lamb", Drifting)
+    with pytest.raises(AssertionError, match="elements differ"):
+        smoke.equals_eager("Lamb", torch.device("cpu"))
+
+
+class Drifting(Lamb):
+    """Moves a little further on every backend but eager torch."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        if backends.chosen("cpu") != "plain":
+            with torch.no_grad():
+                self.param_groups[0]["params"][-1].add_(1e-5)
