@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from .workload import Workload
 
 LIMITS = Path(__file__).with_name("limits.json")
 FULL = 340_000_000
+NEEDED = 40
+"""Bytes per element of the kernel that works on most, with its copy."""
+FAILED = "FAILED: "
 BF16 = torch.bfloat16
 
 
@@ -67,19 +71,37 @@ def audited() -> dict[str, float]:
 
 
 def rows(numel: int, device: torch.device, rounds: int) -> Iterator[Record]:
-    """A row for each kernel."""
+    """A row for each kernel; one that fails, or has not the memory, says so and ends none behind it."""
     bytes_of = audited()
     for kernel in KERNELS:
-        work = Workload((numel,), device, kernel.world_size, kernel.dtype, "preconditioned" in kernel.name)
-        call = work.call(kernel.op)
-        elements = work.layout.chunk_numel if kernel.op == "server_reduce" else work.layout.numel
-        moved = bytes_of[kernel.name] * elements
-        # `finish` moves so little that its copy would be a launch and nothing else; it is timed all the same.
-        timed = time_by_turns({"kernel": call, "copy": copy_of(moved, device)}, device, rounds)
-        ours, copy = timed["kernel"], timed["copy"]
-        row = {"kernel": kernel.name, "elements": elements, "B/element": bytes_of[kernel.name], **times(ours)}
-        yield row | {"GB/s": moved / ours.median / 1e6, "copy_ms": copy.median, "of a copy": copy.median / ours.median}
-        del work, call
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < NEEDED * numel:
+                yield {"kernel": kernel.name, "elements": numel, "10-90 %": "skipped: memory"}
+                continue
+        try:
+            yield _row(kernel, bytes_of[kernel.name], numel, device, rounds)
+        except Exception as error:
+            traceback.print_exc()
+            yield {"kernel": kernel.name, "elements": numel, "10-90 %": f"{FAILED}{type(error).__name__}"}
+
+
+def _row(kernel: Kernel, per_element: float, numel: int, device: torch.device, rounds: int) -> Record:
+    work = Workload((numel,), device, kernel.world_size, kernel.dtype, "preconditioned" in kernel.name)
+    call = work.call(kernel.op)
+    elements = work.layout.chunk_numel if kernel.op == "server_reduce" else work.layout.numel
+    moved = per_element * elements
+    # `finish` moves so little that its copy would be a launch and nothing else; it is timed all the same.
+    timed = time_by_turns({"kernel": call, "copy": copy_of(moved, device)}, device, rounds)
+    ours, copy = timed["kernel"], timed["copy"]
+    row = {"kernel": kernel.name, "elements": elements, "B/element": per_element, **times(ours)}
+    return row | {"GB/s": moved / ours.median / 1e6, "copy_ms": copy.median, "of a copy": copy.median / ours.median}
+
+
+def _raise_for(found: Iterable[Record]) -> None:
+    failed = [row["kernel"] for row in found if row["10-90 %"].startswith(FAILED)]
+    if failed:
+        raise AssertionError(f"failed: {', '.join(failed)}")
 
 
 @case("kernels", "cuda")
@@ -89,6 +111,7 @@ def kernels(report: Report) -> None:
     table = report.table(f"each at {numel:,} elements in all; medians, by turns with the copy", COLUMNS)
     for row in rows(numel, report.device, report.rounds or 30):
         table.add(**row)
+    _raise_for(table.rows)
 
 
 def draw(record: Record, path: Path) -> None:
@@ -98,7 +121,7 @@ def draw(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = record["tables"][0]["rows"]
+    found = [row for row in record["tables"][0]["rows"] if "GB/s" in row]
     figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
     names = list(dict.fromkeys(row["kernel"] for row in found))
     colours = plt.get_cmap("tab20")
@@ -129,6 +152,7 @@ def roofline(report: Report) -> None:
     for numel in points:
         for row in rows(numel, report.device, rounds):
             table.add(**row)
+    _raise_for(table.rows)
     speed = copy_speed(full, report.device, rounds)
     report.table("a device copy, read and written", {"elements": ">13,", "GB/s": ">8.1f"}).add(
         elements=full, **{"GB/s": speed}

@@ -24,7 +24,8 @@ class Launched(NamedTuple):
 
     def bytes_of(self, moved: Mapping[str, float]) -> float | None:
         """Bytes per parameter that launches of this kernel move, from those of each op."""
-        op = max((op for op in moved if self.name.removesuffix("_kernel").endswith(op)), key=len, default=None)
+        name = self.name.removesuffix("_kernel")
+        op = max((op for op in moved if name.endswith(op) or name.startswith(op)), key=len, default=None)
         return None if op is None else moved[op]
 
 
@@ -46,12 +47,26 @@ def summed(events: Iterable[Any], steps: int, cuda: bool) -> list[Launched]:
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     found: dict[str, tuple[int, float]] = {}
     for event in events:
-        if event.device_type != wanted or _is_annotation(event) or (not cuda and event.cpu_parent is not None):
+        if event.device_type != wanted or _is_annotation(event) or (not cuda and _is_part(event)):
             continue
         count, us = found.get(event.name, (0, 0.0))
         found[event.name] = count + 1, us + event.time_range.elapsed_us()
     all_of_them = [Launched(_short(name), count / steps, us / steps) for name, (count, us) in found.items()]
     return sorted(all_of_them, key=lambda each: -each.us)
+
+
+def shortened(found: list[Launched], most: int) -> list[Launched]:
+    """Return the first ones, and all behind them as one."""
+    others = found[most:]
+    if not others:
+        return found
+    told = f"{len(others)} others"
+    return [*found[:most], Launched(told, sum(each.count for each in others), sum(each.us for each in others))]
+
+
+def _is_part(event: Any) -> bool:
+    """Whether a host's operation is part of another one."""
+    return event.cpu_parent is not None and not _is_annotation(event.cpu_parent)
 
 
 def _is_annotation(event: Any) -> bool:

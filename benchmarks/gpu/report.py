@@ -27,6 +27,12 @@ def failed(stages: Sequence[Stage]) -> list[str]:
     return [job.name for stage in stages for job in stage.jobs if job.state != "passed"]
 
 
+def goals(stages: Sequence[Stage]) -> list[str]:
+    """A line for each goal: what was measured, what was wanted."""
+    found = [goal for stage in stages for job in stage.jobs for goal in _goals(job)]
+    return [" | ".join(map(_cell, goal)) for goal in found]
+
+
 def write(stages: Sequence[Stage], out: Path, logs: Path, about: dict[str, Any]) -> bool:
     """Replace the files of a folder; return whether all could be written, whatever the records hold."""
     jobs = [job for stage in stages for job in stage.jobs]

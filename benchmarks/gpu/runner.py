@@ -7,10 +7,12 @@ job only. Jobs of a stage run side by side, stages one after the other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ GRACE = 2.0
 POLL, REFRESH, SILENCE = 0.05, 3.0, 5.0
 LAST_LINES, ECHO = 30, 200_000
 ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -69,6 +73,13 @@ class Stage:
         return max(job.deadline for job in self.jobs)
 
 
+def _tie() -> None:
+    """In a job's process: a group of its own, to be ended as one, and an end with the runner, however that ends."""
+    os.setpgrp()
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Running:
     """A job's process; its output goes to a file, which no grandchild can keep open."""
 
@@ -76,7 +87,7 @@ class _Running:
         self.job, self.deadline, self.began = job, deadline, time.monotonic()
         self.record_path = folder / (job.record_name or f"{job.name}.json")
         self.log_path = folder / f"{job.name}.log"
-        self._echoed, self._record_time, self._aborted = 0, 0, False
+        self._echoed, self._record_time, self._aborted = 0, 0, 0.0
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(job.environment)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [part.replace("{folder}", str(folder)) for part in job.command]
@@ -85,19 +96,21 @@ class _Running:
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env=environment, start_new_session=True,
+                env=environment, preexec_fn=_tie,
             )  # fmt: skip
 
     def poll(self) -> bool:
         """Echo what is new; at the deadline ask where it hangs, then end it. Return whether the job has ended."""
         self.job.seconds = time.monotonic() - self.began
         code = self.process.poll()
-        if code is None and self.job.seconds > self.deadline:
+        grace = min(GRACE, self.deadline / 2)
+        if code is None and not self._aborted and self.job.seconds > self.deadline - grace:
+            self._aborted = time.monotonic()
+            self.process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
+        # The grace is its own: this loop may have been late.
+        if code is None and self._aborted and time.monotonic() - self._aborted > grace:
             self.end("deadline", f"ended after {self.deadline:.0f} s")
             return True
-        if code is None and self.job.seconds > self.deadline - min(GRACE, self.deadline / 2) and not self._aborted:
-            self._aborted = True
-            self.process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
         self.echo()
         if code is None:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from ..audit_cases import STEPS
 from ..kernels import audited, copy_speed
 from ..loopback import Loopback
 from ..optimizers import FUSED, LR, THEIRS, Step, deepspeed, extra_bytes, numel_of, of_shapes
-from ..registry import Record, Report, case
+from ..registry import Record, Report, Table, case
 from ..shapes import Shape, bert_large, gpt
 from ..timing import Call, host_time, synchronise, time_by_turns, until_idle
-from .profiled import ADAMW_BYTES, Launched, kernel_bytes, launched
+from .profiled import ADAMW_BYTES, Launched, kernel_bytes, launched, shortened
 
 MODELS: dict[str, list[Shape]] = {
     "10M": gpt(6, 320, vocabulary=8192, context=512),
@@ -33,6 +33,8 @@ DEEPSPEED_AT = "340M"
 NEEDED = 48
 """Bytes per parameter: parameters, gradients, AdamW's moments, and at their peak ours of LAMB, twice its variance."""
 WAYS = ("eager", "captured")
+SHOWN = 12
+"""Kernels of a step, the longest; the others are one row."""
 ENOUGH = 40.0
 """Milliseconds of a sample, if a step is shorter."""
 
@@ -81,8 +83,18 @@ GOALS = {
     ("10M", PEERS[0].name, "captured"): 1.2,
 }
 """Times fused AdamW's whole step, the same way."""
-COLUMNS = {"optimizer": "<34", "way": "<9", "ms": ">8.3f", "10-90 %": ">17", "x AdamW": ">8.3f", "device ms": ">9.3f"}
-COLUMNS |= {"x AdamW, device": ">15.3f", "host ms": ">8.3f", "launches": ">8", "extra B/param": ">13.3f"}
+COLUMNS = {
+    "optimizer": "<34",
+    "way": "<9",
+    "ms": ">8.3f",
+    "10-90 %": ">17",
+    "AdamW ms": ">8.3f",
+    "x AdamW": ">8.3f",
+    "device ms": ">9.3f",
+}
+COLUMNS |= {"x AdamW, device": ">15.3f", "host ms": ">8.3f", "extra B/param": ">13.3f"}
+JUDGED = {"what": "<76", "measured": ">9.3f", "limit": "<24"}
+LAUNCHES = "Launches of a step, from a profile, and what the audit counts of bytes"
 KERNELS = {"optimizer": "<34", "way": "<9", "kernel": "<44", "a step": ">7.1f", "us": ">9.1f", "B/param": ">8.2f"}
 KERNELS |= {"GB/s": ">8.0f", "of a copy": ">9.3f"}
 
@@ -106,8 +118,6 @@ class _Size:
         self.copy = copy_speed(self.numel, self.device, 5)
         told = f"{name}: {self.numel:,} fp32 parameters in {len(shapes)} tensors; a copy moves {self.copy:,.0f} GB/s"
         self.table = report.table(f"{told}; ms: host and device, steps in a row", COLUMNS)
-        self.kernels: list[Record] = []
-        self.goals: list[Record] = []
         # A fused step counts on the device anyway.
         base = torch.optim.AdamW(self.params, lr=LR, fused=True, capturable=self.device.type == "cuda").step
         base()
@@ -129,52 +139,63 @@ class _Size:
             "device ms": alone["peer"].median,
             "x AdamW, device": alone["peer"].median / alone[FUSED].median,
             "host ms": host_time(call, self.device, 5),
-            "adamw_ms": wall[FUSED].median,
-            "adamw_device_ms": alone[FUSED].median,
+            "AdamW ms": wall[FUSED].median,
         }
-        return self.table.add(**row, **self._launched(name, way, call, **more))
+        return self.table.add(**row, **more)
 
-    def _launched(
-        self, name: str, way: str, call: Call, audited_as: str = "", world_size: int = 1, **more: Any
-    ) -> Record:
-        """Count what a step launches; a profiler that fails takes no time with it."""
-        try:
-            found = launched(call, self.device)
-        except Exception as error:
-            self.report.note(f"{name}, {way}: the profiler failed: {type(error).__name__}: {error}")
-            return more
-        moved = kernel_bytes(audited(), STEPS[audited_as], world_size) if audited_as else {}
-        self.kernels += [self._kernel(name, way, each, moved) for each in found]
-        return {"launches": round(sum(each.count for each in found))} | more
+    def count(self, name: str, way: str, call: Call, moved: Mapping[str, float]) -> None:
+        """Add what a step launches: a row of all, and one of each kernel."""
+        found = launched(call, self.device)
+        table = self._table(LAUNCHES, KERNELS)
+        every = Launched("all", sum(each.count for each in found), sum(each.us for each in found))
+        for each in (every, *shortened(found, SHOWN)):
+            table.add(**self._kernel(name, way, each, moved))
 
-    def _kernel(self, name: str, way: str, each: Launched, moved: dict[str, float]) -> Record:
-        per_param = each.bytes_of(moved) if moved else ADAMW_BYTES * ("adam" in each.name.lower()) or None
+    def _table(self, title: str, columns: Mapping[str, str]) -> Table:
+        """Return the table of this title; begin it if it is not there."""
+        tables = self.report.tables
+        return next((t for t in tables if t.title.endswith(title)), None) or self.report.table(title, columns)
+
+    def _kernel(self, name: str, way: str, each: Launched, moved: Mapping[str, float]) -> Record:
+        per_param = sum(moved.values()) if each.name == "all" else each.bytes_of(moved)
         speed = per_param * self.numel / each.us / 1e3 if per_param and each.us else None
         row: Record = {"optimizer": name, "way": way, "kernel": each.name, "a step": each.count, "us": each.us}
-        return row | {"B/param": per_param, "GB/s": speed, "of a copy": speed / self.copy if speed else None}
+        return row | {"B/param": per_param or None, "GB/s": speed, "of a copy": speed / self.copy if speed else None}
 
     def calls(self) -> int:
         """Steps in a row that take long enough to be timed."""
         self.base["eager"]()
         once = time_by_turns({FUSED: self.base["eager"]}, self.device, 3, 1, until_idle(self.device, 3))[FUSED].median
-        return max(2, min(30, round(ENOUGH / once)))
+        return max(2, min(20, round(ENOUGH / once)))
+
+    def _made(self, peer: Peer, way: str) -> tuple[Step, Call, int]:
+        """Return a peer, what takes its step, and the bytes that were allocated before."""
+        before = 0
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # the last one's graph has had memory of its own
+            before = torch.cuda.memory_allocated()
+        step = peer.step(self.params, way)
+        return step, captured(step, self.device) if way == "captured" else step, before
 
     def measure(self, peer: Peer, way: str, calls: int) -> None:
         """Add a row of one of ours, and what is wanted of it."""
-        gc.collect()
-        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        step = peer.step(self.params, way)
+        step, call, before = self._made(peer, way)
         more: Record = {}
         if self.device.type == "cuda" and way == "eager":
             more["extra B/param"] = extra_bytes(step, before) / self.numel
-        call = captured(step, self.device) if way == "captured" else step
-        row = self.add(peer.name, way, call, calls, audited_as=peer.audited, world_size=peer.world_size, **more)
+        row = self.add(peer.name, way, call, calls, **more)
         step.check()
         goal = GOALS.get((self.name, peer.name, way))
         if goal is not None:
-            limit = self.report.limit(row["x AdamW"], at_most=goal)
             what = f"{peer.name}, {way}, {self.name}: whole step, x AdamW(fused)"
-            self.goals.append({"what": what, "measured": row["x AdamW"], "limit": limit})
+            limit = self.report.limit(row["x AdamW"], at_most=goal)
+            self._table("Goals", JUDGED).add(what=what, measured=row["x AdamW"], limit=limit)
+
+    def profile(self, peer: Peer, way: str) -> None:
+        """Count the launches of one of ours."""
+        _, call, _ = self._made(peer, way)
+        self.count(peer.name, way, call, kernel_bytes(audited(), STEPS[peer.audited], peer.world_size))
 
     def theirs(self) -> None:
         """Add DeepSpeed's own steps."""
@@ -182,15 +203,19 @@ class _Size:
             self.add(name, "eager", deepspeed(kind, 8)(self.params), 2)
 
 
-def _attempts(size: _Size) -> Iterator[tuple[str, str, Any]]:
+def _attempts(size: _Size) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """All times, then all counts: who has profiled once may be slower for ever."""
     calls = size.calls()
-    for way in size.base:
-        yield FUSED, way, lambda way=way: size.add(FUSED, way, size.base[way], calls)
     for peer in PEERS:
         for way in size.base:
             yield peer.name, way, partial(size.measure, peer, way, calls)
     if size.name == DEEPSPEED_AT and deepspeed_peer.available():
         yield "DeepSpeed", "eager", size.theirs
+    for way, call in size.base.items():
+        yield FUSED, way, partial(size.count, FUSED, way, call, {"multi_tensor_apply_kernel FusedAdam": ADAMW_BYTES})
+    for peer in PEERS:
+        for way in size.base:
+            yield peer.name, way, partial(size.profile, peer, way)
 
 
 def steps(name: str, report: Report) -> None:
@@ -208,24 +233,10 @@ def steps(name: str, report: Report) -> None:
             traceback.print_exc()
             size.table.add(optimizer=peer, way=way, **{"10-90 %": f"FAILED: {type(error).__name__}"})
             failed += 1
-        _tell(report, size)
     if report.device.type != "cuda":
         report.note("graphs are captured on CUDA only")
     if failed:
         raise AssertionError(f"{failed} measurements failed")
-
-
-def _tell(report: Report, size: _Size) -> None:
-    """Put what a peer's step launches, and the goals, into tables of their own."""
-    for title, columns, rows in (
-        ("Launches of a step, from a profile", KERNELS, size.kernels),
-        ("Goals", {"what": "<60", "measured": ">9.3f", "limit": "<24"}, size.goals),
-    ):
-        if rows:
-            table = next((t for t in report.tables if t.title.endswith(title)), None) or report.table(title, columns)
-            for row in rows:
-                table.add(**row)
-            rows.clear()
 
 
 def _register(name: str) -> None:
