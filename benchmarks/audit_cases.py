@@ -19,6 +19,9 @@ UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 STOCHASTIC = {"rounding": "*i64"}
+CLOCK = {"WIDTH": 64, "ROOM": 32, "entered": "*fp64"}
+CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
+CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2, "LANES": 2048, "SHORT": 0}
 SHORT = {"LANES": 128, "SHORT": 32}
 MAJORITY = {"compensated": None, "server_scale": None}
@@ -130,6 +133,10 @@ CASES = {
     "lion_compress, bf16": Case("lion_compress", BF16, halves=2),
 }
 VARIANTS = {
+    "advance": Case("advance", CLOCK),
+    "advance, counts": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "RENEWS": True}),
+    "advance, captured": Case("advance", CLOCK | CAPTURED),
+    "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
     "finish, layers": Case("finish", FINISH, num_warps=8),
     "finish, layers, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=8),
     "finish, blocks": Case("finish", FINISH | SHORT),

@@ -105,8 +105,8 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     scalars = 6 * 4 + 3 * 4 + 3 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
     count = len(layout.sizes)
-    # Of each tensor float64 updates, in all, in its variance, and what the two differ by.
-    tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 3 * 8 * count
+    # Of each tensor float64 updates, in all and in its variance.
+    tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 2 * 8 * count
     # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
     scratch = 28 * blocks + 28 * served + (ranks + 1) * message
     if lamb:
@@ -143,8 +143,8 @@ class Machine:
 
 H200, H100 = Machine("H200", 4.8e12), Machine("H100 SXM", 3.35e12)
 
-LAUNCHES = {"adam": 5, "lamb": 7}
-SMALL_OPERATIONS = 100
+LAUNCHES = {"adam": 6, "lamb": 8}
+SMALL_OPERATIONS = 80
 """Of torch, on tensors of a few numbers, in a step (README)."""
 
 

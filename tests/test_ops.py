@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
+from advance_arguments import advance_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -44,6 +45,7 @@ def example(name: str) -> list[tuple]:
     t.partials.fill_(1.0)
     step = torch.tensor(3)
     return {
+        "advance": [advance_arguments(3), advance_arguments(70, flags=0, absent=True, captured=True)],
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
         "flatten": [(p.grads, *sizes, 0.5, None, torch.empty(p.layout.numel + TAIL))],

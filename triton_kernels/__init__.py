@@ -5,6 +5,7 @@ registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its k
 """
 
 from . import rules
+from .advance import advance
 from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
@@ -16,7 +17,7 @@ from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .reduce import server_reduce
-from .rules import LARGEST_GRADIENT, Coef, Layer
+from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import vote_op
@@ -31,12 +32,14 @@ __all__ = [
     "TAIL",
     "Coef",
     "FlatLayout",
+    "Group",
     "Layer",
     "LiveTable",
     "ScaleScope",
     "Span",
     "adam_update",
     "add_values",
+    "advance",
     "apply_momentum",
     "backend",
     "choose_block_size",

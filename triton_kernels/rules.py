@@ -3,7 +3,8 @@
 Called from Python a rule computes on torch tensors: it is the arithmetic of the eager ops, and the specification.
 Called from a kernel it is the kernel's; the C kernels include what ``native.generate`` prints from this file. Each
 operation rounds once, in the order of the text: nothing is contracted or reassociated, so that all three have the
-same bits. ``k`` is a tensor's row of the table of coefficients; annotations are for C alone, which knows no dtypes.
+same bits. ``k`` is a tensor's row of the table of coefficients; annotations are for C alone, which knows no dtypes:
+a ``float`` is what Python's is, a double.
 
 Lines of algorithms are numbered as in ``fusedonebit.reference``: 1-bit Adam's as in 1-bit LAMB's Algorithm 1.
 
@@ -61,6 +62,17 @@ class Coef(IntEnum):
     """``LARGEST_GRADIENT`` times the loss scale: no larger element of a gradient, as it is handed over, counts."""
 
 
+class Group(IntEnum):
+    """Columns of a group's row, float64, behind those of ``Coef``, of which it has what is alike for its tensors."""
+
+    CORRECTION1 = len(Coef)
+    """beta of the momentum's bias correction, 0 without one."""
+    CORRECTION2 = len(Coef) + 1
+    """The same of the variance, as it was made."""
+    FLOOR = len(Coef) + 2
+    """Share of a tensor's mean variance that is added to v, with eps^2; 0: eps is added to the root."""
+
+
 class Layer(IntEnum):
     """Rows of LAMB's ``layers``, float32 [len(Layer), tensors], kept from step to step."""
 
@@ -76,6 +88,10 @@ class Layer(IntEnum):
 (UNBIAS1, WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, GRAD_LIMIT) = tuple(Coef)[10:]
 AVERAGE, RATIO, COEFFICIENT = Layer
 COLUMNS = len(Coef)
+CORRECTION1, CORRECTION2, FLOOR = Group
+GROUP_COLUMNS = COLUMNS + len(Group)
+MOST_STEPS = 4294967296.0
+"""Steps, or as good as infinitely many: beta^t is 0 then."""
 
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
 NAN = float("nan")
@@ -96,6 +112,34 @@ def finite(x) -> bool:
 def counted(g, k):
     """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
     return tl.where(tl.abs(g) <= of(k, GRAD_LIMIT), g, NAN)
+
+
+# ---------------------------------------------------------------- the table of coefficients
+
+
+@rule
+def squared(y: float, x: float, n: int) -> float:
+    """y * x where the lowest bit of n is set, else y: with x squared and n halved again and again, y becomes x^n."""
+    return tl.where((n & 1) != 0, y * x, y)
+
+
+@rule
+def coefficients(lr: float, decay: float, power1: float, power2: float):
+    """STEP_SIZE, DECAY, RSQRT_BIAS2 and UNBIAS1, of beta1^t and beta2^t (Adam, Algorithm 1)."""
+    bias1 = 1.0 - power1
+    return lr / bias1, 1.0 - lr * decay, 1.0 / tl.sqrt(1.0 - power2), 1.0 / bias1
+
+
+@rule
+def floored(eps: float, floor: float, mean: float, root: float) -> float:
+    """eps^2 + floor * mean / (1 - beta2^t), inside denominators' root; without a floor eps, behind it."""
+    return tl.where(floor > 0.0, eps * eps + floor * mean * root * root, eps)
+
+
+@rule
+def seen(x: float, mean: float) -> float:
+    """x, or 0 in tensors that have no variance: they wait for one, or would explode."""
+    return tl.where(mean > 0.0, x, 0.0)
 
 
 # ---------------------------------------------------------------- bits and residuals

@@ -18,6 +18,7 @@ from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
 from .handshake import ddp_averages, warn_of_averages
+from .options import Made
 from .scaling import SCALER_ATTRIBUTES
 from .settings import Options
 from .state import loading, saving
@@ -153,17 +154,15 @@ class DistributedOptimizer(Keeper):
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
-        self._advance(flags)
+        self._advance(flags, captured)
         error = self._error_due(error)
-        if captured:
-            self.outcomes.record_captured(flags)
-        elif error is None:
-            self.outcomes.record(flags, self._describe)
-        else:
-            self.outcomes.record_own_failure(flags)
         if error is not None:
+            if not captured:
+                self.outcomes.record_own_failure(flags)
             self.step_count.fail()
             raise error
+        if not captured:  # what replays count comes to the host when one asks
+            self.outcomes.record(flags, self._describe)
         if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
             warn_of_averages()
 
@@ -237,6 +236,7 @@ class DistributedOptimizer(Keeper):
         self._absent = None
         try:
             coef = self.coefficient_table()
+            self.coefficients.lend()
             self.outcomes.attempts += not captured
             with self._breaking(begun=not captured):
                 self.parameters.before_update()
@@ -258,17 +258,16 @@ class DistributedOptimizer(Keeper):
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
-        return self.coefficients(self._taken, self.own_steps)
+        return self.coefficients(self._taken, Made(self.own_steps))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
         raise NotImplementedError
 
-    def _advance(self, flags: Tensor) -> None:
+    def _advance(self, flags: Tensor, captured: bool) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
-        taken = flags[0] == 0
-        self.updates += taken
-        self.own_steps += taken if self._absent is None else taken & ~self._absent
+        replays = self.outcomes.record_captured() if captured else None
+        self.coefficients.advance(flags, self._absent, self.updates, self.step_count.advance(), replays)
 
     @property
     def _tag_of_shards(self) -> int:

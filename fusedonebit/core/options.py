@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..triton_kernels import LARGEST_GRADIENT, Coef
+from ..comm import Flag
+from ..triton_kernels import LARGEST_GRADIENT, Coef, advance
 from ..triton_kernels.tables import capturing
-from .telemetry import upload
-
-_LR = 0  # column of the uploaded rows
+from .telemetry import upload, upload_into
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,11 +137,40 @@ eps is 1, so that no moment is divided by 0.
 """
 
 
+class Made(NamedTuple):
+    """What a table is made of, besides the groups' hyper-parameters."""
+
+    steps: Tensor
+    """Updates of each tensor done: float64 [tensors]."""
+    entered: Tensor | None = None
+    """Updates that have entered its variance, infinite where that is corrected: float64 [tensors]; None: all."""
+    renews: bool = True
+    """Whether the coming update enters the variance; else its correction follows ``variance_betas``."""
+    unit: Tensor | None = None
+    """Float32 [tensors], or None: 1."""
+    mean_sq: Tensor | None = None
+    """The mean of v, of which denominators get a share: float64 [tensors], or None."""
+
+    def versions(self) -> tuple[object, ...]:
+        """Return what changes when somebody writes into one of the tensors."""
+        # Tensors made in inference mode have no version: they count as changed.
+        return tuple((object() if x.is_inference() else x._version) if isinstance(x, Tensor) else x for x in self)
+
+    def same(self, other: Made) -> bool:
+        """Return whether both are of the same tensors, whatever is in them."""
+        return all(map(operator.is_, self, other))
+
+
 class CoefficientTable:
-    """The per-tensor table of ``Coef`` columns, computed on the device without a host sync.
+    """The per-tensor table of ``Coef`` columns: float32 [tensors, len(Coef)], in memory that stays.
+
+    It is made on the device, by the op that ends a step, for the coming one. Only where something has changed in the
+    meantime is it made anew, by one launch more; what changes it within a step does so until the step ends.
 
     ``group_of`` is the index of each tensor's group; ``columns`` are further ones, with the hyper-parameters of a group
-    that go into them. Without ``bias_correction`` both corrections are 1.
+    that go into them. Without ``bias_correction`` both corrections are 1. ``lr``, float32 [groups], is where learning
+    rates are on the device, or None. ``floor`` is the share of the mean of v that is added to it. Where ``linear``,
+    ONE_MINUS_BETA2 multiplies gradients, not their squares: it is negative where the objective is maximised.
     """
 
     def __init__(
@@ -150,69 +179,83 @@ class CoefficientTable:
         device: torch.device,
         bias_correction: bool,
         columns: Mapping[Coef, str],
-        capturable: bool = False,
+        lr: Tensor | None = None,
+        *,
+        floor: float = 0.0,
+        linear: bool = False,
     ) -> None:
         self.device = device
-        self._reads_lr = not capturable
         self.bias_correction = bias_correction
         self.columns = dict(columns)
-        self._group_of = torch.tensor(group_of, dtype=torch.int64, device=device)
+        self.lr, self._floor, self._linear = lr, floor, linear
+        self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # Of each group the decay with which its variance was made, once that is done; None: betas[1]. The correction of
         # a frozen variance must not follow betas[1] any further.
         self.variance_betas: list[float] | None = None
-        self._uploaded: list[tuple[float, ...]] = []
+        self.memory: float | None = None  # steps, the most that a variance remembers
+        self._uploaded: tuple[Any, ...] = ()
         self._rows = torch.empty(0)
+        self._table = torch.empty(len(group_of), len(Coef), device=device)
+        self._made: Made | None = None
+        self._versions: tuple[object, ...] | None = None
         self._still = torch.tensor([_STILL.get(column, 1.0) for column in Coef], device=device)
         self.tag = 0
 
-    def __call__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        steps: Tensor,
-        variance_steps: Tensor | None = None,
-        unit: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the table for the update that follows: float32 [tensors, len(Coef)].
+    def __call__(self, groups: Sequence[dict[str, Any]], made: Made) -> Tensor:
+        """Return the table for the update that follows; ``groups`` are ``param_groups``."""
+        changed = self._upload(groups, made.renews)
+        if changed or self._made is None or not made.same(self._made) or made.versions() != self._versions:
+            self._launch(made, self._table)
+            self._made, self._versions = made, made.versions()
+        return self._table
 
-        Args:
-            groups: ``param_groups``; lr may be a tensor, and is then read on the device.
-            steps: float64 [tensors], updates of each done.
-            variance_steps: float64 [tensors], updates that entered its variance, or None: steps + 1.
-            unit: float32 [tensors], or None: 1.
-        """
-        rows = self._upload(groups)[self._group_of]
-        lr, beta1, beta2, gain, eps, decay, sign, variance_beta2, *further = rows.unbind(1)
-        one = torch.ones_like(lr)
-        bias1 = bias2 = one
-        if self.bias_correction:
-            t = steps + 1
-            bias1 = 1 - beta1**t
-            bias2 = 1 - variance_beta2 ** (t if variance_steps is None else variance_steps.clamp(min=1))
-        columns = {
-            Coef.BETA1: beta1,
-            Coef.ONE_MINUS_BETA1: gain * sign,
-            Coef.BETA2: beta2,
-            Coef.ONE_MINUS_BETA2: 1 - beta2,
-            Coef.STEP_SIZE: lr / bias1,
-            Coef.DECAY: 1 - lr * decay,
-            Coef.RSQRT_BIAS2: bias2.rsqrt(),
-            Coef.EPS: eps,
-            Coef.LR: lr,
-            Coef.UNBIAS1: 1 / bias1,
-            Coef.WEIGHT_DECAY: decay,
-            Coef.GRAD_LIMIT: torch.full_like(one, LARGEST_GRADIENT),
-        } | dict(zip(self.columns, further, strict=True))
-        table = torch.stack([columns.get(column, one) for column in Coef], dim=1)
-        table = table.to(torch.float32)
-        if unit is not None:
-            table[:, Coef.UNIT] = unit
+    def fresh(self, groups: Sequence[dict[str, Any]], made: Made) -> Tensor:
+        """Return the same in new memory, for whoever needs another table within a step."""
+        self._upload(groups, made.renews)
+        table = torch.empty_like(self._table)
+        self._launch(made, table)
+        self._versions = None  # what lies on the device may be for this one alone
         return table
+
+    def lend(self) -> None:
+        """Take note that a step begins, which may write into the table."""
+        self._versions = None
+
+    def advance(
+        self,
+        flags: Tensor,
+        absent: Tensor | None,
+        updates: Tensor,
+        number: Tensor | None = None,
+        replays: Tensor | None = None,
+    ) -> None:
+        """Count the step that ends, and make the table for one like it; see the op."""
+        made = self._made
+        assert made is not None
+        absent = None if absent is None else absent.view(torch.uint8)
+        self._launch(made, self._table, flags, absent, updates, number, replays)
+        self._versions = made.versions()
 
     def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:
         """Return the table with coefficients that leave the ``absent`` tensors, bool [tensors], as they are."""
         return coef if absent is None else torch.where(absent[:, None], self._still, coef)
 
-    def _upload(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+    def _launch(
+        self,
+        made: Made,
+        table: Tensor,
+        flags: Tensor | None = None,
+        absent: Tensor | None = None,
+        *counters: Tensor | None,
+    ) -> None:
+        updates, number, replays = counters or (None, None, None)
+        counted = (flags, absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT))
+        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq)
+        advance(self._rows, self.lr, self._group_of, *counted, *which, table)
+
+    def _upload(self, groups: Sequence[dict[str, Any]], renews: bool) -> bool:
+        """Bring the groups' rows up to date; return whether any may have changed."""
+        betas = None if renews else self.variance_betas
         values = [
             (
                 self._host_value(group["lr"]),
@@ -222,24 +265,59 @@ class CoefficientTable:
                 float(group.get("eps", 0.0)),
                 float(group.get("weight_decay", 0.0)),
                 -1.0 if group["maximize"] else 1.0,
-                float(_betas(group)[1]) if self.variance_betas is None else self.variance_betas[i],
+                float(_betas(group)[1]) if betas is None else betas[i],
                 *(float(group[name]) for name in self.columns.values()),
             )
             for i, group in enumerate(groups)
         ]
-        if values != self._uploaded:
+        changed = (values, self.memory) != self._uploaded
+        if changed:
             if capturing(self.device):
                 raise RuntimeError(
                     "hyper-parameters that have changed can't be uploaded while a CUDA graph is captured: take one "
                     "uncaptured step with them first, or change only a tensor lr, in place"
                 )
-            self._rows = upload(values, torch.float64, self.device)
-            self._uploaded = values
+            rows = [self._row(*each) for each in values]
+            if len(rows) == len(self._rows):  # the same memory, which a CUDA graph may read again
+                upload_into(self._rows, rows)
+            else:
+                self._rows = upload(rows, torch.float64, self.device)
+            self._uploaded = values, self.memory
             self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
+        if self.lr is not None:  # what lies there somebody may have written, or a CUDA graph
+            return True
         for index, group in enumerate(groups):
-            if isinstance(group["lr"], Tensor):
-                self._rows[index, _LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
-        return self._rows
+            if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
+                self._rows[index, Coef.LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
+                changed = True
+        return changed
+
+    def _row(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        gain: float,
+        eps: float,
+        decay: float,
+        sign: float,
+        variance_beta2: float,
+        *further: float,
+    ) -> list[float]:
+        """Return what the tensors of a group have in common: ``Coef``, then ``Group``."""
+        least = 0.0 if self.memory is None else 1.0 / self.memory
+        row = {
+            Coef.BETA1: beta1,
+            Coef.ONE_MINUS_BETA1: gain * sign,
+            Coef.BETA2: min(beta2, 1.0 - least),
+            Coef.ONE_MINUS_BETA2: max(1.0 - beta2, least) * (sign if self._linear else 1.0),
+            Coef.EPS: eps,
+            Coef.LR: lr,
+            Coef.WEIGHT_DECAY: decay,
+            Coef.GRAD_LIMIT: LARGEST_GRADIENT,
+        } | dict(zip(self.columns, further, strict=True))
+        corrections = (beta1, variance_beta2) if self.bias_correction else (0.0, 0.0)
+        return [row.get(column, 1.0) for column in Coef] + [*corrections, self._floor]
 
     def freeze_variance(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take note that the variance is done: its correction stays what it is with these groups."""
@@ -247,7 +325,7 @@ class CoefficientTable:
 
     def _host_value(self, lr: float | Tensor) -> float:
         # A device tensor is not read here: that would wait for the device.
-        on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or not self._reads_lr)
+        on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or self.lr is not None)
         return 0.0 if on_device else float(lr)
 
 

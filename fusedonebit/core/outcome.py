@@ -58,21 +58,21 @@ class Outcomes:
         would then be part of a reference cycle.
         """
         for arrived in self._mirror.push(flags):
-            self._act(int(arrived), describe)
+            self._act(arrived, describe)
         if self._nonfinite == "raise":
             self.catch_up(describe)
 
-    def record_captured(self, flags: Tensor) -> None:
-        """Do what ``record`` does, in a CUDA graph: count on the device, whenever the graph is replayed."""
+    def record_captured(self) -> Tensor:
+        """Return the counters with which the op that ends a step does what ``record`` does, in a CUDA graph.
+
+        That is, on the device, whenever the graph is replayed: steps, skipped, vetoed, out of step; int64 [4].
+        """
         assert self._replays is not None  # allocated before the capture, or each replay would zero it
         self._replayed = True
-        seen = flags[0].long()
-        vetoed = (seen & int(Flag.VETO)) != 0
-        bad = (seen & int(Flag.MISMATCH | Flag.ABORT)) != 0
-        self._replays += torch.stack([torch.ones_like(seen), (seen != 0).long(), vetoed.long(), bad.long()])
+        return self._replays
 
     def count_replays(self, device: torch.device) -> None:
-        """Make the counters of ``record_captured``: steps, skipped, vetoed, out of step."""
+        """Make the counters of ``record_captured``."""
         self._replays = torch.zeros(4, dtype=torch.int64, device=device)
 
     def absorb_replays(self) -> None:
@@ -98,7 +98,7 @@ class Outcomes:
     def record_own_failure(self, flags: Tensor) -> None:
         """Do what ``record`` does, on the rank whose own error is about to be raised."""
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
-            self._count(int(arrived))
+            self._count(arrived)
 
     def was_skipped(self, attempt: int) -> bool | None:
         """Return whether one of the last attempts was skipped; None until all ranks know, however early one looks."""
@@ -116,7 +116,7 @@ class Outcomes:
         """Wait for what is under way and act on it; raise as ``record`` does."""
         self.absorb_replays()
         for arrived in self._mirror.flush():
-            self._act(int(arrived), describe)
+            self._act(arrived, describe)
 
     def _count(self, flags: int) -> None:
         self._arrived += 1

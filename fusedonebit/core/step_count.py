@@ -34,7 +34,9 @@ class StepCount:
         self._consumed = False
         self._dropped = False
         self._unsure = False
-        self._of_replays = None if device is None else torch.zeros((), dtype=torch.int32, device=device)
+        # The number of the coming step, which a CUDA graph reads, and the op that ends a step counts on: int32 [].
+        self.of_replays = None if device is None else torch.ones((), dtype=torch.int32, device=device)
+        self._on_device = 1  # what the host knows to be there
 
     @property
     def coming(self) -> int:
@@ -55,8 +57,13 @@ class StepCount:
         self.total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._dropped = _mark(first), True, False
         self._unsure = given is not None and not _same_memory(owners, given)
-        self._tell_device()
+        self._tell_device(self.total)
         return repeats
+
+    def advance(self) -> Tensor | None:
+        """Take note that a step ends; return where the number lies that it counts on, int32 [], if anywhere."""
+        self._on_device += 1
+        return self.of_replays
 
     def clear(self, owners: Sequence[Tensor]) -> None:
         """Note that gradients are about to be thrown away; several times between two steps count once."""
@@ -76,28 +83,30 @@ class StepCount:
     def fail(self) -> None:
         """Count the step that this rank could not take, of which all ranks have heard, as one."""
         self.total = self._before + 1
-        self._tell_device()
+        self._tell_device(self.total + 1)
 
     def capture(self) -> Tensor:
-        """Count each replay of the graph that is being captured: int32 [], on the device."""
-        assert self._of_replays is not None  # allocated before the capture, or each replay would zero it
-        self._of_replays += 1
+        """Return the number of the step that is being captured, in each replay another: int32 [], on the device."""
+        assert self.of_replays is not None  # allocated before the capture, or each replay would fill it
         self.forget()
-        return self._of_replays
+        self._on_device -= 1  # the end of a capture is none of a step
+        return self.of_replays
 
     def replayed(self, steps: int) -> None:
         """Take over what replays have counted."""
         self.total += steps
+        self._on_device += steps
         self.forget()
 
     def resume(self, total: int) -> None:
         """Take up a checkpoint's count."""
         self.total, self._dropped = total, False
-        self._tell_device()
+        self._tell_device(total + 1)
 
-    def _tell_device(self) -> None:
-        if self._of_replays is not None:
-            self._of_replays.fill_(as_word(self.total))
+    def _tell_device(self, number: int) -> None:
+        if self.of_replays is not None and number != self._on_device:
+            self.of_replays.fill_(as_word(number))
+        self._on_device = number
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out weak references, which can't be copied: of a copy's gradients nothing is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,50 +15,65 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-class HostMirror:
-    """Brings small device tensors to the host without a stall.
+def upload_into(target: Tensor, values: Sequence[Any]) -> None:
+    """Overwrite a small tensor on a device, as ``upload`` makes one."""
+    host = torch.tensor(values, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+    target.copy_(host, non_blocking=True)
 
-    ``push`` returns the values that were pushed ``depth`` calls ago (none, at first). On CUDA each
+
+class _OnItsWay(NamedTuple):
+    """A word that is being copied to pinned memory; both are used again and again."""
+
+    host: Tensor
+    """int32 [1]."""
+    event: torch.cuda.Event
+
+
+class HostMirror:
+    """Brings words, int32 [1], from the device to the host without a stall.
+
+    ``push`` returns the words that were pushed ``depth`` calls ago (none, at first). On CUDA each
     is copied to pinned memory behind an event; after ``depth`` steps that event has long passed.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self.depth = depth
         self._cuda = device.type == "cuda"
-        self._queue: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._queue: deque[int | _OnItsWay] = deque()
+        self._spare: list[_OnItsWay] = []
 
-    def push(self, value: Tensor) -> list[Tensor]:
+    def push(self, value: Tensor) -> list[int]:
         """Send ``value`` on its way; return what has arrived, in order."""
-        if self._cuda:
-            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            host.copy_(value, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(value.device))
-            self._queue.append((host, event))
-        else:
-            self._queue.append((value.clone(), None))
-        arrived = []
-        while len(self._queue) > self.depth:
-            arrived.append(self._take())
-        return arrived
+        self._queue.append(self._sent(value) if self._cuda else int(value))
+        return [self._take() for _ in range(len(self._queue) - self.depth)]
 
-    def flush(self) -> list[Tensor]:
+    def flush(self) -> list[int]:
         """Wait for everything under way and return it."""
         return [self._take() for _ in range(len(self._queue))]
 
-    def flush_pending(self) -> list[Tensor]:
+    def flush_pending(self) -> list[int]:
         """Wait for what is under way, and return it without taking it."""
-        for _, event in self._queue:
-            if event is not None:
-                event.synchronize()
-        return [host.clone() for host, _ in self._queue]
+        arrived = self.flush()
+        self.refill(arrived)
+        return arrived
 
-    def refill(self, values: Sequence[Tensor]) -> None:
+    def refill(self, values: Sequence[int]) -> None:
         """Put back what ``flush_pending`` returned."""
-        self._queue = deque((value.clone(), None) for value in values)
+        self.flush()
+        self._queue.extend(values)
 
-    def _take(self) -> Tensor:
-        host, event = self._queue.popleft()
-        if event is not None:
-            event.synchronize()
-        return host
+    def _sent(self, value: Tensor) -> _OnItsWay:
+        if not self._spare:
+            self._spare.append(_OnItsWay(torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+        word = self._spare.pop()
+        word.host.copy_(value, non_blocking=True)
+        word.event.record(torch.cuda.current_stream(value.device))
+        return word
+
+    def _take(self) -> int:
+        word = self._queue.popleft()
+        if isinstance(word, int):
+            return word
+        word.event.synchronize()
+        self._spare.append(word)
+        return int(word.host)

@@ -78,11 +78,11 @@ class AutoFreeze:
 
     def due(self) -> bool:
         """Return whether the freeze decided ``DECISION_DELAY`` steps ago is due now."""
-        return any(bool(fired) for fired in self._mirror.push(self._fired.reshape(1).int()))
+        return any(self._mirror.push(self._fired.reshape(1).int()))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values to resume from; waits for the device."""
-        pending = [value.tolist() for value in self._mirror.flush_pending()]
+        pending = [[value] for value in self._mirror.flush_pending()]
         return {
             "norms": self._norms.tolist(),
             "seen": int(self._seen),
@@ -103,7 +103,7 @@ class AutoFreeze:
         self._norms.copy_(torch.tensor(state["norms"], dtype=torch.float64))
         self._seen.fill_(state["seen"])
         self._fired.fill_(state["fired"])
-        self._mirror.refill([torch.tensor(value, dtype=torch.int32) for value in state["pending"]])
+        self._mirror.refill([value for (value,) in state["pending"]])
 
 
 class DeadCoordinates:

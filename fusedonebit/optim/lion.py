@@ -57,6 +57,7 @@ class OneBitLion(FeedbackOptimizer):
     settings: ClassVar[type[Options]] = LionOptions
     options: LionOptions
     takes_shards: ClassVar = False
+    linear: ClassVar = True
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
         StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="options.servers_keep"),
@@ -93,8 +94,6 @@ class OneBitLion(FeedbackOptimizer):
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
-        # Negative where the objective is maximised, as the other share of the gradient is.
-        coef[:, Coef.ONE_MINUS_BETA2] *= coef[:, Coef.ONE_MINUS_BETA1].sign()
         scaled = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
 
         def vote(part: SignVote) -> None:

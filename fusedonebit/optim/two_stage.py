@@ -18,6 +18,7 @@ from torch import Tensor
 from ..comm import Flag, Told
 from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
+from ..core.options import Made
 from ..core.overlap import make_reducer
 from ..core.settings import Freeze, OneBitOptions, Options
 from ..core.state.header import (
@@ -86,9 +87,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         super().build()
         options, device = self.options, self.device
         self.reducer = make_reducer(self, vars(self).get("reducer"))
-        # Updates that did not enter v; -inf where it is corrected.
-        self._variance_step_offset = torch.zeros_like(self.own_steps)
-        self._variance_steps: Tensor | None = None  # those that entered it, once it is frozen
+        self._entered = torch.zeros_like(self.own_steps)  # updates of v; infinite where it is corrected
+        self._warming = True  # v follows the gradients
         self._unit: Tensor | None = None
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
         self._freeze_due = options.latest_freeze(beta2)
@@ -127,11 +127,13 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
                 "parameters would have no variance; construct a new optimizer"
             )
         super().add_param_group(param_group)
+        if self._built:
+            self._entered.copy_(self.own_steps)
 
     @property
     def _is_corrected(self) -> bool:
         """Tell whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
-        return bool((self._variance_step_offset == -math.inf).any())
+        return bool(self._entered.isinf().any())
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
@@ -142,14 +144,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     # ---------------------------------------------------------------- the step
 
     def coefficient_table(self) -> Tensor:
-        warming = self._variance_steps is None
-        entered = self.own_steps + 1 - self._variance_step_offset if warming else self._variance_steps
-        coef = self.coefficients(self._taken, self.own_steps, entered, self._unit)
-        if warming and self._rewarms:
-            memory = float(self.options.rewarm_steps)
-            coef[:, Coef.BETA2].clamp_(max=1 - 1 / memory)
-            coef[:, Coef.ONE_MINUS_BETA2].clamp_(min=1 / memory)
-        return coef
+        self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
+        return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
@@ -173,8 +169,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             self.reducer.refuse(refused.int() * int(Flag.VETO))
         return coef
 
-    def _advance(self, flags: Tensor) -> None:
-        super()._advance(flags)
+    def _advance(self, flags: Tensor, captured: bool) -> None:
+        super()._advance(flags, captured)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
             self._auto.observe(self.shards.sum(self._exp_avg_sq_sums.sum()), self.updates)
 
@@ -221,7 +217,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = None
-        self._variance_steps = self.own_steps - self._variance_step_offset
+        self._warming = False
         self.coefficients.freeze_variance(self._taken)
         coef = self.coefficient_table()
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
@@ -248,7 +244,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
         self.exp_avg_sq.mul_(self.live.mask())
-        self._variance_step_offset.fill_(-math.inf)
+        self._entered.fill_(math.inf)
 
     @torch.no_grad()
     def _rewarm(self, after_veto: bool) -> None:
@@ -270,8 +266,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
-        self._variance_step_offset.fill_(-math.inf)  # v is corrected
-        self._variance_steps = self.coefficients.variance_betas = None
+        self._entered.fill_(math.inf)  # v is corrected
+        self._warming, self.coefficients.variance_betas = True, None
         self._phase = "warmup"
         self._freeze_due = self.outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
@@ -310,8 +306,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             self.reducer.settle()
 
     def _held(self) -> list[Tensor]:
-        entered = [] if self._variance_steps is None else [self._variance_steps]
-        return [*super()._held(), self._variance_step_offset, *entered, *self._guard.state()]
+        return [*super()._held(), self._entered, *self._guard.state()]
 
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
@@ -320,10 +315,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def plain_state(self) -> dict[str, Any]:
-        entered = self.own_steps - self._variance_step_offset if self._variance_steps is None else self._variance_steps
         return super().plain_state() | {
             "settled": self._settled(),
-            "variance_step": one_or_each(entered),
+            "variance_step": one_or_each(self._entered),
             "freeze_due": self._freeze_due,
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
             "auto": None if self._auto is None else self._auto.state_dict(),
@@ -359,14 +353,14 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             entered = each(header["variance_step"], self.own_steps)
             # One number for all tensors may be more than some have had.
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
-            self._variance_step_offset = self.own_steps - entered
+        self._entered.copy_(entered)
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
         if header["phase"] != "compression":
             return
         self._phase = "compression"
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.frozen_dtype)
-        self._variance_steps = entered
+        self._warming = False
         if self.coefficients.variance_betas is None:  # written before it was kept
             self.coefficients.freeze_variance(self._taken)
         self._exclude(self.dead_tensors)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..comm import Flag, Told, agree
 from ..comm.absent import Kept, absence
 from ..core.consensus import failure
+from ..core.options import Made
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..triton_kernels import Coef, add_values, local_step
@@ -134,13 +135,10 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     # ---------------------------------------------------------------- the step
 
     def coefficient_table(self) -> Tensor:
-        if self._phase != "uncompressed":
-            return self._floored(self.coefficients(self._taken, self.own_steps, self._entered))
-        # AdamW's step, whose correction follows betas[1]; in other steps it stays that of the last renewal.
-        kept, self.coefficients.variance_betas = self.coefficients.variance_betas, None
-        coef = self.coefficients(self._taken, self.own_steps, self._entered + 1)
-        self.coefficients.variance_betas = kept
-        return coef
+        # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
+        renews = self._phase == "uncompressed"
+        made = Made(self.own_steps, self._entered, renews=True) if renews else self._of_bits
+        return self.coefficients(self._taken, made)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
@@ -151,8 +149,6 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         """Take a step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
         self._make_floats(renews=True)
         flags = self._average(grads, coef, abort)
-        taken = flags[0] == 0
-        self._entered += taken if self._absent is None else taken & ~self._absent
         self.coefficients.freeze_variance(self._taken)
         self._mean_sq = self._means()
         self._as_floats = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import CompressedAllReduce
 from ..comm.message import Word
 from ..core.compressing import FeedbackOptimizer
-from ..core.options import check_choice, stated
+from ..core.options import CoefficientTable, Made, check_choice, stated
 from ..core.settings import Options
 from ..core.state.header import (
     AMOUNT,
@@ -32,7 +32,7 @@ from ..core.state.header import (
     or_none,
 )
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import TAIL, Coef, rebuild_momentum
+from ..triton_kernels import TAIL, rebuild_momentum
 from .averaging import AdamUpdate
 from .freezing import denominator
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
@@ -174,14 +174,16 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def _eps_inside_sqrt(self) -> bool:
         return self.options.variance_floor > 0
 
-    def _floored(self, coef: Tensor) -> Tensor:
-        """Make denominators sqrt(v + share*mean(v)); what was never ``_seen`` does not move."""
-        if self._eps_inside_sqrt:
-            mean = self._mean_sq * coef[:, Coef.RSQRT_BIAS2].double().square()
-            coef[:, Coef.EPS] = coef[:, Coef.EPS].square() + (self.options.variance_floor * mean).float()
-        for column in (Coef.ONE_MINUS_BETA1, Coef.STEP_SIZE):
-            coef[:, column] *= self._seen
-        return coef
+    def _make_table(self, **options: Any) -> CoefficientTable:
+        return super()._make_table(**options, floor=self.options.variance_floor)
+
+    @property
+    def _of_bits(self) -> Made:
+        """Return what coefficients are made of while v stays: with denominators sqrt(v + share*mean(v)).
+
+        What was never ``_seen`` does not move.
+        """
+        return Made(self.own_steps, self._entered, renews=False, mean_sq=self._mean_sq)
 
     def _sum_variance(self) -> None:
         """Sum v up as renewals do while they go."""
@@ -213,8 +215,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         if self._as_floats:
             return
         layout, reduce, options = self.layout, self.reducer, self.options
-        own = self.coefficients(self._taken, self.own_steps, self._entered)
-        floored = self._floored(own.clone())
+        own = self.coefficients.fresh(self._taken, Made(self.own_steps, self._entered, renews=False))
+        floored = self.coefficients.fresh(self._taken, self._of_bits)
         scale = reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor]
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
         where = (own if renews else floored, *self._tables, self.exp_avg)
@@ -305,7 +307,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         part = self.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
         if not options.precondition:
             return part
-        k = self._floored(self.coefficients(self._taken, self.own_steps, self._entered))[i]
+        k = self.coefficients.fresh(self._taken, self._of_bits)[i]
         return part * denominator(
             self.parameters.shaped(self.exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt
         )

@@ -65,7 +65,12 @@ class Parameter(NamedTuple):
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     """Returns the text of ``generated.h``."""
     columns = ", ".join(column.name for column in rules.Coef)
-    lines = [f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */", *_rules(RULES.read_text())]
+    of_groups = ", ".join(f"{column.name} = {column.value}" for column in rules.Group)
+    lines = [
+        f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */",
+        f"enum {{ {of_groups}, GROUP_COLUMNS }}; /* of a group's row */",
+        *_rules(RULES.read_text()),
+    ]
     for name, parameters in kernels.items():
         lines.append(f"#define {name}_ARGUMENTS {', '.join(parameter.in_c for parameter in parameters)}")
     return "\n".join(lines) + "\n"
@@ -114,6 +119,7 @@ _OPERATORS = {
 }
 _CALLS = {
     "where": "({} ? {} : {})",
+    "sqrt": "sqrt({})",
     "sqrt_rn": "sqrtf({})",
     "div_rn": "({} / {})",
     "abs": "fabsf({})",
@@ -135,12 +141,12 @@ def _function(rule: ast.FunctionDef) -> Iterator[str]:
     arguments = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
     results = [node.value for node in ast.walk(rule) if isinstance(node, ast.Return)]
     given = _kind("", rule.returns)
+    value = given if given in ("uint32_t", "double") else "double" if "double" in kinds.values() else "float"
     if isinstance(results[0], ast.Tuple):
         names = ", ".join(f"x{i}" for i in range(len(results[0].elts)))
         given = f"struct {rule.name}"
-        yield f"{given} {{ float {names}; }};"
-    value = "int" if isinstance(rule.returns, ast.Name) and rule.returns.id == "int" else "float"
-    body = " ".join(_statements(rule.body, set(kinds), rule.name, "uint32_t" if value == "int" else "float"))
+        yield f"{given} {{ {value} {names}; }};"
+    body = " ".join(_statements(rule.body, set(kinds), rule.name, value))
     yield f"static inline {given} {rule.name}({arguments}) {{ {body} }}"
 
 
@@ -148,7 +154,7 @@ def _kind(name: str, annotation: ast.expr | None) -> str:
     if name == "k":
         return "const float *"
     if isinstance(annotation, ast.Name):
-        return {"int": "uint32_t", "bool": "int32_t"}[annotation.id]
+        return {"int": "uint32_t", "bool": "int32_t", "float": "double"}[annotation.id]
     return "int64_t" if isinstance(annotation, ast.Attribute) else "float"
 
 

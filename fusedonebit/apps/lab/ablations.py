@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import Lamb, Numerics
 from ...comm import CompressedAllReduce, Transport
+from ...core.options import Made
 from ...core.settings import VARIANCE_FLOOR
 from ...optim.averaging import AdamUpdate, AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
@@ -29,7 +30,7 @@ class FrozenVariance(AveragingOptimizer):
         if self.outcomes.updates == self.freeze_step:
             self._freeze()
         frozen_at = torch.full_like(self.own_steps, self.freeze_step)
-        coef = self.coefficients(self.param_groups, self.own_steps, frozen_at)
+        coef = self.coefficients(self.param_groups, Made(self.own_steps, frozen_at, renews=False))
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0
         return coef
 

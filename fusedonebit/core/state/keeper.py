@@ -37,6 +37,9 @@ class Keeper(torch.optim.Optimizer):
     columns: ClassVar[dict[Coef, str]] = {}
     """Hyper-parameters of a group that go into the coefficient table as they are."""
 
+    linear: ClassVar[bool] = False
+    """Whether ONE_MINUS_BETA2 multiplies gradients, not their squares: it is negative then where one maximises."""
+
     kept: ClassVar[Specs] = ()
     """What it keeps as tensors, besides the parameters' ``step`` and ``master``."""
 
@@ -58,6 +61,8 @@ class Keeper(torch.optim.Optimizer):
     options: Options
     levels: tuple[Transport, Transport] | None
     _built: bool = False
+    rates: Tensor | None = None
+    """Where capturable the groups' learning rates, of which ``lr_tensors`` are views: float32 [groups]."""
 
     def __init__(
         self,
@@ -155,11 +160,9 @@ class Keeper(torch.optim.Optimizer):
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
         self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
-        self.coefficients = CoefficientTable(
-            plist.group_of, device, self.options.bias_correction, self.columns, self.options.capturable
-        )
         self._taken: list[dict[str, Any]] = []
         self.put_lr_on_the_device()
+        self.coefficients = self._make_table()
         self.take_hyper_parameters()
         self._phase = next(iter(self.phases))
         self.outcomes = Outcomes(device, self.options.nonfinite)
@@ -168,6 +171,12 @@ class Keeper(torch.optim.Optimizer):
             self.outcomes.count_replays(device)
         self.broken = ""
         self.publish_state()
+
+    def _make_table(self, **options: Any) -> CoefficientTable:
+        """Make what computes coefficients."""
+        group_of, corrected = self.parameters.group_of, self.options.bias_correction
+        options["linear"] = self.linear
+        return CoefficientTable(group_of, self.device, corrected, self.columns, self.rates, **options)
 
     def allocate(self) -> None:
         """Make the tensors that are declared."""
@@ -338,9 +347,12 @@ class Keeper(torch.optim.Optimizer):
         """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""
         if not self.options.capturable:
             return
+        if len(self.lr_tensors) < len(self.param_groups):
+            self.rates = torch.zeros(len(self.param_groups), device=self.device)
+            self.lr_tensors = list(self.rates.unbind())
+            if self._built:
+                self.coefficients.lr = self.rates
         for i, group in enumerate(self.param_groups):
-            if i == len(self.lr_tensors):
-                self.lr_tensors.append(torch.zeros((), device=self.device))
             if group["lr"] is not self.lr_tensors[i]:
                 check_lr(group["lr"], f" in group {i}")
                 self.lr_tensors[i].fill_(group["lr"])

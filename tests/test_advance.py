@@ -1,0 +1,195 @@
+"""The op that ends a step: counts, and the table of coefficients for the coming one, made only where it has changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from advance_arguments import advance_arguments
+from backends import assert_equal_backends
+from optimizers import MAKE, construct, objects
+
+from fusedonebit import Lamb, OneBitAdam, OneBitLion
+from fusedonebit.triton_kernels import Coef, Group, advance
+from fusedonebit.triton_kernels.op import OPS, launches
+
+NAMES = list(OPS["advance"].arguments)
+WAYS = [
+    {},
+    {"entered": False},
+    {"renews": True},
+    {"flags": 0},
+    {"flags": 0, "entered": False, "absent": True},
+    {"flags": 0, "renews": True, "absent": True, "tables": True},
+    {"flags": 8, "renews": True, "captured": True},
+    {"flags": 3, "absent": True, "captured": True, "tables": True},
+]
+
+
+def run(tensors: int, **way: object) -> tuple[dict, dict]:
+    """The op's arguments before and after."""
+    arguments = advance_arguments(tensors, **way)
+    before = dict(zip(NAMES, copy.deepcopy(arguments), strict=True))
+    advance(*arguments)
+    return before, dict(zip(NAMES, arguments, strict=True))
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 64, 130])
+def test_all_backends_have_the_same_bits(tensors):
+    for way in WAYS:
+        assert_equal_backends("advance", lambda way=way: advance_arguments(tensors, **way))
+
+
+def test_bias_corrections_are_powers_of_beta_to_within_a_rounding():
+    before, after = run(200, entered=True)
+    for t in range(200):
+        row = before["groups"][before["group_of"][t]]
+        k = after["coef"][t].double()
+        lr, beta1, beta2 = (float(row[column]) for column in (Coef.LR, Group.CORRECTION1, Group.CORRECTION2))
+        updates, made = int(before["steps"][t]) + 1, float(before["entered"][t])
+        bias1 = float(1 - Fraction(beta1) ** updates) if updates < 2000 else 1 - beta1**updates
+        bias2 = 1.0 if math.isinf(made) else 1 - beta2 ** max(made, 1.0)
+        expected = {Coef.STEP_SIZE: lr / bias1, Coef.UNBIAS1: 1 / bias1, Coef.RSQRT_BIAS2: bias2**-0.5}
+        expected[Coef.DECAY] = 1 - lr * float(row[Coef.WEIGHT_DECAY])
+        for column, value in expected.items():
+            assert k[column] == pytest.approx(value, rel=1.2e-7)
+        for column in set(Coef) - set(expected):
+            assert k[column] == row[column].float()
+
+
+def test_a_step_counts_where_it_was_taken_and_somebody_had_a_gradient():
+    before, after = run(70, flags=0, absent=True, renews=True)
+    counted = (before["absent"] == 0).double()
+    assert 0 < counted.sum() < 70
+    assert after["updates"] == before["updates"] + 1
+    assert torch.equal(after["steps"], before["steps"] + counted)
+    assert torch.equal(after["entered"], before["entered"] + counted)
+    again, kept = run(70, flags=0, absent=True, renews=False)
+    assert torch.equal(kept["entered"], again["entered"])
+    assert torch.equal(kept["steps"], after["steps"])
+
+
+def test_a_skipped_step_counts_as_one_in_messages_and_as_a_replay_alone():
+    before, after = run(70, flags=8, captured=True, renews=True)
+    for name in ("updates", "steps", "entered"):
+        assert torch.equal(before[name], after[name])
+    assert after["number"] == -(2**31)  # modulo 2^32
+    assert (after["replays"] - before["replays"]).tolist() == [1, 1, 1, 0]
+    before, after = run(70, flags=2, captured=True)
+    assert (after["replays"] - before["replays"]).tolist() == [1, 1, 0, 1]
+
+
+def test_tensors_without_a_variance_wait_and_others_have_a_floor_where_there_is_one():
+    before, after = run(200, tables=True)
+    mean, row = before["mean_sq"], before["groups"][before["group_of"].long()]
+    k = after["coef"].double()
+    still = mean <= 0
+    assert 0 < still.sum() < 200
+    assert (k[still][:, Coef.STEP_SIZE] == 0).all()
+    assert (k[still][:, Coef.ONE_MINUS_BETA1] == 0).all()
+    assert (k[~still][:, Coef.STEP_SIZE] > 0).all()
+    floored = row[:, Coef.EPS] ** 2 + row[:, Group.FLOOR] * mean * k[:, Coef.RSQRT_BIAS2] ** 2
+    expected = torch.where(row[:, Group.FLOOR] > 0, floored, row[:, Coef.EPS])
+    torch.testing.assert_close(k[:, Coef.EPS], expected, rtol=3e-7, atol=0)
+    assert torch.equal(after["coef"][:, Coef.UNIT], before["unit"])
+
+
+# ---------------------------------------------------------------- the optimizer's table
+
+
+def trained(name: str = "onebit-adam", steps: int = 4, **options: object) -> tuple:
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 40))
+    optimizer = construct(name, [p], 1e-2, freeze_step=2, guard="off", **options)
+    for i in range(steps):
+        p.grad = torch.full_like(p, 1.0 + i)
+        optimizer.step()
+    return p, optimizer
+
+
+def launched_in_a_step(p: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
+    p.grad = p.detach().clone()
+    counted = []
+    original = OPS["advance"].bind
+
+    def bind(arguments):
+        counted.append(arguments)
+        return original(arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OPS["advance"], "bind", bind)
+        launches.clear()
+        optimizer.step()
+    assert launches["advance"] == len(counted)
+    return len(counted)
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
+def test_a_step_launches_it_once_and_once_more_where_something_has_changed(name):
+    p, optimizer = trained(name)
+    group = optimizer.param_groups[0]
+    assert launched_in_a_step(p, optimizer) == 1
+    for change in (
+        lambda: group.update(lr=2e-2),
+        lambda: group.update(betas=(0.8, group["betas"][1])),
+        lambda: optimizer.own_steps.add_(1),
+        lambda: optimizer.state[p]["step"].add_(1),
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+    ):
+        change()
+        assert launched_in_a_step(p, optimizer) >= 2
+        assert launched_in_a_step(p, optimizer) == 1
+
+
+@pytest.mark.needs_compiler
+def test_a_rate_on_the_device_is_read_in_each_step():
+    p, optimizer = trained(capturable=True)
+    assert [launched_in_a_step(p, optimizer) for _ in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginning(name):
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (40, 7)]
+    optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    compared = []
+    table = type(optimizer).coefficient_table
+
+    def both(self):
+        kept = table(self).clone()
+        self.coefficients.lend()
+        compared.append((kept, table(self).clone()))
+        return table(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(optimizer), "coefficient_table", both)
+        for i in range(9):
+            for p in params[: 1 + (i % 4 > 0)]:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert len(compared) >= 9
+    for kept, made in compared:
+        assert torch.equal(kept, made)
+
+
+def test_columns_that_the_step_has_written_are_gone_in_the_next():
+    p = torch.nn.Parameter(torch.full((4,), 3.0))
+    optimizer = Lamb([p], 0.5)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.stats(layers=True)["layers"]["coefficient"] != [1.0]
+    assert optimizer.coefficient_table()[0, Coef.STEP_SIZE] == 0.5
+
+
+def test_lions_share_of_the_gradient_is_negative_where_it_maximises():
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = OneBitLion([{"params": [p]}, {"params": [q], "maximize": True}], betas=(0.9, 0.75))
+    assert optimizer.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
+    adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.9, 0.75), **objects())
+    assert adam.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]

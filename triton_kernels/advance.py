@@ -1,0 +1,217 @@
+"""Ends a step: counts it, and makes the table of coefficients for the coming one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .jit import jit, tl
+from .native.generate import Spec
+from .op import Bits, Counters, Doubles, Flag, Floats, op
+from .rules import (
+    COLUMNS,
+    CORRECTION1,
+    CORRECTION2,
+    DECAY,
+    EPS,
+    FLOOR,
+    GROUP_COLUMNS,
+    LR,
+    MOST_STEPS,
+    ONE_MINUS_BETA1,
+    RSQRT_BIAS2,
+    STEP_SIZE,
+    UNBIAS1,
+    UNIT,
+    WEIGHT_DECAY,
+)
+
+WIDTH = 64
+"""Tensors of a program, a lane to each."""
+ROOM = 32  # columns that a program handles, a power of two
+
+Integers = Annotated[Tensor, Spec(torch.int32)]
+
+
+@jit()
+def _power(x, t):
+    """beta^t, 0 where t is as good as infinite, float64 [WIDTH]."""
+    few = t < MOST_STEPS
+    n = tl.where(few, t, 0.0).to(tl.int64)
+    y = x * 0.0 + 1.0
+    while tl.max(n, axis=0) > 0:
+        y = rules.squared(y, x, n)
+        x = x * x
+        n = n >> 1
+    return tl.where(few, y, 0.0)
+
+
+@jit()
+def _count(seen, updates, number, replays, veto, bad):
+    """Counts a step with these flags, by one program."""
+    tl.store(updates, tl.load(updates) + (seen == 0).to(tl.int64))
+    if number is not None:
+        tl.store(number, tl.load(number) + 1)
+    if replays is not None:
+        tl.store(replays, tl.load(replays) + 1)
+        tl.store(replays + 1, tl.load(replays + 1) + (seen != 0).to(tl.int64))
+        tl.store(replays + 2, tl.load(replays + 2) + ((seen & veto) != 0).to(tl.int64))
+        tl.store(replays + 3, tl.load(replays + 3) + ((seen & bad) != 0).to(tl.int64))
+
+
+@jit()
+def advance_kernel(
+    groups, lr, group_of, tensors, flags, absent, updates, number, replays, veto, bad, steps, entered, unit, mean_sq,
+    coef, RENEWS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Counts a step, and makes the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
+
+    About 8 * ROOM + 32 bytes read and 4 * COLUMNS + 16 written per tensor.
+    """
+    p = tl.program_id(0)
+    t = p * WIDTH + tl.arange(0, WIDTH)
+    inside = t < tensors
+    group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
+    row = groups + group * GROUP_COLUMNS
+    done = tl.load(steps + t, mask=inside, other=0.0)
+    made = done
+    if entered is not None:
+        made = tl.load(entered + t, mask=inside, other=0.0)
+    if flags is not None:
+        seen = tl.load(flags)
+        counted = inside & (seen == 0)
+        if absent is not None:
+            counted = counted & (tl.load(absent + t, mask=inside, other=1) == 0)
+        done += counted.to(tl.float64)
+        tl.store(steps + t, done, mask=inside)
+        if entered is None:
+            made = done
+        elif RENEWS:
+            made += counted.to(tl.float64)
+            tl.store(entered + t, made, mask=inside)
+        if p == 0:
+            _count(seen, updates, number, replays, veto, bad)
+    if entered is None or RENEWS:
+        made = made + 1.0
+    made = tl.maximum(made, 1.0)
+    if lr is None:
+        rate = tl.load(row + LR, mask=inside, other=0.0)
+    else:
+        rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
+    power1 = _power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
+    power2 = _power(tl.load(row + CORRECTION2, mask=inside, other=0.0), made)
+    decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
+    step_size, kept, root, unbias = rules.coefficients(rate, decay, power1, power2)
+    share = tl.load(row + ONE_MINUS_BETA1, mask=inside, other=0.0)
+    eps = tl.load(row + EPS, mask=inside, other=0.0)
+    if mean_sq is not None:
+        mean = tl.load(mean_sq + t, mask=inside, other=0.0)
+        step_size = rules.seen(step_size, mean)
+        share = rules.seen(share, mean)
+        eps = rules.floored(eps, tl.load(row + FLOOR, mask=inside, other=0.0), mean, root)
+    of_group = tl.arange(0, ROOM)[None, :]
+    here = inside[:, None] & (of_group < COLUMNS)
+    values = tl.load(row[:, None] + of_group, mask=here, other=0.0)
+    values = tl.where(of_group == LR, rate[:, None], values)
+    values = tl.where(of_group == STEP_SIZE, step_size[:, None], values)
+    values = tl.where(of_group == DECAY, kept[:, None], values)
+    values = tl.where(of_group == RSQRT_BIAS2, root[:, None], values)
+    values = tl.where(of_group == UNBIAS1, unbias[:, None], values)
+    values = tl.where(of_group == ONE_MINUS_BETA1, share[:, None], values)
+    values = tl.where(of_group == EPS, eps[:, None], values)
+    if unit is not None:
+        scale = tl.load(unit + t, mask=inside, other=1.0).to(tl.float64)
+        values = tl.where(of_group == UNIT, scale[:, None], values)
+    tl.store(coef + t[:, None] * COLUMNS + of_group, values.to(tl.float32), mask=here)
+
+
+def _count_plainly(
+    flags: Tensor, absent: Tensor | None, counters: tuple[Tensor | None, ...], veto: int, bad: int
+) -> Tensor:
+    """Count a step; return of which tensors, float64 [tensors] or []."""
+    updates, number, replays = counters
+    seen = flags[0]
+    taken = seen == 0
+    assert updates is not None
+    updates += taken
+    if number is not None:
+        number += 1
+    if replays is not None:
+        told = [torch.ones_like(seen), seen != 0, (seen & veto) != 0, (seen & bad) != 0]
+        replays += torch.stack([each.long() for each in told])
+    return (taken if absent is None else taken & (absent == 0)).double()
+
+
+def _power_plainly(x: Tensor, t: Tensor) -> Tensor:
+    """beta^t, 0 where t is as good as infinite, float64."""
+    few = t < MOST_STEPS
+    n = torch.where(few, t, 0.0).long()
+    bits = 32 if n.device.type != "cpu" else int(n.max()).bit_length() if n.numel() else 0
+    y = torch.ones_like(x)
+    for _ in range(bits):
+        y, x, n = rules.squared(y, x, n), x * x, n >> 1
+    return torch.where(few, y, 0.0)
+
+
+@op(
+    advance_kernel,
+    writes=("updates", "number", "replays", "steps", "entered", "coef"),
+    derive={
+        "tensors": ("i32", lambda group_of: len(group_of)),
+        "programs": ("i32", lambda tensors: max(1, -(-tensors // WIDTH))),
+        "num_warps": ("i32", lambda: 4),
+        "WIDTH": ("constexpr", lambda: WIDTH),
+        "ROOM": ("constexpr", lambda: ROOM),
+    },
+)
+def advance(
+    groups: Doubles, lr: Floats | None, group_of: Integers, flags: Flag | None, absent: Bits | None,
+    updates: Counters | None, number: Integers | None, replays: Counters | None, veto: int, bad: int,
+    steps: Doubles, entered: Doubles | None, renews: bool, unit: Floats | None, mean_sq: Doubles | None, coef: Floats,
+) -> None:  # fmt: skip
+    """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
+
+    Args:
+        groups: What each group's tensors have in common, float64 [groups, GROUP_COLUMNS]: ``Coef``, then ``Group``.
+        lr: Learning rates that are on the device, float32 [groups], instead of those in ``groups``.
+        group_of: int32 [tensors], each tensor's group.
+        flags: int32 [1] of the step that ends, not 0 where it was skipped; None: nothing is counted.
+        absent: uint8 [tensors], not 0 where no rank had a gradient; None: all had.
+        updates: int64 [], written: steps that were not skipped.
+        number: int32 [], written: the number that the coming step has in messages, modulo 2^32.
+        replays: int64 [4], written: steps, those skipped, those with a flag of ``veto``, and of ``bad``.
+        veto, bad: Masks of flags.
+        steps: float64 [tensors], written: updates of each.
+        entered: float64 [tensors], written where ``renews``: updates that have entered each tensor's variance, infinite
+            where it is corrected already; None: all.
+        renews: Whether the step that ends has entered it, and the coming one will, too.
+        unit: float32 [tensors], the column UNIT; None: that of ``groups``.
+        mean_sq: float64 [tensors], the mean of v, where denominators have a floor, and tensors wait for a variance.
+        coef: float32 [tensors, COLUMNS], written.
+    """
+    if flags is not None:
+        counted = _count_plainly(flags, absent, (updates, number, replays), veto, bad)
+        steps += counted
+        if entered is not None and renews:
+            entered += counted
+    values = groups.index_select(0, group_of)
+    made = steps + 1 if entered is None else (entered + int(renews)).clamp(min=1)
+    rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
+    powers = _power_plainly(
+        torch.stack([values[:, CORRECTION1], values[:, CORRECTION2]]), torch.stack([steps + 1, made])
+    )
+    step_size, decay, root, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], *powers)
+    share, eps = values[:, ONE_MINUS_BETA1], values[:, EPS]
+    if mean_sq is not None:
+        eps = rules.floored(eps, values[:, FLOOR], mean_sq, root)
+        step_size, share = rules.seen(step_size, mean_sq), rules.seen(share, mean_sq)
+    made_here = {LR: rate, STEP_SIZE: step_size, DECAY: decay, RSQRT_BIAS2: root, UNBIAS1: unbias}
+    made_here |= {ONE_MINUS_BETA1: share, EPS: eps}
+    if unit is not None:
+        made_here[UNIT] = unit.double()
+    for column, each in made_here.items():
+        values[:, column] = each
+    coef.copy_(values[:, :COLUMNS])

@@ -1,0 +1,63 @@
+/* Counts a step, and makes the table of coefficients for the coming one. */
+
+#include "block_io.h"
+
+/* beta^t, 0 where t is as good as infinite. */
+static double power(double x, double t)
+{
+    double y = 1;
+    if (!(t < MOST_STEPS))
+        return 0;
+    for (uint32_t n = t; n; n >>= 1, x = x * x)
+        y = squared(y, x, n);
+    return y;
+}
+
+static void count(int32_t seen, int64_t *updates, int32_t *number, int64_t *replays, int64_t veto, int64_t bad)
+{
+    *updates += !seen;
+    if (number)
+        *number = (uint32_t)*number + 1;
+    if (replays) {
+        replays[0]++;
+        replays[1] += seen != 0;
+        replays[2] += (seen & veto) != 0;
+        replays[3] += (seen & bad) != 0;
+    }
+}
+
+KERNEL(advance)
+{
+    int64_t last = end * WIDTH < tensors ? end * WIDTH : tensors;
+    if (flags && begin == 0)
+        count(*flags, updates, number, replays, veto, bad);
+    for (int64_t t = begin * WIDTH; t < last; t++) {
+        int64_t counted = flags && !*flags && !(absent && absent[t]);
+        const double *row = groups + group_of[t] * GROUP_COLUMNS;
+        float *k = coef + t * COLUMNS;
+        double done = steps[t] += counted, made = done + 1;
+        if (entered) {
+            made = (entered[t] += RENEWS ? counted : 0) + (RENEWS ? 1 : 0);
+            made = made > 1 ? made : 1;
+        }
+        struct coefficients each = coefficients(lr ? lr[group_of[t]] : row[LR], row[WEIGHT_DECAY],
+                                                power(row[CORRECTION1], done + 1), power(row[CORRECTION2], made));
+        double step_size = each.x0, share = row[ONE_MINUS_BETA1], eps = row[EPS];
+        if (mean_sq) {
+            step_size = seen(step_size, mean_sq[t]);
+            share = seen(share, mean_sq[t]);
+            eps = floored(eps, row[FLOOR], mean_sq[t], each.x2);
+        }
+        for (int64_t column = 0; column < COLUMNS; column++)
+            k[column] = row[column];
+        k[LR] = lr ? lr[group_of[t]] : row[LR];
+        k[STEP_SIZE] = step_size;
+        k[DECAY] = each.x1;
+        k[RSQRT_BIAS2] = each.x2;
+        k[UNBIAS1] = each.x3;
+        k[ONE_MINUS_BETA1] = share;
+        k[EPS] = eps;
+        if (unit)
+            k[UNIT] = unit[t];
+    }
+}
