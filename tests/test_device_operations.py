@@ -1,0 +1,141 @@
+"""How many device operations a step is: as many as recorded here, whatever the number of tensors; they may only fall.
+
+Beside each number is the one that is aimed at. A test that fails prints what was counted.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from device_operations import counting, without_kernels
+
+from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from fusedonebit.comm import LocalTransport, SimulatedGroup
+from fusedonebit.optim.policies import Progress
+from fusedonebit.triton_kernels import using
+
+
+@dataclass(frozen=True)
+class Renewals:
+    """Renews the variance in the first rounds alone."""
+
+    most: int
+
+    def renews(self, done: Progress) -> bool:
+        return done.rounds < self.most
+
+
+@dataclass(frozen=True)
+class RoundsOf:
+    """Rounds of so many steps."""
+
+    length: int
+
+    def steps(self, done: Progress) -> int:
+        return self.length
+
+
+def zero_one(renewals: int, length: int) -> dict[str, Any]:
+    return {"variance_policy": Renewals(renewals), "sync_policy": RoundsOf(length)}
+
+
+class Case(NamedTuple):
+    """A kind of step: of which optimizer, after how many others, and device operations on 2 ranks and on one."""
+
+    kind: Any
+    options: dict[str, Any]
+    before: int
+    phase: str
+    counted: tuple[int, int]
+    aimed_at: tuple[int, int]
+
+
+ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
+CASES = {
+    "OneBitAdam": Case(*ADAM, 4, "compression", (87, 87), (9, 4)),
+    "OneBitLamb": Case(*LAMB, 4, "compression", (89, 89), (11, 6)),
+    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (76, 76), (8, 8)),
+    "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
+    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (76, 76), (9, 9)),
+    "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (28, 28), (2, 2)),
+    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (9, 9), (2, 2)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (84, 84), (11, 11)),
+    "MarsitSGD": Case(MarsitSGD, {"momentum": 0.9}, 4, "one-bit", (45, 41), (9, 5)),
+}
+SCHEDULED = 2
+"""More where a learning rate has changed: an upload, and the table made anew."""
+
+
+@dataclass
+class Run:
+    """A rank: tiny parameters in two groups, of two dtypes, with weight decay, and gradients that stay."""
+
+    case: Case
+    tensors: int
+    transport: Any
+    params: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for i in range(self.tensors):
+            p = torch.randn(5, generator=generator).to((torch.float32, torch.bfloat16)[i % 2])
+            self.params.append(torch.nn.Parameter(p))
+            self.params[-1].grad = torch.randn(5, generator=generator).to(p.dtype)
+        groups = [{"params": self.params[::2]}, {"params": self.params[1::2], "lr": 1e-4, "weight_decay": 0.1}]
+        self.optimizer = self.case.kind(groups, 1e-3, **self.case.options, process_group=self.transport)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.step()
+
+
+def operations_of(case: Case, world_size: int, tensors: int, scheduled: bool) -> dict[str, int]:
+    """What rank 0 does in the step, counted by name."""
+    group = SimulatedGroup(world_size)
+    alone = world_size == 1
+
+    def prepared(rank: int, transport: Any) -> Run:
+        run = Run(case, tensors, LocalTransport() if alone else transport)
+        run.steps(case.before)
+        if scheduled:
+            for param_group in run.optimizer.param_groups:
+                param_group["lr"] *= 0.5
+        return run
+
+    runs = group.run(prepared)
+
+    def counted(rank: int, transport: Any) -> dict[str, int]:
+        if rank:
+            runs[rank].steps(1)
+            return {}
+        with counting() as operations:
+            runs[rank].steps(1)
+        return dict(operations)
+
+    with using("triton"), nullcontext() if tensors == 3 else without_kernels():
+        found = group.run(counted)[0]
+    assert runs[0].optimizer.phase == case.phase
+    assert runs[0].optimizer.outcomes.skipped == 0
+    return found
+
+
+@pytest.mark.long(
+    but=("OneBitAdam-3-2", "OneBitAdam-302-2", "OneBitLamb-3-1", "ZeroOneAdam, local step-3-2", "MarsitSGD-3-2")
+)
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("world_size", [2, 1])
+@pytest.mark.parametrize("tensors", [3, 302, 3000])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_makes_as_many_device_operations_as_recorded(name, tensors, world_size):
+    case = CASES[name]
+    found = operations_of(case, world_size, tensors, scheduled=tensors == 302)
+    for what, count in sorted(found.items()):
+        print(f"{count:4d} {what}")
+    total, recorded = sum(found.values()), case.counted[world_size == 1]
+    aimed_at = case.aimed_at[world_size == 1]
+    print(f"{name}, {tensors} tensors, W = {world_size}: {total} device operations ({aimed_at} aimed at)")
+    assert total == recorded + SCHEDULED * (tensors == 302)
