@@ -87,6 +87,25 @@ def test_several_threads_give_the_bits_of_one():
         assert torch.equal(bits_of(one), bits_of(many))
 
 
+THREADS = """
+import os, torch
+from fusedonebit.triton_kernels import flatten
+torch.set_num_threads(3)
+x, out = torch.full((1 << 20,), 2.0), torch.zeros((1 << 20) + 1)
+x.mul_(2.0)  # starts torch's threads
+before = set(os.listdir("/proc/self/task"))
+for _ in range(3):
+    flatten([x], [1 << 20], 1024, 0.5, None, out)
+print(len(before) > 2, sorted(set(os.listdir("/proc/self/task")) - before), float(out[: 1 << 19].mean()))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are told on Linux alone")
+def test_c_kernels_start_no_threads_beside_those_of_torch():
+    assert alone(THREADS) == ["True [] 2.0"]
+
+
 @needs_compiler
 def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkeypatch):
     with using("native"), pytest.raises(RuntimeError, match="C kernels work on CPU tensors, got cuda"):

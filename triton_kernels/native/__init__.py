@@ -9,12 +9,9 @@ those of the eager ops: nothing is contracted, nothing reassociated.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from torch import Tensor
 from ..layout import BLOCK_SIZES
 from . import build
 from .build import SOURCES, UnavailableError
-from .generate import Parameter, Spec, header
+from .generate import Parameter, Spec, header, on_threads
 
 compiler = build.compiler
 
@@ -59,18 +56,31 @@ def reason() -> str:
 
 def shared_library() -> Path:
     """Returns the path of the C kernels, built if need be; raises as ``build.shared_library``."""
-    return build.shared_library(list(_parameters), {"generated.h": header(_parameters), **_printed})
+    printed = {"generated.h": header(_parameters), "on_threads.c": on_threads(_parameters)}
+    return build.shared_library([f"{name}_on_threads" for name in _parameters], printed | _printed)
 
 
 @cache
 def _library() -> tuple[Mapping[str, Kernel] | None, str]:
     try:
         loaded = ctypes.CDLL(str(shared_library()))
+        if _openmp():
+            loaded.use_threads(*_openmp())
         return {name: Kernel(loaded, name, parameters) for name, parameters in _parameters.items()}, ""
     except (OSError, UnavailableError) as error:
         return None, str(error)
     except Exception as error:  # nobody's step may fail for want of a faster kernel, whatever is wrong here
         return None, repr(error)
+
+
+@cache
+def _openmp() -> tuple[ctypes.c_void_p, ...]:
+    """Returns how to start a function on the threads that torch's operations have, and which of them runs it; or ()."""
+    process = ctypes.CDLL(None)
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    if "OpenMP" not in torch.__config__.parallel_info() or not all(hasattr(process, name) for name in names):
+        return ()
+    return tuple(ctypes.cast(getattr(process, name), ctypes.c_void_p) for name in names)
 
 
 # ---------------------------------------------------------------- calls
@@ -80,7 +90,7 @@ class Kernel:
     """A C function, behind the range of programs with the arguments of its Triton kernel."""
 
     def __init__(self, loaded: ctypes.CDLL, name: str, parameters: Sequence[Parameter]) -> None:
-        self._call, self._parameters = getattr(loaded, name), parameters
+        self._call, self._parameters = getattr(loaded, f"{name}_on_threads"), parameters
         kinds: list[Any] = [ctypes.c_int64, ctypes.c_int64]
         for parameter in parameters:
             kinds.append(_kind(parameter.kind))
@@ -88,7 +98,7 @@ class Kernel:
         self._call.argtypes, self._call.restype = kinds, None
 
     def run(self, programs: int, given: Sequence[Any], blocks: int, block_size: int) -> None:
-        """Runs programs 0 to ``programs`` on torch's number of threads; none depends on another.
+        """Runs programs 0 to ``programs`` on torch's threads, as many as it has been set to; none depends on another.
 
         Raises TypeError or ValueError for a tensor of another dtype, whose rows have gaps, or that is too short for
         so many blocks: C would not notice that it goes beyond its end.
@@ -103,16 +113,8 @@ class Kernel:
             values.append(value.data_ptr() if isinstance(value, Tensor) else value)
             if parameter.several:
                 values.append(int(value is not None and value.dtype is torch.bfloat16))
-        threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS)
-        if threads < 2:
-            self._call(0, programs, *values)
-            return
-        bounds = [programs * i // threads for i in range(threads + 1)]
-        # ctypes lets go of the interpreter's lock, so that threads run at once.
-        parts = [_pool(threads - 1).submit(self._call, *pair, *values) for pair in pairwise(bounds[1:])]
-        self._call(0, bounds[1], *values)
-        for part in parts:
-            part.result()
+        threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS) if _openmp() else 1
+        self._call(threads, programs, *values)
 
 
 def _kind(kind: str) -> Any:
@@ -127,12 +129,3 @@ def _check_tensor(parameter: Parameter, spec: Spec, tensor: Tensor, least: int) 
         raise ValueError(f"{name} must be dense along its last dimension, got strides {tensor.stride()}")
     if tensor.numel() < least:
         raise ValueError(f"{name} must have at least {least} elements, got {tensor.numel()}")
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "fusedonebit")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads

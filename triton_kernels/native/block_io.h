@@ -13,8 +13,9 @@
 
 #include "generated.h"
 
-/* A kernel: on programs begin..end-1, with the arguments of its Triton kernel. */
-#define KERNEL(name) void name(int64_t begin, int64_t end, name##_ARGUMENTS)
+/* A kernel: on programs begin..end-1, with the arguments of its Triton kernel. Hidden: libraries that are loaded may
+   have functions of the same name, as libc has an `advance`. */
+#define KERNEL(name) __attribute__((visibility("hidden"))) void name(int64_t begin, int64_t end, name##_ARGUMENTS)
 
 #define MOST 1024 /* elements of the largest block */
 #define LINE 16   /* elements of a cache line */

@@ -76,6 +76,55 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_THREADS = """/* Each kernel on several threads: those of torch's own operations, so that none spins while others work.
+   Functions of the OpenMP that torch has loaded are given: another one would have threads of its own. */
+
+#include "block_io.h"
+
+static void (*parallel)(void (*part)(void *), void *given, unsigned threads, unsigned flags);
+static int (*thread)(void), (*team)(void);
+
+void use_threads(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_num_threads)
+{
+    parallel = gomp_parallel;
+    thread = omp_get_thread_num;
+    team = omp_get_num_threads;
+}
+"""
+
+
+def on_threads(kernels: Mapping[str, Sequence[Parameter]]) -> str:
+    """Returns a C file with ``NAME_on_threads`` for each kernel: behind threads and programs, with its arguments."""
+    functions = [_THREADS]
+    for name, parameters in kernels.items():
+        fields = "; ".join(parameter.in_c.replace(", ", "; ") for parameter in parameters)
+        names = [n for p in parameters for n in ((p.name, f"{p.name}_kind") if p.several else (p.name,))]
+        functions.append(
+            f"""
+KERNEL({name});
+
+struct {name}_given {{ int64_t programs; {fields}; }};
+
+static void {name}_part(void *given)
+{{
+    const struct {name}_given *g = given;
+    int64_t i = thread(), n = team();
+    {name}(g->programs * i / n, g->programs * (i + 1) / n, {", ".join(f"g->{each}" for each in names)});
+}}
+
+void {name}_on_threads(int64_t threads, int64_t programs, {name}_ARGUMENTS)
+{{
+    struct {name}_given given = {{programs, {", ".join(names)}}};
+    if (threads < 2)
+        {name}(0, programs, {", ".join(names)});
+    else
+        parallel({name}_part, &given, threads, 0);
+}}
+"""
+        )
+    return "".join(functions)
+
+
 def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
     """Returns the C file of op ``name``: the rule, and a template with NAME and RULE filled in.
 
