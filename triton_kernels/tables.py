@@ -7,6 +7,7 @@ the table stays small unless masks are used. Kernels take the unmasked path wher
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How kernels are told the dtype of a tensor (``block_io.FP32``, ...)."""
 _MIXED, _ALIGNED = 3, 4
 _ALIGNMENT = 16  # bytes, for 128-bit loads
+_DTYPE = operator.attrgetter("dtype")
 
 FULL_ROW = 0
 EMPTY_ROW = 1
@@ -61,12 +63,13 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         ValueError: for a tensor that is not of its size, nor empty: kernels would not notice.
     """
     cuda = device.type == "cuda"
-    addresses = tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
-    kinds = tuple(KINDS[t.dtype] for t in tensors)
-    numels = [t.numel() for t in tensors]
-    if sizes is not None and (
-        len(numels) != len(sizes) or not all(n in (0, size) for n, size in zip(numels, sizes, strict=True))
-    ):
+    # ``map``, whose loop is not Python's: there may be thousands.
+    numels = tuple(map(Tensor.numel, tensors))
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    if not all(numels):
+        addresses = tuple(address if n else 0 for address, n in zip(addresses, numels, strict=True))
+    kinds = tuple(map(KINDS.__getitem__, map(_DTYPE, tensors)))
+    if sizes is not None and numels != tuple(sizes) and not _each_or_none(numels, sizes):
         raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
@@ -85,6 +88,10 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         if len(_tables) > _MOST_TABLES:
             _tables.popitem(last=False)
     return pointers
+
+
+def _each_or_none(numels: Sequence[int], sizes: Sequence[int]) -> bool:
+    return len(numels) == len(sizes) and all(n in (0, size) for n, size in zip(numels, sizes, strict=True))
 
 
 def _few(numbers: Sequence[int]) -> str:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# For ``map``, whose loop is not Python's.
+_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -87,6 +90,7 @@ class ParameterList:
         self._strides = [d.stride() for d in self.dense]
         self._pointers = [p.data_ptr() for p in self.params]
         self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
+        self._shapes, self._own_strides = [p.shape for p in self.params], [p.stride() for p in self.params]
 
     def __len__(self) -> int:
         return len(self.params)
@@ -123,6 +127,8 @@ class ParameterList:
 
     def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
         """Return of which parameters there is no gradient among what ``gradients`` has returned."""
+        if all(map(Tensor.numel, given)):
+            return ()
         empty = (i for i, g in enumerate(given) if not g.numel())
         # Of an empty parameter, or shard, that of no elements is one.
         return tuple(i for i in empty if self.sizes[i] or self.owners[i].grad is None)
@@ -156,6 +162,8 @@ class ParameterList:
             TypeError, ValueError: if a gradient can't be used.
         """
         self._check_unchanged()
+        if self._all_as_dense(given):
+            return list(given)
         grads = []
         for i, (p, g) in enumerate(zip(self.params, given, strict=True)):
             if g.numel() == 0:
@@ -171,7 +179,30 @@ class ParameterList:
             grads.append(g)
         return grads
 
+    def _all_as_dense(self, given: Sequence[Tensor]) -> bool:
+        """Return whether each gradient is there, and as its parameter's dense memory is: then none needs a look."""
+        return (
+            set(map(_LAYOUT, given)) == {torch.strided}
+            and set(map(_DTYPE, given)) <= set(SUPPORTED_DTYPES)
+            and set(map(_DEVICE, given)) == {self.params[0].device}
+            and list(map(_SHAPE, given)) == self._shapes
+            and list(map(Tensor.stride, given)) == self._strides
+            and all(map(Tensor.data_ptr, given))
+        )
+
+    def _as_before(self) -> bool:
+        """Return whether all parameters lie where they did, and the same ones train."""
+        return (
+            self.mesh is None
+            and list(map(Tensor.data_ptr, self.owners)) == self._pointers
+            and list(map(Tensor.stride, self.owners)) == self._own_strides
+            and all(map(_REQUIRES_GRAD, self.owners))
+            and not any(map(_REQUIRES_GRAD, self.frozen))
+        )
+
     def _check_unchanged(self) -> None:
+        if self._as_before():
+            return
         for i, owner in enumerate(self.owners):
             p = self._current(i, owner)
             if p.data_ptr() != self._pointers[i] or p.stride() != self._kinds[i][3]:

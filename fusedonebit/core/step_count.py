@@ -12,6 +12,7 @@ an old one, of a parameter that was not used, beside new ones of others.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from .sharding import is_dtensor, local
 
 _Mark = tuple[weakref.ref[Tensor], int]
+_VERSION = operator.attrgetter("_version")
 
 
 class StepCount:
@@ -135,9 +137,9 @@ def _mark(grad: Tensor | None) -> _Mark | None:
 
 def _signature(owners: Sequence[Tensor]) -> int:
     """Return a number that changes when any gradient does."""
-    grads = [p.grad for p in owners if p.grad is not None]
+    grads = [g for p in owners if (g := p.grad) is not None]
     parts = [local(g) for g in grads] if grads and is_dtensor(grads[0]) else grads
-    versions = [] if any(g.is_inference() for g in parts) else [g._version for g in parts]
+    versions = [] if any(map(Tensor.is_inference, parts)) else map(_VERSION, parts)
     return hash((*map(id, grads), *versions))
 
 
