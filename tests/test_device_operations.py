@@ -61,9 +61,9 @@ CASES = {
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (76, 76), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (76, 76), (9, 9)),
-    "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (28, 28), (2, 2)),
-    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (9, 9), (2, 2)),
-    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (84, 84), (11, 11)),
+    "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (22, 22), (2, 2)),
+    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (4, 4), (2, 2)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (82, 82), (11, 11)),
     "MarsitSGD": Case(MarsitSGD, {"momentum": 0.9}, 4, "one-bit", (45, 41), (9, 5)),
 }
 SCHEDULED = 2

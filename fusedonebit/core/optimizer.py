@@ -158,11 +158,11 @@ class DistributedOptimizer(Keeper):
         error = self._error_due(error)
         if error is not None:
             if not captured:
-                self.outcomes.record_own_failure(flags)
+                self.outcomes.record_own_failure(self._known(flags))
             self.step_count.fail()
             raise error
         if not captured:  # what replays count comes to the host when one asks
-            self.outcomes.record(flags, self._describe)
+            self.outcomes.record(self._known(flags), self._describe)
         if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
             warn_of_averages()
 
@@ -263,6 +263,10 @@ class DistributedOptimizer(Keeper):
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
         raise NotImplementedError
+
+    def _known(self, flags: Tensor) -> Tensor | int:
+        """Return the step's flags, or their value where the host knows it."""
+        return flags
 
     def _advance(self, flags: Tensor, captured: bool) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""

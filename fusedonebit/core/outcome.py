@@ -51,7 +51,7 @@ class Outcomes:
         self.attempts, self.skipped = updates + skipped, skipped
         self._arrived = self.attempts
 
-    def record(self, flags: Tensor, describe: Describe) -> None:
+    def record(self, flags: Tensor | int, describe: Describe) -> None:
         """Take the flags, int32 [1], of the step that has just ended; what they tell of is raised on every rank.
 
         ``describe`` is called with MISMATCH or VETO for the details. It is not kept: it belongs to an optimizer, which
@@ -95,7 +95,7 @@ class Outcomes:
                 "skipped; every rank must replay equally often"
             )
 
-    def record_own_failure(self, flags: Tensor) -> None:
+    def record_own_failure(self, flags: Tensor | int) -> None:
         """Do what ``record`` does, on the rank whose own error is about to be raised."""
         for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
             self._count(arrived)

@@ -42,9 +42,9 @@ class HostMirror:
         self._queue: deque[int | _OnItsWay] = deque()
         self._spare: list[_OnItsWay] = []
 
-    def push(self, value: Tensor) -> list[int]:
-        """Send ``value`` on its way; return what has arrived, in order."""
-        self._queue.append(self._sent(value) if self._cuda else int(value))
+    def push(self, value: Tensor | int) -> list[int]:
+        """Send ``value`` on its way, unless it is known; return what has arrived, in order."""
+        self._queue.append(self._sent(value) if self._cuda and isinstance(value, Tensor) else int(value))
         return [self._take() for _ in range(len(self._queue) - self.depth)]
 
     def flush(self) -> list[int]:

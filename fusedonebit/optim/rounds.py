@@ -97,7 +97,11 @@ class RoundOptimizer(CompressingOptimizer):
         self._step_alone(grads, self._scaling(grads, alone=True), coef)
         self._tag = self._mixed_tag()
         self._local += 1
-        return self._no_flags.clone()
+        return self._no_flags
+
+    def _known(self, flags: Tensor) -> Tensor | int:
+        """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
+        return 0 if flags is self._no_flags else flags
 
     def _begin_round(self) -> None:
         """Keep the parameters that all ranks have."""

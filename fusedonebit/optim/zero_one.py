@@ -158,7 +158,8 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     def _begin_round(self) -> None:
         self._make_floats(renews=False)
         super()._begin_round()
-        self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
+        self._moved[STEP_SIZE].fill_(0.0)
+        self._moved[DECAY].fill_(1.0)
 
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
@@ -183,13 +184,14 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
         told = (moves, last, self.leaks)
         local_step(dense, grads, *self._places, self.exp_avg, v, inside, precondition, *where, *told, self._pending)
-        worker.scale.zero_()
+        if self._local == 0:  # c is e from now on
+            worker.scale.zero_()
 
     def _sum_up(self, coef: Tensor) -> None:
         """Add up how far a step of the round goes, and how much is left of the parameters."""
-        self._moved[STEP_SIZE] += coef[:, Coef.STEP_SIZE]
+        self._moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
         if not self.leaks:
-            self._moved[DECAY] *= coef[:, Coef.DECAY]
+            self._moved[DECAY].mul_(coef[:, Coef.DECAY])
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take the last step of a round: its update is compressed with those before it (lines 8 to 11)."""
