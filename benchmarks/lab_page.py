@@ -18,6 +18,8 @@ from fusedonebit.apps.lab.tasks import TASKS
 from .pages import DOCS, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "lab"
+FROZEN = "adam-frozen"
+"""Adam with a variance that is frozen, communicating in full precision."""
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
@@ -34,9 +36,12 @@ def page_tables(records: Records) -> str:
 
 
 def ablations(records: Records) -> str:
-    """Return the table of those that have a part of ours alone, or the papers' numerics, at their parents' rates."""
-    others = [name for name in dict.fromkeys(key.optimizer for key in records.found) if name not in HEADLINE]
-    return "\n" + markdown(rows(records, View(parents=True), others)) + "\n"
+    """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
+    recorded = {key.optimizer for key in records.found}
+    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, FROZEN)]
+    view = View(parents=True)
+    parts = map(list, zip(*rows(records, view, others), strict=True))
+    return f"\n{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}\n"
 
 
 def main() -> None:

@@ -29,13 +29,19 @@ WORST = 100.0
 
 
 def plot(records: Records, path: Path) -> None:
-    """Draw a panel for each number of workers, at the optimizers' own rates: dots with standard errors."""
-    shown = [view for view in views(records) if view.by == 1 and not view.parents] or views(records)[:1]
-    tasks = len({key.task for key in records.found})
-    size = (1.2 + 4.2 * len(shown), 1.6 + 0.26 * tasks)
+    """Draw a panel for each number of workers that all tasks were run with, at the optimizers' own rates.
+
+    Dots have standard errors.
+    """
+    recorded = views(records)
+    tasks = [task for task in TASKS if any(view.runs(records, task, name) for view in recorded for name in COLOURS)]
+    own = [view for view in recorded if view.by == 1 and not view.parents]
+    whole = [v for v in own if all(any(v.runs(records, task, name) for name in COLOURS) for task in tasks)]
+    shown = whole or own or recorded[:1]
+    size = (1.2 + 4.2 * len(shown), 1.6 + 0.26 * len(tasks))
     figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis, view in zip(axes.flat, shown, strict=True):
-        _panel(axis, records, view)
+        _panel(axis, records, view, tasks[::-1])
     clear(axes.flat)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
@@ -62,17 +68,14 @@ def _worst(values: Sequence[float]) -> list[float]:
     return [max(values[max(0, i - 19) : i + 1]) for i in range(len(values))]
 
 
-def _panel(axis: Axes, records: Records, view: View) -> None:
-    tasks = [task for task in TASKS if any(view.runs(records, task, name) for name in COLOURS)][::-1]
+def _panel(axis: Axes, records: Records, view: View, tasks: Sequence[str]) -> None:
     names = [name for name in COLOURS if sent(records, view, name) is not None]
     for place, name in enumerate(names):
         offset = 0.16 * ((len(names) - 1) / 2 - place)
         found = [(row + offset, d) for row, task in enumerate(tasks) if (d := difference(records, view, task, name))]
-        nbytes = sent(records, view, name)
-        label = f"{name} ({nbytes:.2f} B)"
         percent = [(row, *_percent(d)) for row, d in found]
         x, errors, y = [p for _, p, _ in percent], [e for _, _, e in percent], [row for row, _, _ in percent]
-        axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, linewidth=1, color=COLOURS[name], label=label)
+        axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, linewidth=1, color=COLOURS[name], label=name)
         lost = [row for row, d in found if d.diverged]
         axis.plot([WORST] * len(lost), lost, "x", markersize=7, color=COLOURS[name])
     axis.axvspan(-PERCENT, PERCENT, color="black", alpha=0.08, linewidth=0)

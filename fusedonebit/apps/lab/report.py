@@ -184,9 +184,11 @@ def views(records: Records) -> list[View]:
     told = {view: [view.runs(records, *cell) for cell in cells] for view in every}
 
     def says_more(view: View) -> bool:
-        # Some own rates are their parents': those runs alone are no table of their own.
-        own = told[replace(view, parents=False)]
-        return any(runs and not (view.parents and runs == mine) for runs, mine in zip(told[view], own, strict=True))
+        # Some own rates are their parents': those runs alone are no table beside the other's.
+        mine, theirs = told[view], told[replace(view, parents=not view.parents)]
+        return any(runs and runs != other for runs, other in zip(mine, theirs, strict=True)) or (
+            mine == theirs and any(mine) and not view.parents
+        )
 
     return list(filter(says_more, every))
 
