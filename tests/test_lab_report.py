@@ -203,7 +203,7 @@ def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
     assert len({fingerprint("mlp", name) for name in CONTENDERS}) == len(CONTENDERS)
     before = fingerprint("mlp", "adam-frozen")
     fingerprint.cache_clear()
-    monkeypatch.setattr("fusedonebit.apps.lab.run.VARIANCE_FLOOR", 0.5)
+    monkeypatch.setattr("fusedonebit.apps.lab.run.CONSTANTS", (0.15, 0.5))
     assert fingerprint("mlp", "adam-frozen") != before
     fingerprint.cache_clear()
     monkeypatch.undo()

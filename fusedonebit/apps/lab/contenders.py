@@ -205,3 +205,15 @@ CONTENDERS: dict[str, Contender] = {
 
 HEADLINE = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb")
 """Uncompressed and ours: what the headline table is about."""
+
+CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
+"""What settings follow from besides."""
+
+
+def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:
+    """Return what an optimizer was made with, and what it then has: the package's defaults among it."""
+    make = CONTENDERS[name].make
+    made = make([torch.nn.Parameter(torch.zeros(1))], Setting(1.0, steps, weight_decay, 0, AlikeTransport(0, 4)))
+    given = {key: made.defaults[key] for key in ("betas", "eps", "global_ratio") if key in made.defaults}
+    frozen = [getattr(made, attribute, None) for attribute in ("freeze_step", "floor")]
+    return given, getattr(made, "options", None), frozen, make.keywords if isinstance(make, partial) else {}

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from ...comm import SimulatedGroup, Transport
-from ...core.settings import VARIANCE_FLOOR
-from .contenders import CONTENDERS, EVALUATED, WARM_UP, Setting
+from .contenders import CONSTANTS, CONTENDERS, EVALUATED, Setting, settings
 from .tasks import TASKS, Trial
 from .workers import AlikeTransport, batch_workers
 
@@ -229,18 +228,11 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
 
 @cache
 def fingerprint(task: str, optimizer: str) -> str:
-    """Return a hash of all that a run's result follows from besides its key: settings of the task and the optimizer.
-
-    The optimizer's are those that it has once made, the package's defaults among them, and those it is made with.
-    """
-    of, make = TASKS[task], CONTENDERS[optimizer].make
-    made = make([nn.Parameter(torch.zeros(1))], Setting(1.0, of.steps, of.weight_decay, 0, AlikeTransport(0, 4)))
-    frozen = [getattr(made, name, None) for name in ("freeze_step", "floor")]
-    options = make.keywords if isinstance(make, partial) else {}
-    given = {name: made.defaults[name] for name in ("betas", "eps", "global_ratio") if name in made.defaults}
-    constants = (LR_WARM_UP, FINAL_LR, EVALUATED, WARM_UP, VARIANCE_FLOOR)
+    """Return a hash of all that a run's result follows from besides its key: settings of the task and the optimizer."""
+    of = TASKS[task]
     trained = [getattr(of, field.name) for field in fields(of) if field.name not in ("make", "metric", "lr", "lamb")]
-    settled = (trained, constants, given, getattr(made, "options", None), frozen, options)
+    constants = (LR_WARM_UP, FINAL_LR, EVALUATED, *CONSTANTS)
+    settled = (trained, constants, *settings(optimizer, of.steps, of.weight_decay))
     return hashlib.sha256(repr(settled).encode()).hexdigest()[:12]
 
 
