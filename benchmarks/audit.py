@@ -97,7 +97,7 @@ def audit(case: Case, target: GPUTarget) -> Audit:
     compiled = compile_case(case, target)
     ttir = compiled.asm["ttir"]
     count = _bytes_per_scanned_block if case.kernel in PER_LAYER else bytes_per_block
-    counted = count(ttir, case.loops) / case.elements
+    counted = (count(ttir, case.loops) - case.cached) / case.elements
     if target.backend == "hip":
         return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir, case.halves))
     registers, spilled = resources(compiled.asm["cubin"])
@@ -137,7 +137,7 @@ def bytes_per_block(ttir: str, loops: Loops) -> float:
             total += times * _size(match.group(3))
         if "} else {" in line:
             regions[-1] = 1 - regions[-1]
-        elif line.rstrip().endswith("}") or re.match(r"\s*} loc", line):
+        elif line.rstrip().endswith("}") or re.match(r"\s*}\)? (loc|:)", line):
             regions and regions.pop()
         elif match := re.search(r"scf\.if %(\w+)", line):
             regions.append(values[match.group(1)])
@@ -165,9 +165,9 @@ def _each_loop(loops: Loops) -> Iterator[int]:
 def _bytes_per_scanned_block(ttir: str, loops: Loops) -> float:
     """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane.
 
-    Loops over anything else, which run 0 times for a block, are not counted.
+    Loops over anything else, which run 0 times for a block, are not counted, nor what a segment's lane loads at first.
     """
-    each, counted, total = _each_loop(loops), 1, 0.0
+    each, counted, total = _each_loop(loops), 0, 0.0
     for line in ttir.splitlines():
         counted = next(each) if "scf.for" in line else counted
         if match := re.search(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", line):

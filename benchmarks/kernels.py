@@ -46,6 +46,7 @@ KERNELS = (
     Kernel("momentum_compress, bf16", dtype=BF16),
     Kernel("finish"),
     *(Kernel(f"server_reduce, W={w}", world_size=w) for w in (2, 8, 64)),
+    Kernel("receive"),
     Kernel("apply_momentum"),
     Kernel("apply_momentum, preconditioned"),
     Kernel("apply_momentum, bf16", dtype=BF16),

@@ -99,16 +99,18 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     elements = 8 * layout.numel + 4 * layout.chunk_numel + bits
     # int32 or float32 per block: its tensor, live row, live elements, two scales, its segment, the guard's weight.
     tables = 7 * 4 * blocks + 2 * 4 * served
-    # Per scale its first block and its count, 8 bytes each; one more end on either side.
-    tables += 8 * (2 * total + 1) + 8 * (2 * own + 1)
+    # Per scale, of 32 blocks at most: its first block and number, itself, and in 8 bytes its count; and one more end.
+    tables += 20 * total + 4 + 20 * own + 4
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
-    scalars = 6 * 4 + 3 * 4 + 3 * 8
+    scalars = 8 * 4 + 5 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
     count = len(layout.sizes)
     # Of each tensor float64 updates, in all and in its variance.
     tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 2 * 8 * count
     # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
     scratch = 28 * blocks + 28 * served + (ranks + 1) * message
+    # What a program leaves of 128 scales, five float64; and the programs' ticket.
+    scratch += 40 * -(-total // 128) + 40 * -(-own // 128) + 2 * 4
     if lamb:
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
         tensors += 4 * count  # the tail's words of each tensor
@@ -143,9 +145,9 @@ class Machine:
 
 H200, H100 = Machine("H200", 4.8e12), Machine("H100 SXM", 3.35e12)
 
-LAUNCHES = {"adam": 6, "lamb": 8}
-SMALL_OPERATIONS = 80
-"""Of torch, on tensors of a few numbers, in a step (README)."""
+LAUNCHES = {"adam": 7, "lamb": 9}
+SMALL_OPERATIONS = 19
+"""Of torch, on tensors of a few numbers, in a step (``tests/test_device_operations.py``)."""
 
 
 def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
@@ -160,11 +162,11 @@ def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
     found["server_reduce"] = served / world_size
     if not adam:
         found |= {"lamb_ratio": count["lamb_ratio"], "lamb_rescale": count["lamb_rescale"]}
-    return found | {"apply_momentum": count[f"apply_momentum{suffix}"]}
+    return found | {"receive": count["receive"], "apply_momentum": count[f"apply_momentum{suffix}"]}
 
 
 RESIDENT = 132 * 16
-"""Programs of 4 warps that a Hopper GPU runs at a time."""
+"""Programs of ``server_reduce`` that a Hopper GPU runs at a time."""
 RANKS_IN_FLIGHT = 8
 """Ranks whose bytes ``server_reduce`` waits for together."""
 

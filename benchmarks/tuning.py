@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from . import audit, sass, tuning_kernels
-from .audit_cases import CASES, Case
+from .audit_cases import BLOCK, CASES, Case
 from .pages import PERFORMANCE, write_tables
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
@@ -43,8 +43,6 @@ KERNELS = (
 )
 STRIDES = ("arrived_bits_stride", "exp_avg_bits_stride", "bits_stride")
 """Messages are multiples of 16 bytes, which the launcher sees."""
-CHOSEN = (1024, 4)
-"""Elements per block and warps per program, as the launcher has them."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,11 @@ def variant(name: str, block: int, num_warps: int) -> Variant:
     )
 
 
+def chosen(name: str) -> tuple[int, int]:
+    """Elements per block and warps per program, as the launcher has them."""
+    return BLOCK, CASES[name].num_warps
+
+
 def _case(name: str, block: int, num_warps: int) -> Case:
     case = CASES[name]
     return replace(case, changes=case.changes | {"BLOCK_SIZE": block}, num_warps=num_warps)
@@ -192,8 +195,8 @@ def row(v: Variant) -> str:
     cells += [f"{v.per_element:.1f}", f"{v.fp64 * v.num_warps * 32 / v.block:.1f}"]
     cells += [f"{limits[name]:.0f}" for name in ("memory", "issue", "units", "latency")]
     cells += [f"{v.share(H200):.0%}", f"{v.share(H100):.0%}"]
-    chosen = (v.block, v.num_warps) == CHOSEN
-    return "| " + " | ".join(f"**{c}**" if chosen else str(c) for c in cells) + " |"
+    bold = (v.block, v.num_warps) == chosen(v.kernel)
+    return "| " + " | ".join(f"**{c}**" if bold else str(c) for c in cells) + " |"
 
 
 def table(variants: list[Variant]) -> str:
@@ -300,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         tried = [each for num_warps in (2, 4) for each in walks(num_warps)]
         print(table(variants), walk_table(tried), sep="\n\n")
         if tuple(given.kernels) == KERNELS:
-            shown = [v for v in variants if v.block == CHOSEN[0]]
+            shown = [v for v in variants if v.block == BLOCK]
             write_tables(PERFORMANCE, f"\n{table(shown)}\n\n{walk_table(tried)}\n\n", "TUNING")
         report: dict[str, Any] = {"triton": audit.triton.__version__, "variants": [asdict(v) for v in variants]}
         report["walks"] = tried

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
-from fusedonebit.comm.message import CHECKED, Flag, Messages, Word
+from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
+from fusedonebit.triton_kernels.finish import Segments
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
+from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""
@@ -23,6 +26,7 @@ CALLS = (
     "momentum_compress",
     "finish",
     "server_reduce",
+    "receive",
     "apply_momentum",
     "adam_update",
     "lamb_update",
@@ -38,6 +42,7 @@ CALLS = (
     "local_step",
     "rebuild_momentum",
     "lion_compress",
+    "advance",
 )
 OF_TWO_WORKERS = ("server_reduce", "pick_owned", "place_owned")
 """Ops that one worker alone has no use for."""
@@ -179,25 +184,44 @@ class Workload:
 
     def _finish(self, partials: Tensor, segment: Tensor, messages: int) -> partial[None]:
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
+        start, single, pieces, sums, tickets = Segments.of(segment, self.device)
         arguments = (
-            *(partials, segment.to(self.device, torch.int32)),
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device),
+            *(partials, segment.to(self.device, torch.int32), start, single, pieces),
             (lengths * self.layout.block_size).to(self.device, torch.float64),
-            *(SCALE_NORMS["contractive"], self._scale(0.0, len(segment))),
+            *(SCALE_NORMS["contractive"], sums, tickets, self._scale(0.0, len(lengths))),
             torch.zeros(messages, self._slots, device=self.device),
-            torch.zeros(messages, dtype=torch.int32, device=self.device),
+            torch.zeros(messages, len(Word), dtype=torch.int32, device=self.device),
+            *(1, None, False, 1, 0, self.skip, self.skip, self.skip),
         )
         return partial(ops.finish, *arguments)
 
+    def receive(self) -> partial[None]:
+        layout, blocks, served = self.layout, self.layout.n_blocks, self.layout.blocks_per_chunk
+        messages = Messages(self.world_size, self._slots, layout, self.device)
+        messages.payload.copy_(torch.randint(256, messages.payload.shape, device=self.device, dtype=torch.uint8))
+        messages.scales.fill_(0.1)
+        segment = layout.scale_segments("block").to(self.device, torch.int32)
+        of_server = self._slot[:served].to(self.device, torch.int32)
+        own = messages.words[0].clone()
+        own[Word.DIGEST] = 0
+        written = [self._scale(0.0, n) for n in (blocks, blocks, blocks, served, served)]
+        arguments = (
+            *(messages.words, own, messages.payload, messages.scales, segment),
+            *(self._scale(0.3, int(segment[-1]) + 1), of_server, self._scale(0.2, self._slots), 0, *written),
+            *(self.skip, self.skip.clone(), torch.zeros(1, dtype=torch.int64, device=self.device), self.skip.clone()),
+        )
+        return partial(ops.receive, *arguments)
+
     def server_reduce(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
+        words = torch.zeros(self.world_size, len(Word), dtype=torch.int32, device=self.device)
         arguments = (
-            *(self._bytes(self.world_size), self._arrived_scales()),
-            *(self._slot[:served].to(self.device, torch.int32), self.skip, self.layout.block_size),
+            *(self._bytes(self.world_size), self._arrived_scales(), words, words[0].clone()),
+            *(self._slot[:served].to(self.device, torch.int32), self.layout.block_size),
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             *(self.table.bits, self.table.row[:served], self._bytes(1)),
-            torch.zeros(3, served, dtype=torch.float64, device=self.device),
-            self.skip,
+            *(torch.zeros(3, served, dtype=torch.float64, device=self.device), self.skip, self.skip.clone()),
+            words.clone(),
         )
         return partial(ops.server_reduce, *arguments)
 
@@ -327,10 +351,24 @@ class Workload:
         )
         return partial(ops.lion_compress, *arguments)
 
+    def advance(self) -> partial[None]:
+        groups = torch.zeros(1, GROUP_COLUMNS, dtype=torch.float64, device=self.device)
+        groups[:, : len(Coef)] = self.coef[:1]
+        updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        steps = torch.zeros(len(self.coef), dtype=torch.float64, device=self.device)
+        group_of = torch.zeros(len(steps), dtype=torch.int32, device=self.device)
+        entered = torch.full_like(steps, torch.inf)
+        arguments = (
+            *(groups, None, group_of, self.skip, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH)),
+            *(steps, entered, False, None, None, self.coef.clone()),
+        )
+        return partial(ops.advance, *arguments)
+
     def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""
-        names = ["momentum_compress", "finish", "server_reduce", "finish_server"]
-        names += ["lamb_ratio", "lamb_rescale", "apply_momentum"] if lamb else ["apply_momentum"]
+        names = ["momentum_compress", "finish", "server_reduce", "finish_server", "receive"]
+        names += ["lamb_ratio", "lamb_rescale"] if lamb else []
+        names += ["apply_momentum", "advance"]
         calls = [self.call(name) for name in names]
 
         def run() -> None:

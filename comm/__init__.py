@@ -8,10 +8,11 @@ by its own name.
 
 from __future__ import annotations
 
+from ..triton_kernels.headers import Flag, Word
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce, FeedbackReducer
 from .marsit import MarsitAllReduce
-from .message import Flag, Messages, Told, Word, describe_mismatch
+from .message import Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import Reducer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
-from .message import Flag
+from ..triton_kernels.headers import Flag
 
 
 class Absence(NamedTuple):

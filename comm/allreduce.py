@@ -28,12 +28,14 @@ from ..triton_kernels import (
     ScaleScope,
     live_table,
     momentum_compress,
+    receive,
     server_reduce,
 )
+from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .message import CHECKED, Messages, Told, Word, agreed_flags, checksum_of, describe_mismatch
+from .message import Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
@@ -191,6 +193,7 @@ class CompressedAllReduce(FeedbackReducer):
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
+        measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
         gathered, scale, served: W messages, float32 [B], and zeros float32 [P / W] to use as the result's and the
@@ -216,6 +219,7 @@ class CompressedAllReduce(FeedbackReducer):
         compensated: Tensor | None = None,
         live: LiveTable | None = None,
         ternary: bool = False,
+        measures: tuple[bool, bool] = (True, True),
         shards: ShardGroup | None = None,
         part: Part | None = None,
         gathered: Messages | None = None,
@@ -239,22 +243,23 @@ class CompressedAllReduce(FeedbackReducer):
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
         served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
         self.worker_residual, self.server_residual = compensated, served
-        self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary)
-        self.server = ErrorFeedback(served, slot[self._own], norm, ternary)
+        self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
+        self.server = ErrorFeedback(served, slot[self._own], norm, ternary, measures[1])
         self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         self.served = Messages(1, slots, layout, device, ternary)
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
-        self.flags = torch.zeros(1, dtype=torch.int32, device=device)
-        self.hold = self._no_flags = torch.zeros_like(self.flags)
-        self._before: list[Tensor] | None = None  # scales, where the step may be held back
-        self.arrived_words = self.gathered.words.clone()
+        words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4))
+        self._agreed, self._received, self._no_flags, self._ticket = words
+        self.flags, self.hold = self._received, self._no_flags
+        self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        self.arrived_words = torch.zeros_like(self.gathered.words)
         self._missing: tuple[int, ...] = ()
         self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
-        self.synchronisations = torch.zeros((), dtype=torch.int64, device=device)
+        self.synchronisations = torch.zeros((), dtype=torch.int32, device=device)
 
     def set_live(self, live: LiveTable) -> None:
         self.live = live
@@ -320,29 +325,63 @@ class CompressedAllReduce(FeedbackReducer):
         """Write this rank's messages to the servers (1-bit LAMB's Algorithm 1, lines 6 and 7: 1-bit Adam's)."""
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
-        self._before = None if told.hold is None else [scale.clone() for scale in self._scales()]
         compress(self)
-        self._finish()
-        self._write_headers(told)
+        self._finish(told)
 
     def serve(self, told: Told) -> None:
         """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
-        self.arrived_words = self.gathered.words.clone()
-        self.flags = agreed_flags(self.arrived_words, self.to_servers.words[self.transport.rank], told.hold)
+        server_reduce(
+            self.gathered.bits,
+            self.gathered.scales,
+            self.gathered.words,
+            self.to_servers.words[self.transport.rank],
+            self.server.segment,
+            self.layout.block_size,
+            self.server.compensated,
+            self.server.scale,
+            self.live.bits,
+            self.live.row[self._own],
+            self.served.bits,
+            self.server.partials,
+            self.hold,
+            self._agreed,
+            self.arrived_words,
+        )
+        self.flags = self._agreed
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
-        self._serve()
+        # A header damaged on its way here is seen here only: pass on what was seen.
+        self.server.finish(self.served, *self._header(told, 0, self._agreed, counts=False))
 
     def receive(self, told: Told) -> None:
         """Take up the servers' messages in ``gathered``: m of line 13.
 
         Where this step is held back the bits of the last result are here again: servers have kept them.
         """
-        self._receive()
-        if self._before is not None:
-            for scale, old in zip(self._scales(), self._before, strict=True):
-                scale.copy_(torch.where(self.hold == 0, scale, old))
+        # All ranks know the same flags, unless a server's message is of another step or length: then those that
+        # have got it skip, and the next step's digests tell the others.
+        receive(
+            self.gathered.words,
+            self.served.words[0],
+            self.gathered.payload,
+            self.gathered.scales,
+            self.worker.segment,
+            self.worker.measured,
+            self.server.segment,
+            self.server.measured,
+            self.transport.rank,
+            self.scale,
+            self.worker.scale,
+            self.worker.settled,
+            self.server.scale,
+            self.server.settled,
+            self.hold,
+            self._received,
+            self._total,
+            self._ticket,
+        )
+        self.flags = self._received
         self.hold = self._no_flags
         self._skip_with_shards(told)
 
@@ -366,60 +405,21 @@ class CompressedAllReduce(FeedbackReducer):
             Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.settled, server.partials]),
         ]
 
-    def _scales(self) -> tuple[Tensor, ...]:
-        return self.scale, self.worker.scale, self.worker.settled, self.server.scale, self.server.settled
+    def _finish(self, told: Told) -> None:
+        """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
+        pending = self._no_flags if told.pending is None else told.pending
+        header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
+        self.worker.finish(self.to_servers, *header)
 
-    def _finish(self) -> None:
-        """Write the scales of what was compressed to the messages, and whether it was finite."""
-        self.worker.finish(self.to_servers)
-
-    def _write_headers(self, told: Told) -> None:
-        number = told.number
-        if number is None:
-            self.synchronisations += 1
-            number = self.synchronisations
-        self.to_servers.write_headers(told, number, self.served.words[0, Word.DIGEST])
-        self.served.words[:, Word.STEP] = number
-        self.to_servers.signal[:] = self.worker.error_norm()
-
-    def _serve(self) -> None:
-        server_reduce(
-            self.gathered.bits,
-            self.gathered.scales,
-            self.server.segment,
-            self.flags,
-            self.layout.block_size,
-            self.server.compensated,
-            self.server.scale,
-            self.live.bits,
-            self.live.row[self._own],
-            self.served.bits,
-            self.server.partials,
-            self.hold,
-        )
-        self.server.finish(self.served)
-        # A header damaged on its way here is seen here only: pass on what was seen.
-        self.served.words[:, Word.FLAGS] = self.flags
-
-    def _receive(self) -> None:
-        # All ranks know the same flags, unless a server's message is of another step or length: then those that
-        # have got it skip, and the next step's digests tell the others.
-        self.flags = agreed_flags(self.gathered.words, self.served.words[0])
-        # The servers split the workers' segments at chunk boundaries; see ``FlatLayout.scale_slots``.
-        by_message = self.worker.segment.view(self.layout.world_size, -1)
-        slot = (by_message - by_message[:, :1]).long()
-        torch.gather(self.gathered.scales, 1, slot, out=self.scale.view_as(by_message))
-        self.served.words[:, Word.DIGEST] = checksum_of(self.gathered.payload)
-        # Skipped: s := 0 turns all of c into residual, which already contains the momentum. A server that has seen
-        # nothing wrong has averaged what arrived, and keeps that: workers don't keep it as well.
-        kept, averaged = self.flags == 0, self.gathered.words[:, Word.FLAGS] == 0
-        for scale in (self.scale, self.server.scale):
-            scale *= kept
-        self.worker.scale.view(self.layout.world_size, -1).mul_(averaged[:, None])
+    def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:
+        """Return the last arguments of the op ``finish``."""
+        number: int | Tensor = self.synchronisations if told.number is None else told.number
+        step = (0, number) if isinstance(number, Tensor) else (number, None)
+        return (*step, counts, told.tag, flags, pending, self.served.digest, self.hold)
 
     def refuse(self, flags: Tensor) -> None:
         kept = ((self.flags != 0) | (flags == 0)).float()
-        self.flags = self.flags | flags
+        self.flags |= flags
         for scale in (self.scale, self.server.scale):
             scale *= kept
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..triton_kernels import LiveTable, finish, settle
-from .message import Messages, Word
+from ..triton_kernels import LiveTable, finish, rules, settle
+from ..triton_kernels.finish import Segments
+from .message import Messages
 
 
 class ErrorFeedback:
@@ -19,42 +22,55 @@ class ErrorFeedback:
         segment: int64 [blocks], the scale that each block shares; rising without gaps.
         norm: One of ``SCALE_NORMS``' values.
         ternary: Whether zeros stay zeros.
+        measures: Whether scales are measured; else messages have scales of their own.
 
     Attributes:
         scale: float32 [blocks], s.
+        measured: float32 [segments], what ``finish`` has measured; ``receive`` makes ``scale`` of it.
         settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
         partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
     """
 
-    def __init__(self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False) -> None:
+    def __init__(
+        self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False, measures: bool = True
+    ) -> None:
         device, blocks = compensated.device, len(segment)
         self.compensated = compensated
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
         self._norm, self._ternary = norm, ternary
-        lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         self.segment = segment.to(device, torch.int32)
-        self._segment_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
-        self._count = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+        work = Segments.of(segment if measures else segment[:0], device)
+        self._start, self._single, self._pieces, self._sums, self._tickets = work
+        self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
+        self._count = torch.zeros(len(self.measured) if measures else 0, dtype=torch.float64, device=device)
 
     def set_live(self, live: LiveTable) -> None:
         """Say which elements of this side count."""
         self._live = live
-        self._count.zero_().index_add_(0, self.segment, live.numel.double())
+        if len(self._count):
+            self._count.zero_().index_add_(0, self.segment, live.numel.double())
 
-    def finish(self, messages: Messages) -> None:
-        """Make the scales from ``partials`` and write them, and the flag, into the messages."""
-        self.settled.zero_()
+    def finish(self, messages: Messages, *header: Any) -> None:
+        """Make ``measured`` from ``partials``, and write that and the header into the messages.
+
+        ``header``: The last arguments of the op ``finish``, from ``number`` on.
+        """
         finish(
             self.partials,
             self.segment,
-            self._segment_start,
+            self._start,
+            self._single,
+            self._pieces,
             self._count,
             self._norm,
-            self.scale,
+            self._sums,
+            self._tickets,
+            self.measured,
             messages.scales,
-            messages.words[:, Word.FLAGS],
+            messages.words,
+            *header,
         )
 
     def settle(self) -> None:
@@ -70,17 +86,14 @@ class ErrorFeedback:
             tensor.zero_()
 
     @property
-    def scratch(self) -> tuple[Tensor, Tensor]:
+    def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads."""
-        return self.partials, self.settled
+        return self.partials, self.settled, self._sums, self._tickets
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""
-        return float(self.squares()[0].sum().sqrt()), float(self.error_norm())
-
-    def error_norm(self) -> Tensor:
-        """Return |e| of the last step, float64 []: from the sums of |c| and c^2 alone."""
-        return self.squares()[1].sum().clamp(min=0).sqrt()
+        compensated, left = (square.sum().clamp(min=0).sqrt() for square in self.squares())
+        return float(compensated), float(left)
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Return c^2 and |e|^2 of each block in the last step, float64 [blocks] each; also after ``settle``.
@@ -88,5 +101,5 @@ class ErrorFeedback:
         Reads no element. Rounding errors are included: |e|^2 may be below 0.
         """
         absolute, square, _, *nonzero = self.partials.unbind(0)
-        s, numel = (self.scale + self.settled).double(), nonzero[0] if self._ternary else self._live.numel
-        return square, square - s * (2 * absolute - s * numel)
+        numel = nonzero[0] if self._ternary else self._live.numel
+        return square, rules.residual_square(absolute, square, self.scale + self.settled, numel)

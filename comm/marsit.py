@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
+from ..triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, union
 from ..triton_kernels.marsit_signs import hashed, threshold_of
-from .message import CHECKED, Flag, Messages, Word, agreed_flags, layout_word, union
+from .message import Messages, layout_word
 from .ring_topology import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport

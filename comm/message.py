@@ -6,64 +6,24 @@
     then           bits, one per element, LSB first, 1 = non-negative
     where ternary  bits, one per element, LSB first, 1 = not zero
 
-Everything is little-endian and 16-byte aligned. The first ``CHECKED`` words must be equal on all
-ranks: comparing them finds ranks that are out of step, have another layout, or gathered other bits last
-time, for no extra collective.
+Everything is little-endian and 16-byte aligned.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
+from ..triton_kernels.headers import Flag, Word
 
-MAGIC = 0x03314F46  # "FO1", and the format's version
+MAGIC = 0x04314F46  # "FO1", and the format's version
 ALIGNMENT = 16
-
-
-class Word(IntEnum):
-    """Names the header's words."""
-
-    MAGIC = 0
-    STEP = 1
-    """The step's number, modulo 2^32: how many this rank has taken, as the caller counts them."""
-    LAYOUT = 2
-    """``layout_word``."""
-    DIGEST = 3
-    """``checksum_of`` the last gathered messages, but for their words."""
-    TAG = 4
-    """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
-    SENDER = 5
-    FLAGS = 6
-    SIGNAL = 7
-    """Bits of a float32: the norm of a worker's residual."""
-
-
-CHECKED = 5
 HEADER_BYTES = 4 * len(Word)
-
-
-class Flag(IntFlag):
-    """Why a step is skipped on every rank. Workers' headers tell the first two, servers' all but VETO."""
-
-    NONFINITE = 1
-    """A gradient had NaN or Inf elements."""
-    ABORT = 2
-    """A rank could not take its step; its own error says why."""
-    MISMATCH = 4
-    """The checked words differ between ranks."""
-    VETO = 8
-    """The caller has refused the result, on all ranks alike."""
-    OVERFLOW = 16
-    """A GradScaler found an infinite gradient: nothing at all may change."""
-    LOCAL = 32
-    """Only some ranks' GradScalers did."""
 
 
 class Told(NamedTuple):
@@ -107,9 +67,11 @@ class Messages:
         words: int32 [count, 8], the headers.
         absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
         head: int32 [count, 8 and more], words and ``absent`` together.
+        digest: int32 [1], DIGEST of the first.
         signal: float32 [count], their last words.
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
+        payload: uint8 [count, nbytes - 32], all behind the words.
     """
 
     def __init__(
@@ -135,6 +97,8 @@ class Messages:
         self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
+        self.digest = self.words[:1, Word.DIGEST]
+        self.payload = buffer[:, HEADER_BYTES:]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
@@ -158,11 +122,6 @@ class Messages:
         """Return the bytes of one message."""
         return Messages(0, slots, layout, torch.device("cpu"), ternary).nbytes
 
-    @property
-    def payload(self) -> Tensor:
-        """Return all behind the words, uint8 [count, nbytes - 32]."""
-        return self.buffer[:, HEADER_BYTES:]
-
 
 def layout_word(layout: FlatLayout, *more: object) -> int:
     """Return 31 bits that say how a message must be read: its layout, its length, and whatever else that depends on.
@@ -174,23 +133,6 @@ def layout_word(layout: FlatLayout, *more: object) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def agreed_flags(arrived: Tensor, own: Tensor, hold: Tensor | None = None) -> Tensor:
-    """Return the flags of a step, int32 [1], equal on every rank.
-
-    They are those of all ranks' headers int32 [W, 8], compared with this rank's, [8], and those of ``hold`` int32 [1].
-    """
-    flags = union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
-    return flags if hold is None else flags | hold
-
-
-def union(flags: Tensor, differ: Tensor | None = None) -> Tensor:
-    """Return all flags that any rank has set, int32 [1], of ``flags`` int32 [W], and where any ``differ`` MISMATCH."""
-    # Made on the device: uploading a tensor from the host would wait for it.
-    each = 2 ** torch.arange(len(Flag), dtype=torch.int32, device=flags.device)
-    found = (((flags[:, None] & each) != 0).any(0) * each).sum(0, keepdim=True, dtype=torch.int32)
-    return found if differ is None else found | (differ.any() * int(Flag.MISMATCH)).to(torch.int32)
 
 
 OUT_OF_STEP = (
@@ -229,10 +171,3 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
                 return f"{first} steps on rank 0, {other} on rank {rank} ({OUT_OF_STEP})"
             return f"{name}: {int(words[0, word])} on rank 0, {int(words[rank, word])} on rank {rank}"
     return otherwise
-
-
-def checksum_of(values: Tensor) -> Tensor:
-    """Return the wrapping 64-bit sum of the bits of ``values``, its halves combined, int32 []; stays on the device."""
-    # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
-    total = values.view(torch.int64).sum()
-    return (total ^ (total >> 32)).to(torch.int32)

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
+from ..triton_kernels.headers import CHECKED, Word, union
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce, FeedbackReducer
-from .message import CHECKED, Messages, Told, Word, union
+from .message import Messages, Told
 from .partition import NodePart, Part
 from .reducer import Compress
 from .shards import ShardGroup
@@ -205,7 +206,6 @@ class HierarchicalAllReduce(PartedAllReduce):
             rows = absence(self.layout, told.missing, self.device).rows
             self.kept = [Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
         part, before = self.parts[0], self.scale.clone()
-        part.served.words[:, Word.TAG] = told.tag  # ranks of a node share no other exchange
         part.synchronise(compress, told)
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))

@@ -15,20 +15,12 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_table, local_update, rules, unpack
+from ..triton_kernels.headers import Word, agreed_flags, union
+from ..triton_kernels.receive import checksum_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
-from .message import (
-    OUT_OF_STEP,
-    Messages,
-    Told,
-    Word,
-    agreed_flags,
-    checksum_of,
-    describe_mismatch,
-    describe_note,
-    union,
-)
+from .message import OUT_OF_STEP, Messages, Told, describe_mismatch, describe_note
 from .partition import Part
 from .reducer import Compress, Reducer
 from .transport import CollectiveError, LocalTransport, Transport

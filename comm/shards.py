@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .message import union
+from ..triton_kernels.headers import union
 from .transport import LocalTransport, Transport
 
 

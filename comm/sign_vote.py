@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .allreduce import CompressedAllReduce
-from .message import Word
+from .message import Told
 
 Aggregation = Literal["majority", "mean"]
 
@@ -32,11 +32,14 @@ class SignVote(CompressedAllReduce):
     """
 
     def __init__(self, *arguments: Any, aggregation: Aggregation, **options: Any) -> None:
-        super().__init__(*arguments, scale_norm="contractive", scale_scope="block", **options)
+        measures = (False, aggregation == "mean")  # workers' scales are the weights of votes
+        super().__init__(*arguments, scale_norm="contractive", scale_scope="block", measures=measures, **options)
         self.aggregation = aggregation
         self.found = self._no_flags.clone()
         if aggregation == "majority":  # nothing is left of a vote
             self.server_residual = self.server.compensated = self.server_residual.new_empty(0)
+            self.server.measured.fill_(1.0)
+            self.served.scales.fill_(1.0)
 
     def vote(self, turn: Tensor) -> None:
         """Weigh this worker's votes; ``turn`` int64 [], equal on all ranks, says who breaks ties: updates done."""
@@ -44,12 +47,6 @@ class SignVote(CompressedAllReduce):
         weight = 1.0 + TIE_BREAKER * int(self.aggregation == "majority") * breaks_ties
         self.to_servers.scales.copy_(weight.expand_as(self.to_servers.scales))
 
-    def _finish(self) -> None:
-        self.to_servers.words[:, Word.FLAGS] = self.found  # scales are the weights of votes
+    def _finish(self, told: Told) -> None:
+        super()._finish(told._replace(pending=self.found))
         self.found.zero_()
-
-    def _serve(self) -> None:
-        super()._serve()
-        if self.aggregation == "majority":
-            self.server.scale.fill_(1.0)
-            self.served.scales.fill_(1.0)

@@ -6,8 +6,9 @@ import torch
 from reference_ops import Problem
 from torch import Tensor
 
-from fusedonebit.comm.message import CHECKED, Flag, Messages, Word
+from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import FlatLayout
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
+from fusedonebit.triton_kernels.finish import Segments
+from fusedonebit.triton_kernels.headers import CHECKED, Word
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
 with suppress(ModuleNotFoundError):
@@ -138,25 +141,62 @@ class Problem:
             *(torch.tensor([skip], dtype=torch.int32), rounding),
         )
 
-    def finish_arguments(self, scope: str, norm: str) -> tuple:
+    def finish_arguments(self, scope: str, norm: str, hold: int = 0, counter: int | None = None) -> tuple:
         segment = self.layout.scale_segments(scope).int()
         count = torch.bincount(segment, self.table.numel.double())
-        start = torch.nn.functional.pad(torch.bincount(segment).cumsum(0), (1, 0))
+        start, single, pieces, sums, tickets = Segments.of(segment, torch.device("cpu"))
         world_size, (_, slots) = self.layout.world_size, self.layout.scale_slots(scope)
-        message = (torch.full((world_size, slots), torch.nan), torch.full((world_size,), 9, dtype=torch.int32))
-        scale = torch.full((self.layout.n_blocks,), torch.nan)
-        return (self.partials, segment, start, count, SCALE_NORMS[norm], scale, *message)
+        message = (torch.full((world_size, slots), torch.nan), self.headers()[0])
+        scale = torch.full((len(count),), torch.nan)
+        at = None if counter is None else torch.tensor(counter, dtype=torch.int32)
+        pending, digest, held = (torch.tensor([n], dtype=torch.int32) for n in (0, -12345, hold))
+        return (
+            *(self.partials, segment, start, single, pieces, count, SCALE_NORMS[norm], sums, tickets, scale, *message),
+            *(7, at, counter is not None, 2**31 - 1, 0, pending, digest, held),
+        )
+
+    def receive_arguments(self, scope: str, rank: int = 0, flags: int = 0, hold: int = 0) -> tuple:
+        layout, (slot, slots) = self.layout, self.layout.scale_slots(scope)
+        segment, own = layout.scale_segments(scope).int(), slice(rank * layout.blocks_per_chunk, None)
+        served = slot[own][: layout.blocks_per_chunk].int()
+        messages = Messages(layout.world_size, slots, layout, torch.device("cpu"), self.ternary)
+        messages.payload.copy_(torch.randint(256, messages.payload.shape, generator=self._random, dtype=torch.uint8))
+        messages.scales.copy_(self.normal(*messages.scales.shape).abs())
+        words, own_words = self.headers(flags)
+        messages.words.copy_(words)
+        measured = [self.normal(int(each[-1]) + 1).abs() for each in (segment, served)]
+        written = [torch.full((len(each),), torch.nan) for each in (segment, segment, segment, served, served)]
+        held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
+        return (
+            *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
+            *(served, measured[1], rank, *written, held, found, torch.zeros(1, dtype=torch.int64), ticket),
+        )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:
         own = slice(rank * self.layout.blocks_per_chunk, (rank + 1) * self.layout.blocks_per_chunk)
         slot, slots = self.layout.scale_slots(scope)
         elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
         return (
-            *(self.exp_avg_bits, self.normal(self.layout.world_size, slots).abs(), slot[own].int()),
-            *(torch.tensor([skip], dtype=torch.int32), self.layout.block_size, self.compensated[elements].clone()),
-            *(self.worker_scale[own], self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
-            torch.tensor([hold], dtype=torch.int32),
+            *(
+                self.exp_avg_bits,
+                self.normal(self.layout.world_size, slots).abs(),
+                *self.headers(skip),
+                slot[own].int(),
+            ),
+            *(self.layout.block_size, self.compensated[elements].clone(), self.worker_scale[own]),
+            *(self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
+            *(torch.tensor([hold], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)),
+            torch.full((self.layout.world_size, len(Word)), -1, dtype=torch.int32),
         )
+
+    def headers(self, flags: int = 0) -> tuple[Tensor, Tensor]:
+        """Words of all ranks, as they lie in messages, the last with these flags; and this rank's own."""
+        rows = torch.randint(-9, 9, (self.layout.world_size, 20), generator=self._random, dtype=torch.int32)
+        words = rows[:, 4 : 4 + len(Word)]
+        words[:, :CHECKED] = words[:1, :CHECKED].clone()
+        words[:, Word.FLAGS] = 0
+        words[-1, Word.FLAGS] = flags
+        return words, words[0].clone()
 
     def update_arguments(self, skip: int = 0, sums: bool = True, rounding: Tensor | None = None) -> tuple:
         return (

@@ -109,15 +109,15 @@ def test_server_reduce_equals_eager(sizes, world_size, skip):
 def test_a_server_that_keeps_nothing_equals_eager_and_one_without_residual(world_size):
     def make() -> tuple:
         arguments = list(problem((3000, 70), world_size, 128).server_arguments())
-        arguments[5] = torch.empty(0)
+        arguments[6] = torch.empty(0)
         return tuple(arguments)
 
     assert_equal_backends("server_reduce", make)
     without, kept = make(), list(make())
-    kept[5], kept[6] = torch.zeros(len(kept[6]) * 128), torch.zeros_like(kept[6])
+    kept[6], kept[7] = torch.zeros(len(kept[7]) * 128), torch.zeros_like(kept[7])
     for arguments in (without, kept):
         torch.ops.fusedonebit.server_reduce(*arguments)
-    assert all(torch.equal(without[i], kept[i]) for i in (9, 10, 11))
+    assert all(torch.equal(without[i], kept[i]) for i in (10, 11))
 
 
 @pytest.mark.long(but=3)
@@ -282,7 +282,7 @@ def do_not_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options"), [(3, {}), (302, {}), (3000, {}), (302, PAPER)], ids=["3", "302", "3000", "302, paper"]
 )
-def test_a_compression_stage_step_launches_6_kernels_whatever_the_number_of_tensors(tensors, options, monkeypatch):
+def test_a_compression_stage_step_launches_7_kernels_whatever_the_number_of_tensors(tensors, options, monkeypatch):
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
     optimizer = OneBitAdam(params, **objects(freeze_step=1, **options))
     for p in params:
@@ -295,8 +295,8 @@ def test_a_compression_stage_step_launches_6_kernels_whatever_the_number_of_tens
         launches.clear()
         optimizer.step()
     assert optimizer.phase == "compression"
-    print(f"launches with {tensors} tensors: {launches.total()} (limit 6)")
-    assert launches.total() == 6
+    print(f"launches with {tensors} tensors: {launches.total()} (limit 7)")
+    assert launches.total() == 7
 
 
 def test_triton_on_cpu_tensors_outside_the_interpreter_is_refused(monkeypatch):

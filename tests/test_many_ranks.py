@@ -7,7 +7,8 @@ import torch
 from backends import assert_equal_backends, problem
 
 from fusedonebit import triton_kernels
-from fusedonebit.triton_kernels.finish import SHORT_SEGMENT, SHORT_WIDTH
+from fusedonebit.triton_kernels.finish import LANES, SHORT
+from fusedonebit.triton_kernels.headers import Word
 
 pytestmark = pytest.mark.kernels
 
@@ -27,7 +28,7 @@ def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_siz
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 @pytest.mark.parametrize("world_size", [1, 3, 40])
 def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_size, norm):
-    sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (SHORT_WIDTH[0] - 30))
+    sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (LANES - 30))
 
     def make() -> tuple:
         p = problem(sizes, world_size, 128)
@@ -35,10 +36,10 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
         p.partials[2] = 0.0
         return p.finish_arguments("layer", norm)
 
-    _, segment, start, *_ = make()
-    assert len(start) > SHORT_WIDTH[0]
-    assert len(segment) <= SHORT_SEGMENT * (len(start) - 1)  # on average
-    assert start.diff().max() > SHORT_SEGMENT
+    _, _, start, single, pieces, *_ = make()
+    assert len(single) > LANES
+    assert len(pieces) == 2
+    assert start.diff().max() > SHORT
     assert_equal_backends("finish", make)
 
 
@@ -55,8 +56,9 @@ def test_finish_flags_every_message_of_hundreds_wherever_an_element_was_dropped(
         p.partials[2, where] = 1.0
         return p.finish_arguments(scope, "l2")
 
-    *_, flags = arguments = make()
+    arguments = make()
     triton_kernels.finish(*arguments)
+    flags = arguments[11][:, Word.FLAGS]
     assert len(flags) == 300
     assert flags.eq(1).all()
     assert_equal_backends("finish", make)

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, SimulatedTransport
-from fusedonebit.comm.message import CHECKED, Flag, Word
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
 from fusedonebit.triton_kernels.block_io import NONFINITE
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import bernoulli, threshold_of
 
 pytestmark = pytest.mark.kernels

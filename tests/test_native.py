@@ -135,7 +135,7 @@ def test_tensors_that_c_would_misread_are_named():
     ("op", "arguments", "at", "name"),
     [
         ("momentum_compress", lambda p: p.momentum_arguments(), 3, "compensated"),
-        ("server_reduce", lambda p: p.server_arguments(), 5, "compensated"),
+        ("server_reduce", lambda p: p.server_arguments(), 6, "compensated"),
         ("adam_update", lambda p: p.update_arguments(sums=False), 4, "exp_avg"),
         ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), -1, "norms"),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
+from fusedonebit.triton_kernels.headers import Flag, Word
 from fusedonebit.triton_kernels.tables import EMPTY_ROW
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
@@ -48,13 +49,19 @@ def test_a_scale_is_the_norm_of_its_scopes_live_elements(world_size, scope, norm
     ops.momentum_compress(*p.momentum_arguments())
     arguments = p.finish_arguments(scope, norm)
     ops.finish(*arguments)
-    segment, scale, message_scales = arguments[1], arguments[5], arguments[6]
+    segment, message_scales, words = arguments[1], *arguments[10:12]
+    scale = arguments[9][segment]
     c, owner = wide(p.compensated), p.by_element(segment)
     expected = [scale_of(c[(owner == s) & p.live], norm, ternary) for s in segment.tolist()]
     np.testing.assert_allclose(wide(scale), expected, rtol=EPS32 * 1.001)
     slot, _ = p.layout.scale_slots(scope)
     message = torch.arange(len(segment)) // p.layout.blocks_per_chunk
     assert same_bits(message_scales[message, slot], scale)
+    left = c - p.by_element(scale) * sign(c, ternary)
+    signal = words[:, Word.SIGNAL].contiguous().view(torch.float32)
+    np.testing.assert_allclose(signal, np.linalg.norm(left[p.live]), rtol=1e-6, atol=1e-6)
+    fields = (Word.STEP, Word.DIGEST, Word.TAG, Word.FLAGS)
+    assert words[:, fields].tolist() == [[7, -12345, 2**31 - 1, 0]] * world_size
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 5])
@@ -65,7 +72,22 @@ def test_every_message_is_flagged_where_anything_was_dropped(dropped):
     p.partials[2, 3] = dropped
     arguments = p.finish_arguments("layer", "l1")
     ops.finish(*arguments)
-    assert arguments[7].tolist() == [int(dropped > 0)] * 4
+    assert arguments[11][:, Word.FLAGS].tolist() == [int(dropped > 0)] * 4
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_held_finish_writes_headers_alone(counts):
+    p = Problem(MIXED, 2)
+    p.partials.fill_(1.0)
+    arguments = list(p.finish_arguments("layer", "l1", hold=16, counter=5))
+    arguments[14], arguments[16], arguments[17] = counts, int(Flag.ABORT), torch.tensor([32], dtype=torch.int32)
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    ops.finish(*arguments)
+    words, old = arguments[11], before[11]
+    assert words[:, (Word.STEP, Word.FLAGS)].tolist() == [[5 + counts, 34]] * 2
+    assert torch.equal(words[:, (Word.SIGNAL, Word.SENDER)], old[:, (Word.SIGNAL, Word.SENDER)])
+    assert int(arguments[13]) == 5 + counts
+    assert all(same_bits(arguments[i], before[i]) for i in (0, 7, 8, 9, 10))
 
 
 # ---------------------------------------------------------------- server_reduce
@@ -73,7 +95,8 @@ def test_every_message_is_flagged_where_anything_was_dropped(dropped):
 
 def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     arguments = p.server_arguments(scope, rank, skip)
-    arrived_bits, arrived_scales, slot, _, block, compensated, old_scale, *_, bits, partials, _ = arguments
+    arrived_bits, arrived_scales, words, _, slot, block, compensated, old_scale, *_, flags, kept = arguments
+    bits, partials = arguments[10:12]
     own = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
     live, old, s = p.live[own], wide(compensated), np.repeat(wide(old_scale), block)
     signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)
@@ -81,6 +104,8 @@ def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     average = (scales * signs).mean(0) if not skip else np.zeros_like(old)
     expected = np.where(live, average + old - s * sign(old, p.ternary), 0.0)
     ops.server_reduce(*arguments)
+    assert flags.tolist() == [skip]
+    assert torch.equal(kept, words)
     c = wide(compensated)
     assert (np.abs(c - expected) <= 8 * EPS32 * (np.abs(scales).sum(0) + np.abs(old) + s)).all()
     assert not c[~live].any()
@@ -119,7 +144,7 @@ def test_padding_never_enters_a_servers_residual_or_sums(junk, skip):
         p.compensated[torch.from_numpy(~p.live)] = value
         arguments = p.server_arguments("layer", 1, skip)
         ops.server_reduce(*arguments)
-        outcomes.append((arguments[5], *arguments[9:]))
+        outcomes.append((arguments[6], *arguments[10:]))
     assert all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
 
 

@@ -17,14 +17,14 @@ PROGRAM = """
 import json
 from dataclasses import asdict
 from benchmarks import tuning
-chosen = [(name, *tuning.CHOSEN) for name in ("momentum_compress", "server_reduce, W=64")]
+chosen = [(name, *tuning.chosen(name)) for name in ("momentum_compress", "server_reduce, W=64")]
 picked = [("momentum_compress", 1024, 2), *chosen]
 variants = [tuning.variant(*each) for each in picked]
 walks = {r["walk"]: r for r in tuning.walks()}
 limits = [v.limits(tuning.H200) for v in variants]
 tables = [tuning.table(variants), tuning.walk_table(list(walks.values()))]
 record = json.loads((tuning.RESULTS / "sm_90.json").read_text())
-recorded = [tuning.Variant(**each) for each in record["variants"] if each["block"] == tuning.CHOSEN[0]]
+recorded = [tuning.Variant(**each) for each in record["variants"] if each["block"] == tuning.BLOCK]
 published = [tuning.table(recorded), tuning.walk_table(record["walks"])]
 print(json.dumps([[asdict(v) for v in variants], limits, walks, tables, published]))
 """

@@ -25,8 +25,10 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.message import agreed_flags, checksum_of, layout_word
+from fusedonebit.comm.message import layout_word
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
+from fusedonebit.triton_kernels.headers import agreed_flags
+from fusedonebit.triton_kernels.receive import checksum_of
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout((300, 5), 2, 128)
@@ -44,8 +46,8 @@ def test_a_message_is_header_absent_tensors_scales_and_bits_at_the_documented_of
     raw = messages.buffer[1].numpy().tobytes()
     assert len(raw) == messages.nbytes == 32 + 16 + scale_bytes + 32
     assert len(raw) % 16 == 0
-    assert raw[:4] == b"FO1\x03"
-    assert struct.unpack("<8i", raw[:32]) == (0x03314F46, 0, layout_word(LAYOUT, len(raw), False), 0, 0, -2, 0, 0)
+    assert raw[:4] == b"FO1\x04"
+    assert struct.unpack("<8i", raw[:32]) == (0x04314F46, 0, layout_word(LAYOUT, len(raw), False), 0, 0, -2, 0, 0)
     assert raw[32:48] == bytes([2]) + bytes(15)
     scales = struct.unpack(f"<{scale_bytes // 4}f", raw[48 : 48 + scale_bytes])
     assert scales == tuple(i + 0.5 if i < slots else 0.0 for i in range(scale_bytes // 4))
@@ -92,7 +94,7 @@ def test_a_sent_message_says_step_digest_tag_and_sender():
         before = int(checksum_of(reduce.gathered.payload)) if step > 1 else 0
         reduce([torch.randn(200, generator=torch.Generator().manual_seed(step))], tag=2**31 - 1)
         words, signal = reduce.arrived_words.split([7, 1], dim=1)
-        assert words.tolist() == [[0x03314F46, step, layout, before, 2**31 - 1, 0, 0]]
+        assert words.tolist() == [[0x04314F46, step, layout, before, 2**31 - 1, 0, 0]]
         residual = float(signal.contiguous().view(torch.float32))
         reduce.settle()
         assert residual == pytest.approx(float(reduce.worker.compensated.norm()), rel=1e-6)

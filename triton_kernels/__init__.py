@@ -16,6 +16,7 @@ from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_up
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
+from .receive import receive
 from .reduce import server_reduce
 from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .tables import LiveTable, live_table
@@ -64,6 +65,7 @@ __all__ = [
     "pick_owned",
     "place_owned",
     "rebuild_momentum",
+    "receive",
     "rewarm",
     "rule",
     "server_reduce",

@@ -9,12 +9,14 @@ Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
 
 from __future__ import annotations
 
-from . import rules
+from . import headers, rules
 from .jit import jit, tl
 from .rules import COLUMNS
 
 FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
-NONFINITE = 1  # the flag that an element sets whose gradient or update does not count
+NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
+SUM_LANES = 128  # of ``ordered_sum``
+SUM_LEVELS = 7  # halvings of them
 ALIGNED = 4  # added where all addresses are multiples of 16 bytes
 
 
@@ -274,3 +276,38 @@ def sum_of(row, begin, end, LANES: tl.constexpr):
     for at in range(begin, end, LANES):
         total += tl.load(row + at + lane, mask=at + lane < end, other=0.0)
     return tl.sum(total, axis=0)
+
+
+@jit()
+def tree_sum(x):
+    """Adds neighbouring lanes of x float64 [SUM_LANES], again and again, until one is left."""
+    for half in tl.static_range(1, SUM_LEVELS + 1):
+        x = tl.sum(tl.reshape(x, [SUM_LANES >> half, 2]), axis=1)
+    return tl.sum(x, axis=0)
+
+
+@jit()
+def ordered_sum(row, begin, end):
+    """Sums row[begin:end], float64: each lane adds in order, then ``tree_sum``."""
+    lane = tl.arange(0, SUM_LANES)
+    total = tl.zeros([SUM_LANES], tl.float64)
+    for at in range(begin, end, SUM_LANES):
+        total += tl.load(row + at + lane, mask=at + lane < end, other=0.0)
+    return tree_sum(total)
+
+
+# ---------------------------------------------------------------- the last program
+
+
+@jit()
+def is_last(ticket, programs):
+    """Tells whether all other programs have come by ``ticket`` int32 [1], which then is 0 again.
+
+    What they have stored before is seen by what loads afterwards.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(ticket, 1, sem="acq_rel")
+    if before == programs - 1:
+        tl.store(ticket, 0)
+    tl.debug_barrier()
+    return before == programs - 1

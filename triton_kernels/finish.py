@@ -1,65 +1,87 @@
-"""Scales from partial sums."""
+"""Scales from partial sums, and the headers of the messages that carry them.
+
+Sums have one order, whatever computes them. Of n numbers, lane l of LANES adds numbers l, l + LANES, ... in their
+order; then neighbouring lanes are added, again and again, until one is left (``ordered``). A segment of at most SHORT
+blocks is one lane's; a longer one is cut into pieces of PIECE blocks, each summed in this order, and their sums are
+again.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from . import block_io as io
-from . import rules
+from . import headers, rules
 from .eager import ABS, DROPPED, NONZERO, SQUARE
 from .jit import jit, tl
-from .op import Counters, Doubles, Flag, Floats, Indices, PerBlock, op
+from .op import Doubles, Flag, Floats, Headers, Indices, Table, op
 
 SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2}
 """What ``finish`` takes as ``norm``, by the name that users give."""
 
-WIDTH, SHORT_WIDTH, ONE_SCALE_WIDTH = (2048, 8), (128, 4), (8192, 32)
-"""Lanes and warps. One scale: a single program scans all, on a whole multiprocessor."""
-SHORT_SEGMENT = 32  # blocks, the most that 4096 elements are
+LANES = io.SUM_LANES
+SHORT = 32  # blocks, the most that 4096 elements are
+PIECE = 1024  # blocks
+STEP, TAG, FLAGS, DIGEST, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.DIGEST, headers.SIGNAL
+NONFINITE = headers.NONFINITE
+ERROR = 4  # row of what programs have summed, behind those of ``eager``
+SUMS = ERROR + 1
+OF_A_PIECE = 5  # numbers
+
+
+class Segments(NamedTuple):
+    """Cuts segments of blocks, each of which has one scale, into the work of programs."""
+
+    start: Tensor
+    """Their first blocks, and behind the last the number of blocks: int32 [segments + 1]."""
+    single: Tensor
+    """Those of at most SHORT blocks, a lane's work each: int32 [n]."""
+    pieces: Tensor
+    """Of the others, a program's work each: int32 [m, 5], the segment, its first block and behind its last, and of
+    the segment the first piece and their number."""
+    sums: Tensor
+    """What programs leave for the last: zeros float64 [SUMS, programs]."""
+    tickets: Tensor
+    """Of all programs, and of the pieces of each segment: zeros int32 [1 + m]."""
+
+    @classmethod
+    def of(cls, segment: Tensor, device: torch.device) -> Segments:
+        """Return those of ``segment`` int [B], rising without gaps; none of an empty one."""
+        lengths = torch.unique_consecutive(segment.cpu(), return_counts=True)[1]
+        start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        pieces: list[tuple[int, ...]] = []
+        for j in (lengths > SHORT).nonzero().view(-1).tolist():
+            begin, end = int(start[j]), int(start[j + 1])
+            first, number = len(pieces), -(-(end - begin) // PIECE)
+            pieces += [(j, at, min(at + PIECE, end), first, number) for at in range(begin, end, PIECE)]
+        single = (lengths <= SHORT).nonzero().view(-1)
+        sums = torch.zeros(SUMS, max(1, -(-len(single) // LANES) + len(pieces)), dtype=torch.float64, device=device)
+        tickets = torch.zeros(1 + len(pieces), dtype=torch.int32, device=device)
+        table = torch.tensor(pieces, dtype=torch.int32).view(-1, OF_A_PIECE)
+        return cls(start.to(device, torch.int32), single.to(device, torch.int32), table.to(device), sums, tickets)
 
 
 @jit()
-def _finish_segment(j, begin, end, sums, to, NORM: tl.constexpr, TERNARY: tl.constexpr, LANES: tl.constexpr):
-    """Makes one scale, by all lanes together; see ``finish_kernel``."""
-    partials, partials_stride, count = sums
+def _finish_short(
+    p, single, singles, segment_start, rows, to, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr
+):
+    """Makes the scales of some short segments, a lane to each."""
+    partials, partials_stride, count = rows
     segment, scale, message_scales, message_scales_stride, blocks_per_message = to
-    lane = tl.arange(0, LANES)
-    if TERNARY:
-        n = tl.maximum(io.sum_of(partials + 3 * partials_stride, begin, end, LANES), 1.0)
-    else:
-        n = tl.maximum(tl.load(count + j), 1.0)
-    absolute = io.sum_of(partials, begin, end, LANES)
-    s = rules.scale_of(absolute, io.sum_of(partials + partials_stride, begin, end, LANES), n, NORM)
-    for at in range(begin, end, LANES):
-        tl.store(scale + at + lane, tl.zeros([LANES], tl.float32) + s, mask=at + lane < end)
-    last = (end - 1) // blocks_per_message + 1
-    # A lane to a message: one after the other, thousands of ranks would each wait for a load.
-    for first in range(begin // blocks_per_message, last, LANES):
-        chunk = first + lane
-        slot = j - tl.load(segment + chunk * blocks_per_message, mask=chunk < last, other=0)
-        s_each = tl.zeros([LANES], tl.float32) + s
-        tl.store(message_scales + chunk * message_scales_stride + slot, s_each, mask=chunk < last)
-
-
-@jit()
-def _store_flags(message_flags, message_flags_stride, messages, flag, LANES: tl.constexpr):
-    """Writes the flag of every message."""
-    lane = tl.arange(0, LANES)
-    for first in range(0, messages, LANES):
-        w = first + lane.to(tl.int64)
-        tl.store(message_flags + w * message_flags_stride, tl.zeros([LANES], tl.int32) + flag, mask=w < messages)
-
-
-@jit()
-def _finish_short(j, begin, end, sums, to, NORM: tl.constexpr, TERNARY: tl.constexpr, LANES: tl.constexpr):
-    """Segments ``j``, a lane to each; returns how many elements were dropped there. See ``finish_kernel``."""
-    partials, partials_stride, count = sums
-    segment, scale, message_scales, message_scales_stride, blocks_per_message = to
+    index = p * LANES + tl.arange(0, LANES)
+    some = index < singles
+    j = tl.load(single + index, mask=some, other=0)
+    begin = tl.load(segment_start + j, mask=some, other=0).to(tl.int64)
+    end = tl.load(segment_start + j + 1, mask=some, other=0).to(tl.int64)
     absolute = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     dropped = tl.zeros([LANES], tl.float64)
-    nonzero = tl.zeros([LANES], tl.float64)
-    longest = tl.max(end - begin, axis=0)
+    # Loaded ahead: behind the loops the compiler would keep too few registers, and spill.
+    n = tl.zeros([LANES], tl.float64) if TERNARY else tl.load(count + j, mask=some, other=0.0)
+    longest = tl.max((end - begin).to(tl.int32), axis=0)
     for k in range(longest):
         at = partials + begin + k
         inside = begin + k < end
@@ -67,113 +89,219 @@ def _finish_short(j, begin, end, sums, to, NORM: tl.constexpr, TERNARY: tl.const
         squares += tl.load(at + partials_stride, mask=inside, other=0.0)
         dropped += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
         if TERNARY:
-            nonzero += tl.load(at + 3 * partials_stride, mask=inside, other=0.0)
-    if not TERNARY:
-        nonzero = tl.load(count + j, mask=begin < end, other=1.0)
-    s = rules.scale_of(absolute, squares, tl.maximum(nonzero, 1.0), NORM)
+            n += tl.load(at + 3 * partials_stride, mask=inside, other=0.0)
+    s = rules.scale_of(absolute, squares, n, NORM)
+    tl.store(scale + j, s, mask=some)
     for k in range(longest):
+        # A message tells of a segment where that begins, or where the message itself does.
         block = begin + k
-        inside = block < end
-        tl.store(scale + block, s, mask=inside)
-        # A message tells of a segment where it begins, or where the message itself does.
         chunk = block // blocks_per_message
         first = chunk * blocks_per_message
-        told = inside & ((k == 0) | (block == first))
+        told = (block < end) & ((k == 0) | (block == first))
         slot = j - tl.load(segment + first, mask=told, other=0)
         tl.store(message_scales + chunk * message_scales_stride + slot, s, mask=told)
-    return tl.max(dropped, axis=0)
+    tl.store(sums + DROPPED * sums_stride + p, io.tree_sum(dropped))
+    error = tl.where(some, rules.residual_square(absolute, squares, s, n), 0.0)
+    tl.store(sums + ERROR * sums_stride + p, io.tree_sum(error))
 
 
 @jit()
-def finish_kernel(
-    partials, partials_stride, blocks, segment, segment_start, segments, count, scale, message_scales,
-    message_scales_stride, message_flags, message_flags_stride, messages, blocks_per_message,
-    NORM: tl.constexpr, TERNARY: tl.constexpr, LANES: tl.constexpr, SHORT: tl.constexpr,
-):  # fmt: skip
-    """Scales from partial sums, in a fixed order.
+def _finish_long(j, begin, end, first, number, rows, to, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
+    """Makes the scale of a segment from the sums of its pieces, by all lanes together."""
+    _, _, count = rows
+    segment, scale, message_scales, message_scales_stride, blocks_per_message = to
+    n = tl.load(count + j)
+    if TERNARY:
+        n = io.ordered_sum(sums + NONZERO * sums_stride, first, first + number)
+    absolute = io.ordered_sum(sums + ABS * sums_stride, first, first + number)
+    squares = io.ordered_sum(sums + SQUARE * sums_stride, first, first + number)
+    s = rules.scale_of(absolute, squares, n, NORM)
+    tl.store(scale + j, s)
+    tl.store(sums + ERROR * sums_stride + first, rules.residual_square(absolute, squares, s, n))
+    last = (end - 1) // blocks_per_message + 1
+    # A lane to a message: one after the other, thousands of ranks would each wait for a load.
+    for at in range(begin // blocks_per_message, last, LANES):
+        chunk = (at + tl.arange(0, LANES)).to(tl.int64)
+        slot = j - tl.load(segment + chunk * blocks_per_message, mask=chunk < last, other=0)
+        each = tl.zeros([LANES], tl.float32) + s
+        tl.store(message_scales + chunk * message_scales_stride + slot, each, mask=chunk < last)
 
-    Grid: segments + 1, of which the last writes the flags. Where SHORT is not 0: ceil(segments / LANES), a lane to
-    each segment of at most SHORT blocks, and all lanes together to each of the others, one after the other; flags
-    are zeros before.
+
+@jit()
+def _finish_piece(
+    p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM: tl.constexpr, TERNARY: tl.constexpr
+):
+    """Sums a piece of a segment; the last of its programs to do so makes the segment's scale."""
+    partials, partials_stride, _ = rows
+    piece = pieces + (p - groups) * OF_A_PIECE
+    j = tl.load(piece)
+    begin = tl.load(piece + 1)
+    end = tl.load(piece + 2)
+    first = tl.load(piece + 3)
+    number = tl.load(piece + 4)
+    for row in tl.static_range(3 + TERNARY):
+        tl.store(sums + row * sums_stride + p, io.ordered_sum(partials + row * partials_stride, begin, end))
+    if io.is_last(tickets + 1 + first, number):
+        begin = tl.load(segment_start + j)
+        end = tl.load(segment_start + j + 1)
+        _finish_long(j, begin, end, groups + first, number, rows, to, sums, sums_stride, NORM, TERNARY)
+
+
+@jit()
+def _write_headers(words, words_stride, messages, step, tag, flags, digest):
+    """Writes what changes from step to step into the header of every message, but for the signal."""
+    lane = tl.arange(0, LANES)
+    nothing = tl.zeros([LANES], tl.int32)
+    for first in range(0, messages, LANES):
+        w = first + lane
+        header = words + w.to(tl.int64) * words_stride
+        tl.store(header + STEP, nothing + step, mask=w < messages)
+        tl.store(header + DIGEST, nothing + digest, mask=w < messages)
+        tl.store(header + TAG, nothing + tag, mask=w < messages)
+        tl.store(header + FLAGS, nothing + flags, mask=w < messages)
+
+
+@jit()
+def _write_signal(words, words_stride, messages, norm):
+    """Writes the signal into the header of every message."""
+    lane = tl.arange(0, LANES)
+    signal = tl.zeros([LANES], tl.int32) + norm.to(tl.int32, bitcast=True)
+    for first in range(0, messages, LANES):
+        w = first + lane
+        tl.store(words + w.to(tl.int64) * words_stride + SIGNAL, signal, mask=w < messages)
+
+
+@jit(do_not_specialize=("number", "tag", "told"))
+def finish_kernel(
+    partials, partials_stride, segment, segment_start, single, singles, pieces, longs, count, sums, sums_stride,
+    tickets, scale, message_scales, message_scales_stride, words, words_stride, messages, blocks_per_message, number,
+    counter, tag, told, pending, digest, hold, programs,
+    COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr,
+):  # fmt: skip
+    """Scales from partial sums, in a fixed order, and headers.
+
+    Grid: ceil(short segments / LANES), a lane to each, and a program to each piece of the others. The last to arrive
+    writes the headers.
     """
     p = tl.program_id(0).to(tl.int64)
-    sums = partials, partials_stride, count
-    to = segment, scale, message_scales, message_scales_stride, blocks_per_message
-    if SHORT:
-        j = p * LANES + tl.arange(0, LANES)
-        begin = tl.load(segment_start + j, mask=j < segments, other=0)
-        end = tl.load(segment_start + j + 1, mask=j < segments, other=0)
-        long = end - begin > SHORT
-        dropped = _finish_short(j, begin, tl.where(long, begin, end), sums, to, NORM, TERNARY, LANES)
-        if tl.max(long.to(tl.int32), axis=0) != 0:
-            for each in range(LANES):
-                one = tl.minimum(p * LANES + each, segments - 1)
-                first = tl.load(segment_start + one)
-                last = tl.load(segment_start + one + 1)
-                if last - first > SHORT:
-                    dropped += io.sum_of(partials + 2 * partials_stride, first, last, LANES)
-                    _finish_segment(one, first, last, sums, to, NORM, TERNARY, LANES)
-        if dropped > 0:
-            # whoever stores, stores the same
-            _store_flags(message_flags, message_flags_stride, messages, 1, LANES)
-    elif p == segments:
-        dropped = io.sum_of(partials + 2 * partials_stride, 0, blocks, LANES)
-        _store_flags(message_flags, message_flags_stride, messages, (dropped > 0).to(tl.int32), LANES)
-    else:
-        begin = tl.load(segment_start + p)
-        end = tl.load(segment_start + p + 1)
-        _finish_segment(p, begin, end, sums, to, NORM, TERNARY, LANES)
-
-
-def _width(segments: int, SHORT: int) -> tuple[int, int]:
-    return SHORT_WIDTH if SHORT else ONE_SCALE_WIDTH if segments == 1 else WIDTH
+    held = tl.load(hold)
+    if held == 0:
+        rows = partials, partials_stride, count
+        to = segment, scale, message_scales, message_scales_stride, blocks_per_message
+        groups = tl.cdiv(singles, LANES)
+        if p < groups:
+            _finish_short(p, single, singles, segment_start, rows, to, sums, sums_stride, NORM, TERNARY)
+        elif p < groups + longs:
+            _finish_piece(p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM, TERNARY)
+    if io.is_last(tickets, programs):
+        step = number
+        if counter is not None:
+            step = tl.load(counter)
+            if COUNTS:
+                step += 1
+                tl.store(counter, step)
+        flags = told | tl.load(pending)
+        if held == 0:
+            dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, programs) > 0
+            flags |= dropped.to(tl.int32) * NONFINITE
+            error = io.ordered_sum(sums + ERROR * sums_stride, 0, programs)
+            _write_signal(words, words_stride, messages, tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32))
+        _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
 
 
 @op(
     finish_kernel,
-    writes=("scale", "message_scales", "message_flags"),
+    writes=("sums", "tickets", "scale", "message_scales", "words", "counter"),
     derive={
-        "blocks": ("i32", lambda segment: len(segment)),
-        "segments": ("i32", lambda count: len(count)),
-        "messages": ("i32", lambda message_flags: len(message_flags)),
-        "blocks_per_message": ("i32", lambda blocks, messages: blocks // messages),
-        "message_flags": ("", lambda message_flags, SHORT: message_flags.zero_() if SHORT else message_flags),
+        "singles": ("i32", lambda single: len(single)),
+        "longs": ("i32", lambda pieces: len(pieces)),
+        "messages": ("i32", lambda words: len(words)),
+        "blocks_per_message": ("i32", lambda segment, messages: len(segment) // messages),
         "TERNARY": ("constexpr", lambda partials: len(partials) > NONZERO),
-        "SHORT": ("constexpr", lambda blocks, segments: SHORT_SEGMENT * (1 < segments >= blocks / SHORT_SEGMENT)),
-        "width": ("", _width),
-        "LANES": ("constexpr", lambda width: width[0]),
-        "programs": ("i32", lambda segments, LANES, SHORT: -(-segments // LANES) if SHORT else segments + 1),
-        "num_warps": ("i32", lambda width: width[1]),
+        "programs": ("i32", lambda sums: sums.shape[1]),
+        "num_warps": ("i32", lambda: 1),  # whose lanes are added without a barrier
     },
 )
 def finish(
-    partials: Doubles, segment: Indices, segment_start: Counters, count: Doubles, norm: int, scale: PerBlock,
-    message_scales: Floats, message_flags: Flag,
+    partials: Doubles, segment: Indices, segment_start: Table, single: Table, pieces: Table, count: Doubles, norm: int,
+    sums: Doubles, tickets: Table, scale: Floats, message_scales: Floats, words: Headers, number: int,
+    counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Flag, hold: Flag,
 ) -> None:  # fmt: skip
-    """Turns partial sums into scales, in a fixed order, and writes them where they travel from.
+    """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
         l1: mean |c|      l2: sqrt(mean c^2)      contractive: min(l2, 1.9 * l1)
 
-    Means over the live elements; where ternary, over those that are not zero.
+    Means over the live elements; where ternary, over those that are not zero. Without segments there are headers only.
 
     Args:
         partials: float64 [3, B], or [4, B] where ternary.
         segment: int32 [B], the scale that each block shares; rising.
-        segment_start: int64 [segments + 1], first block of each.
+        segment_start, single, pieces, sums, tickets: See ``Segments``; the last two are scratch.
         count: float64 [segments], live elements of each.
         norm: One of ``SCALE_NORMS``' values.
-        scale: float32 [B], written: each block's scale.
+        scale: float32 [segments], written.
         message_scales: float32 [messages, slots], written: message k carries the scales of its
             B / messages blocks, in order; slots that it does not need stay as they are.
-        message_flags: int32 [messages], written: 1 where any element was dropped, else 0.
+        words: int32 [messages, 8], headers of which STEP, DIGEST, TAG, FLAGS and SIGNAL are written: the last is the
+            norm of what the scales leave.
+        number: STEP, an int32.
+        counter: Where STEP lies instead, int32 []; or None.
+        counts: Whether ``counter`` is one less, and to be counted up.
+        tag: TAG.
+        told: FLAGS of the host; NONFINITE is added where any element was dropped.
+        pending: int32 [1], more of them.
+        digest: int32 [1], DIGEST.
+        hold: int32 [1]; where set headers are written, but for SIGNAL and what was dropped, and nothing else.
     """
-    if len(partials) > NONZERO:
-        count = torch.segment_reduce(partials[NONZERO], "sum", offsets=segment_start)
-    absolute, squares = (torch.segment_reduce(partials[row], "sum", offsets=segment_start) for row in (ABS, SQUARE))
-    by_segment = rules.scale_of(absolute, squares, count.clamp(min=1.0), norm)
-    torch.index_select(by_segment, 0, segment, out=scale)
-    by_message = segment.view(len(message_flags), -1)
-    slot = by_message - by_message[:, :1]
-    message = torch.arange(len(message_flags), device=segment.device)[:, None]
-    message_scales[message, slot] = scale.view_as(slot)
-    message_flags.fill_((partials[DROPPED] > 0).any())
+    step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
+    if counter is not None and counts:
+        counter += 1
+    flags, digest = pending | told, digest.clone()  # it may lie in a header
+    if not hold:
+        _finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
+        if len(count):
+            by_message = segment.view(len(words), -1)
+            slot = by_message - by_message[:, :1]
+            message = torch.arange(len(words), device=segment.device)[:, None]
+            message_scales[message, slot] = scale[segment].view_as(slot)
+        flags = flags | (ordered_sum(sums[DROPPED]) > 0) * int(NONFINITE)
+        norm_left = ordered_sum(sums[ERROR]).clamp(min=0).sqrt().float()
+        words[:, SIGNAL] = norm_left.view(torch.int32)
+    for word, value in ((STEP, step), (DIGEST, digest), (TAG, tag), (FLAGS, flags)):
+        words[:, word] = value
+
+
+def _finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, scale: Tensor) -> None:
+    """Make the scales, and leave what programs leave in ``sums``."""
+    sums, ternary = work.sums, len(partials) > NONZERO
+    j = work.single.long()
+    begin, length = work.start[j].long(), work.start[j + 1] - work.start[j]
+    totals = torch.zeros(len(partials), len(j), dtype=torch.float64, device=partials.device)
+    for k in range(int(length.max()) if len(j) else 0):
+        inside = k < length
+        totals += torch.where(inside, partials[:, torch.where(inside, begin + k, begin)], 0.0)
+    n = totals[NONZERO] if ternary else count[j]
+    scale[j] = rules.scale_of(totals[ABS], totals[SQUARE], n, norm)
+    groups = -(-len(j) // LANES)
+    left = torch.stack([totals[DROPPED], rules.residual_square(totals[ABS], totals[SQUARE], scale[j], n)])
+    padded = torch.nn.functional.pad(left, (0, groups * LANES - len(j))).view(2, groups, LANES)
+    sums[DROPPED, :groups], sums[ERROR, :groups] = ordered_sum(padded)
+    for q, (_, start, end, *_) in enumerate(work.pieces.tolist(), groups):
+        sums[: len(partials), q] = ordered_sum(partials[:, start:end])
+    for q, (segment, _, _, first, number) in enumerate(work.pieces.tolist()):
+        if q == first:
+            absolute, squares, _, *nonzero = ordered_sum(sums[: len(partials), groups + first :][:, :number])
+            n = nonzero[0] if ternary else count[segment]
+            scale[segment] = rules.scale_of(absolute, squares, n, norm)
+            sums[ERROR, groups + first] = rules.residual_square(absolute, squares, scale[segment], n)
+
+
+def ordered_sum(values: Tensor) -> Tensor:
+    """Sums float64 [..., n] in the order that is the same on all backends: float64 [...]."""
+    lanes = torch.nn.functional.pad(values, (0, -values.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
+    total = torch.zeros_like(values[..., :1]).expand(*values.shape[:-1], LANES)
+    for row in lanes.unbind(-2):
+        total = total + row
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    return total[..., 0]

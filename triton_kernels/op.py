@@ -57,6 +57,10 @@ Indices = Annotated[Tensor, Spec(torch.int32, "block")]
 """int32 [B]."""
 Flag = Annotated[Tensor, Spec(torch.int32, dense=False)]
 """int32 [1], or a column of words."""
+Table = Annotated[Tensor, Spec(torch.int32)]
+"""int32, as long as it needs to be."""
+Headers = Annotated[Tensor, Spec(torch.int32)]
+"""int32 [messages, 8], rows of words (``headers.Word``)."""
 Counters = Annotated[Tensor, Spec(torch.int64)]
 Bits = Annotated[Tensor, Spec(torch.uint8)]
 Words = Annotated[Tensor, Spec(torch.uint32)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from . import block_io as io
-from . import rules
+from . import headers, rules
 from .eager import compress, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, op
+from .op import Bits, Doubles, Flag, Floats, Headers, Indices, PerBlock, PerElement, op
 
 
 @jit()
@@ -70,17 +70,23 @@ def add_four(total, fours, scales, TERNARY: tl.constexpr):
 
 @jit()
 def server_reduce_kernel(
-    arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, slot, skip, compensated,
-    server_scale, live, live_row, bits, partials, partials_stride, hold, world_size, per_worker,
+    arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, arrived_words,
+    arrived_words_stride, own_words, slot, compensated, server_scale, live, live_row, bits, partials, partials_stride,
+    hold, flags, kept_words, world_size, per_worker,
     TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of the chunk.
+    """Grid: blocks of the chunk; each compares the headers, the first stores what they say.
 
     Bytes per element: W/8 in, 4 + 4 for c if any, 1/8 out; bits twice where TERNARY. Sums in rank order.
     """
-    if tl.load(hold) != 0:
-        return
     b = tl.program_id(0).to(tl.int64)
+    held = tl.load(hold)
+    bad = headers.count_flags(arrived_words, arrived_words_stride, own_words, world_size)
+    if b == 0:
+        tl.store(flags, headers.flags_of(bad) | held)
+        headers.keep_words(arrived_words, arrived_words_stride, kept_words, world_size)
+    if held != 0:
+        return
     i = io.elements(BLOCK_SIZE)
     byte = tl.arange(0, BLOCK_SIZE // 8)
     row = tl.load(live_row + b)
@@ -90,7 +96,7 @@ def server_reduce_kernel(
         c = rules.residual(tl.load(compensated + b * BLOCK_SIZE + i), tl.load(server_scale + b), TERNARY)
     # Each backend has its own sum over ranks: rules are elementwise.
     total = tl.zeros(i.shape, tl.float32)
-    if tl.load(skip) == 0:
+    if bad == 0:
         # Pointers that move on: w * stride would need 64 bits.
         arrived = arrived_bits + b * (BLOCK_SIZE // 8) + byte
         scales = arrived_scales + at
@@ -121,8 +127,10 @@ def server_reduce_kernel(
 
 @op(
     server_reduce_kernel,
-    writes=("compensated", "bits", "partials"),
+    writes=("compensated", "bits", "partials", "flags", "kept_words"),
     derive={
+        # One warp exchanges nothing with another; where ternary it would have no registers to spare.
+        "num_warps": ("i32", lambda block_size, TERNARY: 4 if TERNARY else max(1, block_size // 1024)),
         "world_size": ("i32", lambda arrived_bits: len(arrived_bits)),
         "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
         "compensated": ("", lambda compensated: compensated if compensated.numel() else None),
@@ -130,29 +138,35 @@ def server_reduce_kernel(
     },
 )
 def server_reduce(
-    arrived_bits: Bits, arrived_scales: Floats, slot: Indices, skip: Flag, block_size: int, compensated: PerElement,
-    server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
+    arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices,
+    block_size: int, compensated: PerElement, server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits,
+    partials: Doubles, hold: Flag, flags: Flag, kept_words: Headers,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
         E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 
-    Without ``compensated`` there is no E: c is the average. The sum runs in rank order. Where ``skip`` is set
-    nothing is averaged and E stays as it is.
+    Without ``compensated`` there is no E: c is the average. The sum runs in rank order. Where any rank's header has a
+    flag, or differs from this rank's in a checked word, nothing is averaged and E stays as it is.
 
     Args:
         arrived_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         arrived_scales: float32 [W, slots].
+        arrived_words: int32 [W, 8], the headers.
+        own_words: int32 [8], this rank's.
         slot: int32 [B / W], each block's slot.
-        skip: int32 [1].
         block_size: Elements per block.
         compensated: The server's c, float32 [P / W], read and written; or empty.
         server_scale: Its s of the last step, float32 [B / W].
         live, live_row: The active mask: elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
         partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
-        hold: int32 [1]; where set nothing is written.
+        hold: int32 [1]; where set nothing is written but what follows.
+        flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
+        kept_words: int32 [W, 8], written: the headers.
     """
+    flags.copy_(headers.agreed_flags(arrived_words, own_words, hold))
+    kept_words.copy_(arrived_words)
     if hold:
         return
     world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, compensated.view(-1, block_size)
@@ -162,7 +176,7 @@ def server_reduce(
         new = torch.zeros_like(total)
         if keeps:
             new = rules.residual(flat[b], server_scale[b, None], arrived_bits.dim() == 3)
-        if not skip:
+        if not flags:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             for w in range(world_size):
                 total += scaled(arrived_bits[w, ..., tile.bytes], scales[w, :, None])

@@ -326,16 +326,24 @@ def layer_step(c, k):
 
 
 @rule
-def scale_of(absolute, squares, n, NORM: tl.constexpr):
-    """Makes the scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; float64."""
-    l1 = absolute / n
-    l2 = tl.sqrt(squares / n)
+def scale_of(absolute: float, squares: float, n: float, NORM: tl.constexpr):
+    """Makes the scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; none of none."""
+    least = tl.where(n >= 1, n, 1.0)
+    l1 = absolute / least
+    l2 = tl.sqrt(squares / least)
     if NORM == 0:
         return l1.to(tl.float32)
     elif NORM == 1:
         return l2.to(tl.float32)
     else:
         return tl.minimum(l2, 1.9 * l1).to(tl.float32)
+
+
+@rule
+def residual_square(absolute: float, squares: float, s, n: float) -> float:
+    """Forms |e|^2 of n elements with these sums and the scale s, as |c|^2 - s*(2*|c|_1 - s*n), without an element."""
+    wide = s.to(tl.float64)
+    return squares - wide * (absolute * 2.0 - wide * n)
 
 
 # ---------------------------------------------------------------- distributed Lion (Liu et al., 2024, Algorithm 1)

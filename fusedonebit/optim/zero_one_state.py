@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..comm import CompressedAllReduce
-from ..comm.message import Word
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import CoefficientTable, Made, check_choice, stated
 from ..core.settings import Options
@@ -33,6 +32,7 @@ from ..core.state.header import (
 )
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, rebuild_momentum
+from ..triton_kernels.headers import Word
 from .averaging import AdamUpdate
 from .freezing import denominator
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after

@@ -120,18 +120,21 @@ def test_server_reduce_past_2_to_the_31(device, far):
     c, written = a.line(), torch.empty_like(a.bits)
     slot = torch.zeros(a.layout.n_blocks, dtype=torch.int32, device=device)
     arrived = torch.full((1, 1), 0.75, device=device)
+    words = torch.zeros(1, 8, dtype=torch.int32, device=device), torch.zeros(8, dtype=torch.int32, device=device)
     before = [flat(c, blocks) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.server_reduce(
-            *(a.bits, arrived, slot, a.skip, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials, a.skip)
+            *(a.bits, arrived, *words, slot, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials, a.skip),
+            *(a.skip.clone(), words[0].clone()),
         )
     for (blocks, _), old in zip(a.samples(far), before, strict=True):
         bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
         partials = torch.zeros(3, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             triton_kernels.server_reduce(
-                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, slot[blocks], a.skip, BLOCK, old),
-                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials, a.skip),
+                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, *words, slot[blocks], BLOCK, old),
+                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials, a.skip, a.skip.clone()),
+                words[0].clone(),
             )
         compare(flat(c, blocks), old)
         compare(flat(written[0], blocks, BLOCK // 8), bits[0])

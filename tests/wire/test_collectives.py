@@ -21,8 +21,9 @@ from fusedonebit.comm import (
     describe_mismatch,
     make_transport,
 )
-from fusedonebit.comm.message import OUT_OF_STEP, Word
+from fusedonebit.comm.message import OUT_OF_STEP
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, live_table
+from fusedonebit.triton_kernels.headers import Word
 
 SIZES = (300, 0, 128, 1, 513)
 MASK = torch.arange(300) % 3 > 0

@@ -25,8 +25,6 @@
 
 enum { FP32, BF16, FP16, MIXED, ALIGNED }; /* dtypes of users' tensors, and what is added where they are aligned */
 
-enum { NONFINITE = 1 }; /* the flag that an element sets whose update is not finite */
-
 enum { FULL, EMPTY }; /* rows of the table of live elements: all count, none does */
 
 /* The block's place: its tensor's row of the coefficients, its address and dtype, the first element in it. */
@@ -115,6 +113,20 @@ static int64_t bytes_at(int64_t b, int64_t blocks_per_chunk, int64_t stride, int
 {
     int64_t chunk = b / blocks_per_chunk;
     return chunk * stride + (b - chunk * blocks_per_chunk) * (n / 8);
+}
+
+/* ---------------------------------------------------------------- headers */
+
+/* Flags of a step, of all ranks' headers compared with this rank's. */
+static int32_t agreed_flags(const int32_t *words, int64_t stride, const int32_t *own, int64_t world_size)
+{
+    int32_t flags = 0;
+    for (int64_t w = 0; w < world_size; w++, words += stride) {
+        flags |= words[FLAGS] & ((1 << KNOWN) - 1);
+        for (int i = 0; i < CHECKED; i++)
+            flags |= words[i] != own[i] ? MISMATCH : 0;
+    }
+    return flags;
 }
 
 /* ---------------------------------------------------------------- which elements count */

@@ -86,6 +86,12 @@ KERNEL(momentum_compress)
 KERNEL(server_reduce)
 {
     float total[MOST], worker[MOST], own[MOST];
+    int32_t found = agreed_flags(arrived_words, arrived_words_stride, own_words, world_size) | *hold;
+    if (begin == 0) {
+        *flags = found;
+        for (int64_t w = 0; w < world_size; w++)
+            memcpy(kept_words + w * WORDS, arrived_words + w * arrived_words_stride, WORDS * sizeof *kept_words);
+    }
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
@@ -93,7 +99,7 @@ KERNEL(server_reduce)
         if (!compensated)
             memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
-        for (int64_t w = 0; w < (*skip ? 0 : world_size); w++) { /* in rank order */
+        for (int64_t w = 0; w < (found ? 0 : world_size); w++) { /* in rank order */
             float scale = arrived_scales[w * arrived_scales_stride + slot[b]] * per_worker;
             scaled(worker, arrived_bits + w * arrived_bits_stride + b * (BLOCK_SIZE / 8), plane, scale, TERNARY,
                    BLOCK_SIZE);
@@ -103,7 +109,7 @@ KERNEL(server_reduce)
         EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(c + i, BLOCK_SIZE);
             LANES c[i + j] = residual(c[i + j], s, TERNARY);
-            if (!*skip)
+            if (!found)
                 LANES c[i + j] += total[i + j];
         }
         only_live(c, live, live_row[b], BLOCK_SIZE);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .. import rules
+from .. import headers, rules
 
 HERE = Path(__file__).parent
 RULES = HERE.parent / "rules.py"
@@ -66,9 +67,13 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     """Returns the text of ``generated.h``."""
     columns = ", ".join(column.name for column in rules.Coef)
     of_groups = ", ".join(f"{column.name} = {column.value}" for column in rules.Group)
+    words = ", ".join(word.name for word in headers.Word)
+    flags = ", ".join(f"{flag.name} = {int(flag)}" for flag in headers.Flag)
     lines = [
         f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */",
         f"enum {{ {of_groups}, GROUP_COLUMNS }}; /* of a group's row */",
+        f"enum {{ {words}, WORDS, CHECKED = {headers.CHECKED} }}; /* of a message's header */",
+        f"enum {{ {flags}, KNOWN = {headers.KNOWN} }}; /* why a step is skipped */",
         *_rules(RULES.read_text()),
     ]
     for name, parameters in kernels.items():
@@ -94,7 +99,7 @@ void use_threads(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_nu
 
 
 def on_threads(kernels: Mapping[str, Sequence[Parameter]]) -> str:
-    """Returns a C file with ``NAME_on_threads`` for each kernel: behind threads and programs, with its arguments."""
+    """Returns a C file with ``NAME_on_threads`` for each kernel: behind threads and wanted programs, its arguments."""
     functions = [_THREADS]
     for name, parameters in kernels.items():
         fields = "; ".join(parameter.in_c.replace(", ", "; ") for parameter in parameters)
@@ -103,20 +108,20 @@ def on_threads(kernels: Mapping[str, Sequence[Parameter]]) -> str:
             f"""
 KERNEL({name});
 
-struct {name}_given {{ int64_t programs; {fields}; }};
+struct {name}_given {{ int64_t wanted; {fields}; }};
 
 static void {name}_part(void *given)
 {{
     const struct {name}_given *g = given;
     int64_t i = thread(), n = team();
-    {name}(g->programs * i / n, g->programs * (i + 1) / n, {", ".join(f"g->{each}" for each in names)});
+    {name}(g->wanted * i / n, g->wanted * (i + 1) / n, {", ".join(f"g->{each}" for each in names)});
 }}
 
-void {name}_on_threads(int64_t threads, int64_t programs, {name}_ARGUMENTS)
+void {name}_on_threads(int64_t threads, int64_t wanted, {name}_ARGUMENTS)
 {{
-    struct {name}_given given = {{programs, {", ".join(names)}}};
+    struct {name}_given given = {{wanted, {", ".join(names)}}};
     if (threads < 2)
-        {name}(0, programs, {", ".join(names)});
+        {name}(0, wanted, {", ".join(names)});
     else
         parallel({name}_part, &given, threads, 0);
 }}
@@ -170,6 +175,8 @@ _CALLS = {
     "where": "({} ? {} : {})",
     "sqrt": "sqrt({})",
     "sqrt_rn": "sqrtf({})",
+    "minimum": "fmin({}, {})",
+    "to": "({})",  # what it is assigned to, or returned as, converts
     "div_rn": "({} / {})",
     "abs": "fabsf({})",
     "of": "{}[{}]",
@@ -177,12 +184,17 @@ _CALLS = {
 
 
 def _rules(source: str) -> Iterator[str]:
-    """Prints each rule as an inline function; several results are a struct's. Those in float64 are for no C kernel."""
+    """Prints each rule as an inline function; several results are a struct's. Those of k in float64 are for no C."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             yield f"#define {ast.unparse(node.targets[0])} {_expression(node.value)}"
-        elif isinstance(node, ast.FunctionDef) and "float64" not in ast.dump(node):
+        elif isinstance(node, ast.FunctionDef) and (_is_wide(node) or "float64" not in ast.dump(node)):
             yield from _function(node)
+
+
+def _is_wide(rule: ast.FunctionDef) -> bool:
+    """Tell whether a rule's numbers are float64: Python's float."""
+    return any(isinstance(a.annotation, ast.Name) and a.annotation.id == "float" for a in rule.args.args)
 
 
 def _function(rule: ast.FunctionDef) -> Iterator[str]:
@@ -196,6 +208,8 @@ def _function(rule: ast.FunctionDef) -> Iterator[str]:
         given = f"struct {rule.name}"
         yield f"{given} {{ {value} {names}; }};"
     body = " ".join(_statements(rule.body, set(kinds), rule.name, value))
+    if value == "double":
+        body = re.sub(r"(\d)f\b", r"\1", body)  # its literals as well
     yield f"static inline {given} {rule.name}({arguments}) {{ {body} }}"
 
 
@@ -242,7 +256,8 @@ def _expression(node: ast.expr) -> str:
             return str(int(value)) if value < 2**31 else f"{value}u"  # False is 0
         case ast.Call(func=function, args=arguments):
             name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
-            values = [_expression(argument) for argument in arguments]
+            of = [function.value] if isinstance(function, ast.Attribute) and name == "to" else arguments
+            values = [_expression(each) for each in of]
             if name in _CALLS:
                 return _CALLS[name].format(*values)
             if hasattr(rules, name):

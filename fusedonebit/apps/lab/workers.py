@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...comm import CompressedAllReduce, Told
-from ...comm.message import Word
 from ...comm.reducer import Compress
 from ...comm.transport import CountingTransport, Pending, Waiting
 from ...optim.two_stage import OneBitOptimizer
@@ -52,35 +51,13 @@ class AlikeTransport(CountingTransport):
 
 
 class WorkerAllReduce(CompressedAllReduce):
-    """One of the workers': it compresses ``gradients``, one tensor for each parameter, whatever the optimizer gives.
-
-    Headers, and whether a step is skipped, are rank 0's: what ranks tell each other is the same but for NaNs.
-    """
+    """One of the workers': it compresses ``gradients``, one tensor for each parameter, whatever the optimizer gives."""
 
     gradients: Sequence[Tensor] = ()
 
     def compress(self, tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
         """See ``CompressedAllReduce``."""
         super().compress(self.gradients, *how, **more)
-
-    def write_as(self, first: CompressedAllReduce, compress: Compress) -> None:
-        """See ``write``."""
-        compress(self)
-        self._finish()
-        self.to_servers.words[:, : Word.SENDER] = first.to_servers.words[:, : Word.SENDER]
-
-    def serve_as(self, first: CompressedAllReduce) -> None:
-        """See ``serve``."""
-        self.flags = first.flags
-        self.served.words.copy_(first.served.words)
-        self._serve()
-
-    def receive_as(self, first: CompressedAllReduce) -> None:
-        """See ``receive``."""
-        self.flags = first.flags
-        if int(first.flags):  # skipped: what was compressed becomes residual
-            self.server.scale.zero_()
-            self.worker.scale.mul_((first.gathered.words[:, Word.FLAGS] == 0)[0])
 
 
 class BatchedAllReduce(WorkerAllReduce):
@@ -109,19 +86,15 @@ class BatchedAllReduce(WorkerAllReduce):
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
-        self.write(compress, told)
-        for rank in self.ranks[1:]:
-            rank.write_as(self, compress)
+        for rank in self.ranks:
+            rank.write(compress, told)
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
-        self.gathered.buffer.copy_(sent[:, 0])
-        self.serve(told)
-        for number, rank in enumerate(self.ranks[1:], 1):
+        for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])
-            rank.serve_as(self)
+            rank.serve(told)
         self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
-        self.receive(told)
-        for rank in self.ranks[1:]:
-            rank.receive_as(self)
+        for rank in self.ranks:
+            rank.receive(told)
         # As rank 0 has sent them.
         others = self.layout.world_size - 1
         self.transport.traffic.add(others * self.to_servers.buffer[0].nbytes)

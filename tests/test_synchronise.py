@@ -1,0 +1,198 @@
+"""Between compressing and applying there are three ops, alike on all backends, and nothing else on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import assert_equal_backends, problem
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedonebit import triton_kernels
+from fusedonebit.comm import CompressedAllReduce, SimulatedGroup, Told
+from fusedonebit.triton_kernels import FlatLayout, using
+from fusedonebit.triton_kernels.finish import LANES, PIECE
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags
+from fusedonebit.triton_kernels.native import library
+from fusedonebit.triton_kernels.op import OPS
+from fusedonebit.triton_kernels.receive import SPAN, checksum_of
+
+SOME = (300, 0, 5, 2048, 129)
+LONG = (45 * 128, 5, (2 * PIECE + 70) * 128, *[3] * (LANES + 2))  # of every kind of segment more than one
+
+
+def summed(sizes: tuple[int, ...], scope: str, world_size: int = 1, **how: Any) -> tuple:
+    """Arguments of ``finish``; sums whose order shows."""
+    p = problem(sizes, world_size, 128)
+    p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    p.partials[1] *= 50.0
+    p.partials[2] = 0.0
+    return p.finish_arguments(scope, "contractive", **how)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("how", [{}, {"hold": 16}, {"counter": -3}], ids=str)
+@pytest.mark.parametrize("scope", ["global", "layer", "block"])
+def test_finish_adds_in_one_order_on_all_backends(scope, how):
+    assert_equal_backends("finish", lambda: summed(LONG, scope, 3, **how), float64_rtol=0.0)
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_the_order_of_sums_is_that_of_lanes_then_of_neighbours(scope):
+    """The specification, number by number."""
+    arguments = summed(LONG, scope)
+    partials, start, scale = arguments[0], arguments[2], arguments[9]
+
+    def ordered(values: list[float]) -> float:
+        lanes = [0.0] * LANES
+        for i, value in enumerate(values):
+            lanes[i % LANES] += value
+        while len(lanes) > 1:
+            lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+        return lanes[0]
+
+    def total(values: list[float]) -> float:
+        pieces = [ordered(values[at : at + PIECE]) for at in range(0, len(values), PIECE)]
+        return ordered(pieces)
+
+    triton_kernels.finish(*arguments)
+    longest = int(start.diff().argmax())
+    absolute, squares = (total(row[start[longest] : start[longest + 1]].tolist()) for row in partials[:2])
+    n = float(arguments[5][longest])
+    assert float(scale[longest]) == torch.tensor(min((squares / n) ** 0.5, 1.9 * (absolute / n)), dtype=torch.float32)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backend", ["plain", "triton", "native"])
+def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_again(backend):
+    if backend == "native" and library() is None:
+        pytest.skip("no C compiler")
+    runs = []
+    finish, receive = summed(LONG, "layer", 2), problem(LONG, 2, 128).receive_arguments("layer", 1)
+    for _ in range(3):
+        with using(backend):
+            triton_kernels.finish(*finish)
+            triton_kernels.receive(*receive)
+        assert not finish[8].any()
+        assert int(receive[16]) == int(receive[17]) == 0
+        bits = [t.view(torch.int32).clone() for t in (*finish[9:12], *receive[9:14])]  # slots without a scale are NaN
+        runs.append(bits)
+        receive[1][Word.DIGEST] = receive[0][0, Word.DIGEST]  # the next step's headers carry it
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("flags", "hold"), [(0, 0), (1, 0), (0, 16), (2, 16)])
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "ternary"), [(SOME, 1, False), (SOME, 5, True), ((3 * SPAN * 64,), 2, False)]
+)
+def test_receive_equals_eager(sizes, world_size, ternary, flags, hold):
+    def make() -> tuple:
+        return problem(sizes, world_size, 128, ternary=ternary).receive_arguments("block", world_size - 1, flags, hold)
+
+    assert_equal_backends("receive", make)
+
+
+def test_receive_hands_out_scales_flags_and_the_digest():
+    arguments = problem(SOME, 3, 128).receive_arguments("layer", 1)
+    _, own, payload, scales, segment, measured, served, of_server = arguments[:8]
+    written, flags = arguments[9:14], arguments[15]
+    scale, worker, settled, server, server_settled = written
+    triton_kernels.receive(*arguments)
+    assert int(flags) == 0
+    assert int(own[Word.DIGEST]) == int(checksum_of(payload))
+    first = segment.view(3, -1)[:, :1].expand(3, len(segment) // 3).reshape(-1)
+    message = torch.arange(3).repeat_interleave(len(segment) // 3)
+    assert torch.equal(scale, scales[message, segment - first])
+    assert torch.equal(worker, measured[segment])
+    assert torch.equal(server, of_server[served])
+    assert not settled.any()
+    assert not server_settled.any()
+
+
+@pytest.mark.parametrize("word", [*range(CHECKED), Word.FLAGS])
+def test_a_header_that_differs_or_has_a_flag_zeroes_scales_but_of_workers_whose_servers_were_content(word):
+    p = problem(SOME, 3, 128)
+    arguments = p.receive_arguments("layer", 0, flags=int(Flag.NONFINITE) * (word == Word.FLAGS))
+    words, own = arguments[:2]
+    scale, worker, server, flags = (arguments[i] for i in (9, 10, 12, 15))
+    if word != Word.FLAGS:
+        words[1, word] += 1
+    expected = int(agreed_flags(words, own))
+    triton_kernels.receive(*arguments)
+    assert int(flags) == expected != 0
+    assert not scale.any()
+    assert not server.any()
+    content = words[:, Word.FLAGS, None].eq(0).expand(3, len(worker) // 3).reshape(-1)
+    assert torch.equal(worker, arguments[5][arguments[4]] * content)
+
+
+@pytest.mark.kernels
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("hold", [0, int(Flag.OVERFLOW)])
+@pytest.mark.parametrize("world_size", [1, 2, 17, 33])
+def test_a_server_hears_all_flags_that_any_rank_tells(world_size, hold):
+    def make() -> tuple:
+        arguments = problem((700,), world_size, 128).server_arguments("block", 0, 0, hold)
+        arguments[2][:, Word.FLAGS] = torch.tensor([(-1 << 6) | (1, 2, 32)[w % 3] for w in range(world_size)])
+        arguments[2][-1, Word.TAG] += world_size == 33
+        return arguments
+
+    arguments = make()
+    triton_kernels.server_reduce(*arguments)
+    assert int(arguments[13]) == {1: 1, 2: 3, 17: 35, 33: 39}[world_size] | hold
+    assert_equal_backends("server_reduce", make)
+
+
+class Counted(TorchDispatchMode):
+    """Notes every operation but views, those that our ops call as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("fusedonebit::"):
+            self.names.append(name)
+            inside = Counted()
+            with inside:
+                OPS[name.removeprefix("fusedonebit::")].implementation("cpu")(*args)
+            self.names += inside.names
+            return None
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        view = isinstance(result, Tensor) and any(
+            result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in tensors
+        )
+        if not view or func._schema.is_mutable:
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler: eager ops are made of torch's")
+@pytest.mark.parametrize("told", [Told(number=7), Told(), Told(hold=torch.zeros(1, dtype=torch.int32))], ids=str)
+@pytest.mark.parametrize("scope", ["global", "block"])
+def test_nothing_but_five_ops_runs_in_a_synchronisation(scope, told):
+    def run(rank: int, transport: Any) -> list[str]:
+        reduce = CompressedAllReduce(FlatLayout((700, 20), 2, 128), transport, scale_scope=scope)
+        tensors, coef = [torch.randn(700), torch.randn(20)], reduce.plain_coefficients()
+        calls = [lambda part: part.compress(tensors, coef)]
+        reduce.synchronise(calls[0], told)
+        with Counted() as counted:
+            reduce.write(calls[0], told)
+        transport.all_to_all(reduce.gathered.buffer, reduce.to_servers.buffer)
+        with counted:
+            reduce.serve(told)
+        transport.all_gather(reduce.gathered.buffer, reduce.served.buffer)
+        with counted:
+            reduce.receive(told)
+        return counted.names
+
+    ops = ("momentum_compress", "finish", "server_reduce", "finish", "receive")
+    with using("native"):
+        for names in SimulatedGroup(2).run(run):
+            assert names == [f"fusedonebit::{op}" for op in ops]

@@ -1,0 +1,133 @@
+/* Scales from partial sums, headers, and what is made of the messages that servers have sent. */
+
+#include "block_io.h"
+
+enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, RECEIVE_SPAN = 2048 };
+enum { ABS, SQUARE, DROPPED, NONZERO };
+
+/* Neighbouring lanes, again and again. */
+static double tree_sum(double *lanes)
+{
+    for (int n = SUM_LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
+    return lanes[0];
+}
+
+/* row[begin..end-1]: each lane in order, then the lanes. */
+static double ordered_sum(const double *row, int64_t begin, int64_t end)
+{
+    double lanes[SUM_LANES] = {0};
+    for (int64_t at = begin; at < end; at += SUM_LANES)
+        for (int64_t l = 0; l < SUM_LANES && at + l < end; l++)
+            lanes[l] += row[at + l];
+    return tree_sum(lanes);
+}
+
+/* Whether all others have come by the ticket, which then is 0 again. */
+static int is_last(int32_t *ticket, int64_t programs)
+{
+    if (__atomic_fetch_add(ticket, 1, __ATOMIC_ACQ_REL) != programs - 1)
+        return 0;
+    *ticket = 0;
+    return 1;
+}
+
+/* A segment's scale, into all messages that have blocks of it. */
+static void tell(int64_t j, int64_t begin, int64_t end, float s, const int32_t *segment, float *message_scales,
+                 int64_t stride, int64_t blocks_per_message)
+{
+    for (int64_t chunk = begin / blocks_per_message; chunk <= (end - 1) / blocks_per_message; chunk++)
+        message_scales[chunk * stride + j - segment[chunk * blocks_per_message]] = s;
+}
+
+KERNEL(finish)
+{
+    int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
+    for (int64_t p = begin; p < end; p++) {
+        if (!*hold && p < groups) {
+            double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0};
+            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
+                int64_t j = single[p * SUM_LANES + l];
+                double absolute = 0, squares = 0, n = 0;
+                for (int64_t b = segment_start[j]; b < segment_start[j + 1]; b++) {
+                    absolute += partials[b];
+                    squares += partials[SQUARE * partials_stride + b];
+                    dropped[l] += partials[DROPPED * partials_stride + b];
+                    if (TERNARY)
+                        n += partials[NONZERO * partials_stride + b];
+                }
+                n = TERNARY ? n : count[j];
+                scale[j] = scale_of(absolute, squares, n, NORM);
+                error[l] = residual_square(absolute, squares, scale[j], n);
+                tell(j, segment_start[j], segment_start[j + 1], scale[j], segment, message_scales,
+                     message_scales_stride, blocks_per_message);
+            }
+            sums[DROPPED * sums_stride + p] = tree_sum(dropped);
+            sums[ERROR * sums_stride + p] = tree_sum(error);
+        } else if (!*hold && p < groups + longs) {
+            const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
+            int64_t j = piece[0], first = groups + piece[3];
+            for (int row = 0; row < 3 + TERNARY; row++)
+                sums[row * sums_stride + p] = ordered_sum(partials + row * partials_stride, piece[1], piece[2]);
+            if (is_last(tickets + 1 + piece[3], piece[4])) {
+                double absolute = ordered_sum(sums + ABS * sums_stride, first, first + piece[4]);
+                double squares = ordered_sum(sums + SQUARE * sums_stride, first, first + piece[4]);
+                double n = TERNARY ? ordered_sum(sums + NONZERO * sums_stride, first, first + piece[4]) : count[j];
+                scale[j] = scale_of(absolute, squares, n, NORM);
+                sums[ERROR * sums_stride + first] = residual_square(absolute, squares, scale[j], n);
+                tell(j, segment_start[j], segment_start[j + 1], scale[j], segment, message_scales,
+                     message_scales_stride, blocks_per_message);
+            }
+        }
+        if (!is_last(tickets, programs))
+            continue;
+        int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending, last_digest = *digest;
+        if (counter && COUNTS)
+            *counter = step;
+        if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, programs) > 0)
+            flags |= NONFINITE;
+        double error = *hold ? 0 : ordered_sum(sums + ERROR * sums_stride, 0, programs);
+        float signal = sqrt(error > 0 ? error : 0);
+        for (int64_t w = 0; w < messages; w++) {
+            int32_t *header = words + w * words_stride;
+            header[STEP] = step;
+            header[DIGEST] = last_digest;
+            header[TAG] = tag;
+            header[FLAGS] = flags;
+            if (!*hold)
+                memcpy(header + SIGNAL, &signal, sizeof signal);
+        }
+    }
+}
+
+KERNEL(receive)
+{
+    int32_t found = agreed_flags(words, words_stride, own_words, world_size);
+    for (int64_t p = begin; p < end; p++) {
+        int64_t w = p / spans, j = p % spans, first = w * blocks_per_message;
+        const uint8_t *row = payload + w * payload_stride;
+        uint64_t sum = 0, each;
+        for (int64_t i = j * RECEIVE_SPAN; i < length && i < (j + 1) * RECEIVE_SPAN; i++) {
+            memcpy(&each, row + 8 * i, 8);
+            sum += each;
+        }
+        __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
+        int averaged = words[w * words_stride + FLAGS] == 0;
+        for (int64_t b = j * blocks_per_span; !*hold && b < blocks_per_message && b < (j + 1) * blocks_per_span; b++) {
+            int64_t at = first + b, slot = segment[at] - segment[first];
+            scale[at] = found ? 0 : message_scales[w * message_scales_stride + slot];
+            worker_scale[at] = averaged ? worker_measured[segment[at]] : 0;
+            worker_settled[at] = 0;
+            if (w == rank) {
+                server_scale[b] = found ? 0 : server_measured[server_segment[b]];
+                server_settled[b] = 0;
+            }
+        }
+        if (is_last(ticket, programs)) {
+            int64_t all = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
+            *flags = found;
+            own_words[DIGEST] = all ^ all >> 32;
+        }
+    }
+}
