@@ -85,7 +85,7 @@ def test_the_pages_show_the_tables_of_the_runs():
     assert "nan" not in shown.lower()
 
 
-AGAIN = [("mlp", "adamw"), ("mlp", "onebit-adam"), ("regression", "zero-one-adam"), ("resnet", "onebit-lamb")]
+AGAIN = [("mlp", "adamw"), ("mlp", "onebit-adam"), ("resnet", "onebit-lamb")]
 
 
 @pytest.mark.long(but=1)
