@@ -126,6 +126,7 @@ def operations_of(case: Case, world_size: int, tensors: int, scheduled: bool) ->
 @pytest.mark.long(
     but=("OneBitAdam-3-2", "OneBitAdam-302-2", "OneBitLamb-3-1", "ZeroOneAdam, local step-3-2", "MarsitSGD-3-2")
 )
+@pytest.mark.needs_compiler  # steps before it are C's, which make the tables that kernels keep; eager functions don't
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("world_size", [2, 1])
 @pytest.mark.parametrize("tensors", [3, 302, 3000])

@@ -317,6 +317,7 @@ def test_a_check_that_fails_is_a_row_and_ends_no_other(monkeypatch):
     assert [row["result"] for row in found.tables[0].rows] == ["FAILED: ValueError", "passed"]
 
 
+@pytest.mark.needs_compiler
 def test_a_kernel_that_computes_something_else_is_seen(monkeypatch):
     monkeypatch.setitem(smoke.OPTIMIZERS, "Lamb", Drifting)
     with pytest.raises(AssertionError, match="elements differ"):
