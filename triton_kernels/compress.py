@@ -20,8 +20,8 @@ from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Size
 
 @jit()
 def momentum_compress_kernel(
-    grads, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef, block_tensor,
-    block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, hold,
+    grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
+    block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, hold,
     blocks_per_chunk,
     GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def momentum_compress_kernel(
     signs, nonzero = io.load_bits(packed, plane, TERNARY)
     m = io.scaled(signs, nonzero, scale, TERNARY)
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
-    place = io.place_of(grads, tensors, t, block_start, b)
+    place = io.place_of(grads_table, tensors, t, block_start, b)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)

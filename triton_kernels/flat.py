@@ -90,14 +90,14 @@ def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @jit()
 def flatten_kernel(
-    tensors, block_tensor, block_start, live_row, live, factor, unscale, most, out, tail, number,
+    tensors_table, block_tensor, block_start, live_row, live, factor, unscale, most, out, tail, number,
     TENSORS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the tensor's, and 4."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
+    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b)
     x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
     if unscale is not None:
         x = x * tl.load(unscale)
@@ -142,14 +142,14 @@ def flatten(
 
 @jit()
 def gradient_squares_kernel(
-    tensors, block_tensor, block_start, live_row, live, bound, squares, number,
+    tensors_table, block_tensor, block_start, live_row, live, bound, squares, number,
     TENSORS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the tensor's."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors, number, tl.load(block_tensor + b), block_start, b)
+    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b)
     x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
     io.store_norm(squares, b, tl.where(tl.abs(x) <= tl.load(bound), x, 0.0))
 

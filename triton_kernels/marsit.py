@@ -15,8 +15,8 @@ from .rules import ONE_MINUS_BETA1
 
 @jit()
 def local_update_kernel(
-    params, grads, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef, block_tensor,
-    block_start, live, live_row, factor, hold, flags, flags_stride, first_block, blocks_per_chunk,
+    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef,
+    block_tensor, block_start, live, live_row, factor, hold, flags, flags_stride, first_block, blocks_per_chunk,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunks worked on.
@@ -34,12 +34,12 @@ def local_update_kernel(
     signs = tl.load(byte)
     sent = io.scaled(signs, signs, tl.load(scale + b), False)
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
-    source = io.place_of(grads, tensors, t, block_start, b)
+    source = io.place_of(grads_table, tensors, t, block_start, b)
     g = rules.counted(io.load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or MOVES:
-        x = io.load_user(io.place_of(params, tensors, t, block_start, b), i, mask, row, PARAMS)
+        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b), i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
@@ -75,7 +75,7 @@ def local_update_kernel(
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
         # Looked up again, so that no register holds it meanwhile.
-        io.store_user(io.place_of(params, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
+        io.store_user(io.place_of(params_table, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
     else:
         tl.store(byte, io.bytes_of(c >= 0))
 

@@ -4,8 +4,10 @@ To add an op, write in one file:
 
 1. the formulas, in ``rules``, if they are new;
 2. the kernel, ``@jit() def name_kernel(...)``, whose arguments are bound by name:
-   - an argument of the op; None where the caller leaves an optional tensor out. Of a list of tensors it is their
-     table of addresses (``block_io.place_of``), of ``Words`` the same memory as 32-bit words;
+   - an argument of the op; None where the caller leaves an optional tensor out. Of ``Words`` it is the same memory as
+     32-bit words;
+   - ``X_table``, of a list of tensors X the table of their addresses (``block_io.place_of``). No argument may be called
+     ``params``, ``specialization`` or ``options``: Triton's launcher has variables of these names;
    - ``X_stride``, the first stride of tensor X, in its elements (of ``Words``, in quads of 16 bytes);
    - a constant in capitals: the op's bool or int of that name (``BLOCK_SIZE``), or, of a list of tensors, how they
      are stored (``block_io.load_user``);
@@ -159,8 +161,8 @@ class Op:
         if name == "packed":
             given = [n for n in ("exp_avg_bits", "arrived_bits", "bits") if n in self.arguments]
             return self._computed(name, lambda bits: bits, given[:1])
-        if name in self._lists:
-            return self._computed(f"{name}.table", lambda pointers: pointers.table, [self._pointers(name)])
+        if (of := name.removesuffix("_table")) != name and of in self._lists:
+            return self._computed(name, lambda pointers: pointers.table, [self._pointers(of)])
         if lower in self._lists:
             return self._computed(name, lambda pointers: pointers.stored, [self._pointers(lower)])
         if name == "tensors":
@@ -193,7 +195,7 @@ class Op:
         argument = self.arguments.get(name)
         if argument is not None and argument.spec is not None:
             return Parameter(name, argument.spec.pointer, argument.spec, name in self.writes)
-        if name in self._lists:
+        if name.removesuffix("_table") in self._lists:
             return Parameter(name, "*i64")
         if argument is not None:
             return Parameter(name, "fp32" if argument.schema == "float" else "i32")

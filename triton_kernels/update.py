@@ -46,7 +46,7 @@ def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, ro
 
 @jit()
 def apply_momentum_kernel(
-    params, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
+    params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
     block_start, live, live_row, skip, rounding, blocks_per_chunk,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def apply_momentum_kernel(
             v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
             update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params, tensors, t, block_start, b)
+        place = io.place_of(params_table, tensors, t, block_start, b)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -106,7 +106,7 @@ def apply_momentum(
 
 @jit()
 def adam_update_kernel(
-    params, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
+    params_table, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
     exp_avg_sq_sums, rounding, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
@@ -118,7 +118,7 @@ def adam_update_kernel(
         mask = io.counting(live, row, i, BLOCK_SIZE)
         m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
-        place = io.place_of(params, tensors, t, block_start, b)
+        place = io.place_of(params_table, tensors, t, block_start, b)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -148,7 +148,7 @@ def adam_update(
 
 @jit()
 def add_values_kernel(
-    params, tensors, values, block_tensor, block_start, live, live_row, skip, rounding,
+    params_table, tensors, values, block_tensor, block_start, live, live_row, skip, rounding,
     PARAMS: tl.constexpr, REPLACES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 4, and the parameter twice (once)."""
@@ -157,7 +157,7 @@ def add_values_kernel(
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params, tensors, tl.load(block_tensor + b), block_start, b)
+        place = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b)
         new = tl.load(values + b * BLOCK_SIZE + i)
         if not REPLACES:
             new = io.load_user(place, i, mask, row, PARAMS) - new

@@ -20,8 +20,8 @@ RULE = rules.momentum  # each op binds its own
 
 @jit()
 def vote_kernel(
-    grads, tensors, exp_avg, coef, block_tensor, block_start, live, live_row, step, hold, bits, bits_stride, flags,
-    blocks_per_chunk, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    grads_table, tensors, exp_avg, coef, block_tensor, block_start, live, live_row, step, hold, bits, bits_stride,
+    flags, blocks_per_chunk, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits."""
     b = tl.program_id(0).to(tl.int64)
@@ -33,7 +33,7 @@ def vote_kernel(
         tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
     else:
         t, k = io.tensor_of(b, block_tensor, coef)
-        place = io.place_of(grads, tensors, t, block_start, b)
+        place = io.place_of(grads_table, tensors, t, block_start, b)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         g = rules.counted(io.load_user(place, i, mask, row, GRADS), k)
         m = tl.load(exp_avg + b * BLOCK_SIZE + i)

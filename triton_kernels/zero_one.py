@@ -14,8 +14,8 @@ from .rules import BETA1
 
 @jit()
 def local_step_kernel(
-    params, grads, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start, live,
-    live_row, hold, flags,
+    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start,
+    live, live_row, hold, flags,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITION: tl.constexpr,
     MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -35,8 +35,8 @@ def local_step_kernel(
         held = tl.load(hold) != 0
         finite = i >= 0
         if MOVES:
-            place = io.place_of(params, tensors, t, block_start, b)
-            g = io.load_user(io.place_of(grads, tensors, t, block_start, b), i, mask, row, GRADS)
+            place = io.place_of(params_table, tensors, t, block_start, b)
+            g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b), i, mask, row, GRADS)
             x = io.load_user(place, i, mask, row, PARAMS)
             new = rules.momentum(m, rules.counted(g, k), k)
             u = tl.div_rn(new, d)

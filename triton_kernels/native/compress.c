@@ -5,7 +5,7 @@
 KERNEL(flatten)
 {
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, tensors, number, NULL, block_tensor, block_start, TENSORS);
+        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS);
         float *x = out + b * BLOCK_SIZE;
         int bad = 0;
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
@@ -24,7 +24,7 @@ KERNEL(gradient_squares)
 {
     float x[MOST];
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, tensors, number, NULL, block_tensor, block_start, TENSORS);
+        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
             x[i] = fabsf(x[i]) <= *bound ? x[i] : 0.0f;
@@ -69,7 +69,7 @@ KERNEL(momentum_compress)
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, grads, tensors, coef, block_tensor, block_start, GRADS);
+        struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
         float *c = compensated + b * BLOCK_SIZE;
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), plane,
                exp_avg_scale[b], TERNARY, BLOCK_SIZE);

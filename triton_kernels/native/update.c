@@ -40,7 +40,7 @@ KERNEL(apply_momentum)
 {
     float update[MOST], v[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         scaled(update, packed, plane, plain_scale(exp_avg_scale[b], at.k), TERNARY, BLOCK_SIZE);
         if (exp_avg_sq)
@@ -54,7 +54,7 @@ KERNEL(adam_update)
 {
     float update[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
                 BLOCK_SIZE);
@@ -67,7 +67,7 @@ KERNEL(add_values)
 {
     float x[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params, tensors, NULL, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, NULL, block_tensor, block_start, PARAMS);
         if (!REPLACES)
             load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
@@ -80,7 +80,7 @@ KERNEL(lamb_update)
 {
     float x[MOST], u[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
                 BLOCK_SIZE);
@@ -102,7 +102,7 @@ KERNEL(lamb_move)
 {
     float update[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         precondition(update, exp_avg + b * BLOCK_SIZE, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
     }
@@ -139,7 +139,7 @@ KERNEL(lamb_ratio)
 {
     float m[MOST], last[MOST], d[MOST], ratio[MOST], wide[MOST];
     for (int64_t b = begin; b < end && !*skip; b++) {
-        struct place at = tensor_of(b, params, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         KEEP(k, at.k);
         const float *frozen = variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE);
         float *v = fresh + b * BLOCK_SIZE;
