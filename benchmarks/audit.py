@@ -83,12 +83,17 @@ def compile_kernel(
     num_warps: int,
     target: GPUTarget,
     multiples: Collection[str] = (),
+    aligned: bool = True,
 ) -> Any:
-    """Compiles a function for arguments of such types; see ``compile_case``."""
+    """Compiles a function for arguments of such types; see ``compile_case``.
+
+    Where not ``aligned``, only those pointers are that are among ``multiples``.
+    """
     names = list(types)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n in multiples}
+    known = {n for n in names if n in multiples or (aligned and types[n][0] == "*")}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in known}
     values = {(names.index(n),): value for n, value in constants.items()}
-    source = ASTSource(fn=function, signature=dict(types), constexprs=values, attrs=aligned)
+    source = ASTSource(fn=function, signature=dict(types), constexprs=values, attrs=attributes)
     return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False})
 
 
@@ -215,19 +220,32 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
-def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
-    def directive(name: str) -> int:
-        match = re.search(rf"\.{name}:?\s+(\d+)", text)
-        return int(match.group(1)) if match else 0
+def spilled(compiled: Any, target: GPUTarget) -> int:
+    """Returns what a compiled kernel keeps outside of registers because they are too few: bytes, of AMD registers."""
+    if target.backend == "hip":
+        return _spilled_amd(compiled.asm["amdgcn"])
+    return resources(compiled.asm["cubin"])[1]
 
+
+def _directive(text: str, name: str) -> int:
+    match = re.search(rf"\.{name}:?\s+(\d+)", text)
+    return int(match.group(1)) if match else 0
+
+
+def _spilled_amd(text: str) -> int:
+    return sum(_directive(text, n) for n in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"))
+
+
+def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
     def widest(operation: str) -> int:
         widths = [int(n) * 32 for n in re.findall(rf"(?:global|buffer)_{operation}_dwordx(\d)", text)]
         return max(widths, default=0)
 
-    spills = directive("vgpr_spill_count") + directive("sgpr_spill_count") + directive("private_segment_fixed_size")
     widths = widest("load"), widest("store")
     scalar = len(re.findall(r"(?:global|buffer)_(?:load|store)_dword\b", text))
-    return Audit(directive("vgpr_count"), spills, text.count("s_barrier"), *widths, counted, narrow, scalar)
+    return Audit(
+        _directive(text, "vgpr_count"), _spilled_amd(text), text.count("s_barrier"), *widths, counted, narrow, scalar
+    )
 
 
 def hop_bytes(audits: dict[str, Audit]) -> float:

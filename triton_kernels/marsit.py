@@ -31,11 +31,15 @@ def local_update_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
+    source = io.place_of(grads_table, tensors, t, block_start, b)
+    if GRADS % io.ALIGNED > io.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
+        g = io.load_user(source, i, mask, row, GRADS)
     signs = tl.load(byte)
     sent = io.scaled(signs, signs, tl.load(scale + b), False)
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
-    source = io.place_of(grads_table, tensors, t, block_start, b)
-    g = rules.counted(io.load_user(source, i, mask, row, GRADS), k) * tl.load(factor)
+    if GRADS % io.ALIGNED <= io.FP16:
+        g = io.load_user(source, i, mask, row, GRADS)
+    g = rules.counted(g, k) * tl.load(factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or MOVES:

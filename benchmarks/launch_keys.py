@@ -1,0 +1,144 @@
+"""Compiles recorded launch keys ahead of time, without a GPU: each for what Triton's launcher would compile it for.
+
+``tests/launch_keys.py`` records them of whole steps of all optimizers. Exits with 1 where a kernel does not compile for
+some key, or spills registers. Nothing is measured: ``benchmarks.audit`` has the numbers of the usual cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.audit import TARGETS, compile_kernel, spilled
+from fusedonebit.triton_kernels.op import OPS
+
+Key = list[Any]
+"""An op's name, the number of warps, and of each argument name, type and value: ``Key`` of ``tests/launch_keys.py``."""
+
+
+class Compiled(NamedTuple):
+    """What became of a key.
+
+    Attributes:
+        op: Whose kernel it is.
+        seconds: That it took; next to none where Triton has it in its cache.
+        spills: Bytes of registers that did not fit.
+        error: Of the compiler; "" if none.
+    """
+
+    op: str
+    seconds: float
+    spills: int
+    error: str
+
+
+def compile_key(key: Key, target: str) -> Compiled:
+    """Compiles a key for one of ``TARGETS``."""
+    op, num_warps, arguments = key
+    types = {name: kind for name, kind, _ in arguments}
+    constants = {name: value for name, kind, value in arguments if kind == "constexpr"}
+    multiples = [name for name, kind, value in arguments if kind != "constexpr" and value == "D"]
+    began = time.perf_counter()
+    try:
+        kernel = OPS[op].kernel.triton
+        compiled = compile_kernel(kernel, types, constants, num_warps, TARGETS[target], multiples, aligned=False)
+        spills, error = spilled(compiled, TARGETS[target]), ""
+    except Exception as failed:  # whatever the compiler's passes and tools raise: every other key is tried as well
+        spills, error = 0, f"{type(failed).__name__}: {failed}"
+    return Compiled(op, time.perf_counter() - began, spills, error)
+
+
+def once_per_kernel(keys: Iterable[Key]) -> list[Key]:
+    """Returns of each op the key with most operands, the last of those in their order."""
+    found: dict[str, Key] = {}
+    for key in keys:
+        if key[0] not in found or _operands(key) >= _operands(found[key[0]]):
+            found[key[0]] = key
+    return list(found.values())
+
+
+def _operands(key: Key) -> int:
+    return sum(kind != "constexpr" for _, kind, _ in key[2])
+
+
+def said(key: Key) -> str:
+    """Writes a key for a reader."""
+    op, num_warps, arguments = key
+    return f"{op}, {num_warps} warps: " + ", ".join(
+        f"{name}={value!r}" if kind == "constexpr" else f"{name}: {kind}{' of 16' * (value == 'D')}"
+        for name, kind, value in arguments
+    )
+
+
+def unlinked(key: Key) -> str:
+    """Goes without linking for AMD where that fails here, to assembly; returns why, "" where nothing is left out."""
+    from triton import knobs
+    from triton.backends.amd.compiler import HIPBackend
+
+    first = compile_key(key, "gfx942").error
+    if not first:
+        return ""
+    HIPBackend.make_hsaco = staticmethod(lambda assembly, metadata, options: b"")
+    knobs.cache.dir = tempfile.mkdtemp()  # no other program shall find what is not linked
+    if compile_key(key, "gfx942").error:
+        raise RuntimeError(f"gfx942 can't be compiled to assembly: {said(key)}: {first}")
+    return first
+
+
+def _compile_all(keys: list[Key], target: str, processes: int) -> Iterator[Compiled]:
+    work = partial(compile_key, target=target)
+    if processes == 1:
+        yield from map(work, keys)
+        return
+    with mp.get_context("fork").Pool(processes) as pool:
+        yield from pool.imap(work, keys)
+
+
+def run(keys: list[Key], target: str, processes: int) -> list[str]:
+    """Compiles keys, printing as it goes, then a table; returns what failed and what spills, each with its key."""
+    wrong: list[str] = []
+    of_op: dict[str, list[Compiled]] = defaultdict(list)
+    if target == "gfx942" and (why := unlinked(keys[0])):
+        print(f"gfx942 can't be linked here, and is compiled to assembly: {why}")
+    for number, (key, each) in enumerate(zip(keys, _compile_all(keys, target, processes), strict=True), 1):
+        of_op[each.op].append(each)
+        if each.error or each.spills:
+            wrong.append(f"{target}: {each.error or f'spills {each.spills} bytes'}\n  {said(key)}")
+            print(wrong[-1], flush=True)
+        if number % 25 == 0:
+            print(f"{number} of {len(keys)} keys for {target}", flush=True)
+    print(f"{'kernel':20} {'target':7} {'keys':>4} {'slowest s':>9} {'spills':>6}")
+    for op, found in sorted(of_op.items()):
+        slowest, spills = max(each.seconds for each in found), sum(each.spills > 0 for each in found)
+        print(f"{op:20} {target:7} {len(found):4} {slowest:9.2f} {spills:6}")
+    print(f"{len(keys)} keys for {target}: {len(wrong)} wrong", flush=True)
+    return wrong
+
+
+def main() -> int:
+    """Compiles; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Compile recorded launch keys.")
+    parser.add_argument("keys", type=Path, help="JSON that tests/launch_keys.py has written")
+    parser.add_argument("--target", choices=TARGETS, action="append", required=True, help="may be given again")
+    parser.add_argument("--once-per-kernel", action="store_true", help="of each kernel the key with most operands")
+    parser.add_argument("--processes", type=int, default=1)
+    arguments = parser.parse_args()
+    keys = json.loads(arguments.keys.read_text())
+    if arguments.once_per_kernel:
+        keys = once_per_kernel(keys)
+    wrong = [text for target in arguments.target for text in run(keys, target, arguments.processes)]
+    print("\n".join(wrong) or "all keys compile, and none spills")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""Whole steps of every optimizer, for their launch keys: in each phase, each option that changes a launch by itself.
+
+Beside the defaults each option is taken once, and some that meet in the same kernel together. Tensors are so large that
+their layout has blocks of 1024, and numbers of blocks that are neither 1 nor multiples of 16, but in ``LAYOUTS``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from launch_keys import Key, recording
+from optimizers import by_name, objects
+from ranks import run_ranks
+from sharded import like, make_mesh, sharded_parameters
+from tape import in_a_capture
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fusedonebit import (
+    FusedOneBitWarning,
+    Lamb,
+    MarsitAdam,
+    MarsitSGD,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    ZeroOneAdam,
+)
+from fusedonebit.comm import LocalTransport, SimulatedGroup
+from fusedonebit.optim.policies import Progress
+
+USUAL = (200_000, 3072, 17)
+LAYOUTS = {
+    "one block": (5,),
+    "tensors and blocks by sixteens": (1024,) * 32,
+    "small blocks": (5,) * 43,
+    "scales of long tensors": (300_000, 140_000),
+}
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of an optimizer.
+
+    Attributes:
+        kind: What makes it, of parameters and settings by name.
+        options: Those settings.
+        steps: How many.
+        world_size: W.
+        sizes: Of its tensors, half of which are in each of two groups.
+        dtypes: Of them, in turn; gradients are of ``grad_dtypes``, or of their parameters'.
+        special: What else is so, of "absent", "masked", "unaligned", "nonfinite", "scaled", "captured" and "warm".
+    """
+
+    kind: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 6
+    world_size: int = 2
+    sizes: tuple[int, ...] = USUAL
+    dtypes: tuple[torch.dtype, ...] = (FLOAT32,)
+    grad_dtypes: tuple[torch.dtype, ...] = ()
+    special: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Renews:
+    """Renews the variance in these rounds."""
+
+    rounds: tuple[int, ...] = (0, 1, 4)
+
+    def renews(self, done: Progress) -> bool:
+        return done.rounds in self.rounds
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Rounds of so many steps, by number; the last one's length then stays."""
+
+    lengths: tuple[int, ...] = (1, 1, 1, 3, 1, 1, 3)
+
+    def steps(self, done: Progress) -> int:
+        return self.lengths[min(done.rounds, len(self.lengths) - 1)]
+
+
+ADAM = Run(by_name(OneBitAdam, freeze_step=3))
+LAMB = Run(by_name(OneBitLamb, freeze_step=3))
+PLAIN_LAMB = Run(by_name(Lamb), steps=3)
+LION = Run(by_name(OneBitLion), steps=4)
+ZERO_ONE = Run(by_name(ZeroOneAdam, variance_policy=Renews(), sync_policy=Lengths()), steps=12)
+SGD = Run(by_name(MarsitSGD, full_precision_every=3), steps=7)
+MARSIT_ADAM = Run(by_name(MarsitAdam, full_precision_every=3), steps=7)
+BASES = {
+    "OneBitAdam": ADAM,
+    "OneBitLamb": LAMB,
+    "Lamb": PLAIN_LAMB,
+    "OneBitLion": LION,
+    "ZeroOneAdam": ZERO_ONE,
+    "MarsitSGD": SGD,
+    "MarsitAdam": MARSIT_ADAM,
+}
+ONEBIT, ROUNDS = ("OneBitAdam", "OneBitLamb"), ("MarsitSGD", "MarsitAdam")
+
+OF_ALL: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "W = 1": {"world_size": 1},
+    "W = 8": {"world_size": 8},
+    "bf16": {"dtypes": (BFLOAT16,)},
+    "fp16": {"dtypes": (FLOAT16,)},
+    "mixed dtypes": {"dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
+    "unaligned": {"special": ("unaligned",)},
+    "unaligned bf16": {"dtypes": (BFLOAT16,), "special": ("unaligned",)},
+    "masks": {"special": ("masked",)},
+    "absent gradients": {"special": ("absent",)},
+    "a NaN": {"special": ("nonfinite",)},
+    "a GradScaler": {"special": ("scaled",)},
+    "a GradScaler, clipped": {"special": ("scaled",), "options": {"max_grad_norm": 0.5}},
+    "master weights": {"dtypes": (BFLOAT16,), "options": {"master_weights": True}},
+    "stochastic rounding": {"dtypes": (BFLOAT16,), "options": {"stochastic_rounding": True}},
+    "stochastic rounding, mixed": {"dtypes": (BFLOAT16, FLOAT32), "options": {"stochastic_rounding": True}},
+    "no weight decay": {"options": {"weight_decay": 0.0}},
+    "weight decay": {"options": {"weight_decay": 0.1}},
+    "clipped": {"options": {"max_grad_norm": 0.5}},
+    "maximize": {"options": {"maximize": True}},
+    **{f"blocks of {size}": {"options": {"block_size": size}} for size in (512, 256, 128)},
+    **{name: {"sizes": sizes} for name, sizes in LAYOUTS.items()},
+    **{f"{name}, W = 1": {"sizes": sizes, "world_size": 1} for name, sizes in LAYOUTS.items()},
+}
+"""What is tried of every optimizer that has it."""
+
+COMPRESSING: dict[str, dict[str, Any]] = {
+    "ternary": {"options": {"ternary": True}},
+    "ternary, W = 8": {"options": {"ternary": True}, "world_size": 8},
+    "no precondition": {"options": {"precondition": False}},
+    "no precondition, ternary": {"options": {"precondition": False, "ternary": True}},
+    "no precondition, bf16": {"options": {"precondition": False}, "dtypes": (BFLOAT16,)},
+    "eps inside": {"options": {"eps_inside_sqrt": True}},
+    "no precondition, eps inside": {"options": {"precondition": False, "eps_inside_sqrt": True}},
+    **{f"a scale for each {scope}": {"options": {"scale_scope": scope}} for scope in ("global", "layer", "bucket")},
+    **{f"norm {norm}": {"options": {"scale_norm": norm}} for norm in ("l1", "l2")},
+    "paper": {"options": {"precondition": False, "scale_norm": "l2", "scale_scope": "global", "guard": "off"}},
+    "layers of many sizes": {"sizes": (5,) * 43, "options": {"scale_scope": "layer"}},
+    "scales of long tensors, ternary": {"sizes": (300_000, 140_000), "options": {"ternary": True}},
+    "layers, ternary": {"options": {"ternary": True, "scale_scope": "layer"}},
+    "no bias correction": {"options": {"bias_correction": False}},
+    "variance floor": {"options": {"variance_floor": 0.1}},
+}
+TWO_STAGES: dict[str, dict[str, Any]] = {
+    "re-warm-up": {"options": {"rewarm_every": 2, "rewarm_steps": 10}, "steps": 19},
+    "re-warm-up, no precondition": {
+        "options": {"rewarm_every": 2, "rewarm_steps": 10, "precondition": False},
+        "steps": 19,
+    },
+    "automatic freeze": {"options": {"freeze_step": "auto", "deadline": 4, "betas": (0.9, 0.5)}, "steps": 8},
+    "guard off": {"options": {"guard": "off"}},
+    "guard warns": {"options": {"guard": "warn"}},
+    "bf16 variance": {"options": {"frozen_dtype": BFLOAT16}},
+    "bf16 variance, no precondition": {"options": {"frozen_dtype": BFLOAT16, "precondition": False}},
+    "bf16 variance, mixed": {"options": {"frozen_dtype": BFLOAT16}, "dtypes": (FLOAT32, BFLOAT16)},
+    "dead coordinates kept": {"options": {"dead_coordinates": "keep", "precondition": False, "variance_floor": 0.0}},
+    "buckets": {"options": {"buckets": 3}},
+    "buckets, ternary, no precondition": {"options": {"buckets": 3, "ternary": True, "precondition": False}},
+    "captured": {"options": {"capturable": True}, "special": ("captured",)},
+    "captured, W = 1": {"options": {"capturable": True}, "special": ("captured",), "world_size": 1},
+    "captured, clipped": {"options": {"capturable": True, "max_grad_norm": 0.5}, "special": ("captured",)},
+    "captured, no precondition": {"options": {"capturable": True, "precondition": False}, "special": ("captured",)},
+    "warm start": {"options": {"freeze_step": 0}, "special": ("warm",)},
+}
+OF_LAMB: dict[str, dict[str, Any]] = {
+    "not adaptive": {"options": {"adaptive": False}},
+    "not adaptive, no precondition": {"options": {"adaptive": False, "precondition": False}},
+    "momentum scaled": {"options": {"precondition": False, "momentum_scaling": True}},
+    "bf16 variance, ternary": {"options": {"frozen_dtype": BFLOAT16, "ternary": True}},
+    "mixed, ternary, no precondition": {
+        "options": {"ternary": True, "precondition": False},
+        "dtypes": (FLOAT32, BFLOAT16),
+    },
+}
+OF_ROUNDS: dict[str, dict[str, Any]] = {
+    "rounds of 2": {"options": {"local_steps": 2}},
+    "rounds of 2, mixed": {"options": {"local_steps": 2}, "dtypes": (FLOAT32, BFLOAT16)},
+    "rounds of 2, no weight decay": {"options": {"local_steps": 2, "weight_decay": 0.0}},
+    "torus": {"options": {"topology": "torus"}, "world_size": 4},
+    "owner": {"options": {"topology": "owner"}},
+    "owner, W = 8": {"options": {"topology": "owner"}, "world_size": 8},
+    "owner, W = 1": {"options": {"topology": "owner"}, "world_size": 1},
+    "compensation without a limit": {"options": {"compensation_limit": None}},
+}
+EXTRA: dict[str, dict[str, dict[str, Any]]] = {
+    "OneBitAdam": COMPRESSING | TWO_STAGES,
+    "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
+    "Lamb": {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
+    "OneBitLion": {
+        "mean": {"options": {"aggregation": "mean"}},
+        "mean, W = 8": {"options": {"aggregation": "mean"}, "world_size": 8},
+    },
+    "ZeroOneAdam": COMPRESSING,
+    "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},
+    "MarsitAdam": OF_ROUNDS,
+}
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "ZeroOneAdam": (
+        *("stochastic rounding", "stochastic rounding, mixed", "eps inside", "no precondition, eps inside", "paper"),
+        *(what for what in COMPRESSING if "ternary" in what),
+        "a scale for each bucket",
+    )
+}
+"""Options that an optimizer of these has not."""
+
+
+def runs() -> dict[str, Run]:
+    """Return all runs in this process, by name."""
+    found = {}
+    for name, base in BASES.items():
+        for what, changes in (OF_ALL | EXTRA[name]).items():
+            if what not in REFUSED.get(name, ()):
+                found[f"{name}, {what}"] = replace(base, **changes)
+    config = {"lr": 1e-3, "freeze_step": 3}
+    for kind in (OneBitAdam, OneBitLamb):
+        found[f"{kind.__name__}, DeepSpeed's"] = Run(_like_deepspeed(kind, config))
+    config = {"lr": 1e-3, "var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 3}
+    found["ZeroOneAdam, DeepSpeed's"] = Run(_like_deepspeed(ZeroOneAdam, config), steps=16)
+    return found
+
+
+def _like_deepspeed(kind: Any, config: dict[str, Any]) -> Callable[..., Any]:
+    return lambda params, lr, **options: kind.from_deepspeed(params, config, **objects(**options))
+
+
+# ---------------------------------------------------------------- taking steps
+
+
+def gradient(p: Tensor, rank: int, step: int, i: int, dtype: torch.dtype, unaligned: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i)
+    return torch.randn(p.numel() + unaligned, generator=generator).to(dtype)[int(unaligned) :].view(p.shape)
+
+
+class Rank:
+    """One rank's part of a run."""
+
+    def __init__(self, run: Run, rank: int, transport: Any) -> None:
+        self.run, self.rank = run, rank
+        generator = torch.Generator().manual_seed(3)
+        self.unaligned = "unaligned" in run.special
+        self.params = [
+            torch.nn.Parameter(torch.randn(size + self.unaligned, generator=generator).to(dtype)[int(self.unaligned) :])
+            for size, dtype in zip(run.sizes, run.dtypes * len(run.sizes), strict=False)
+        ]
+        options = dict(run.options)
+        if "masked" in run.special:
+            options["mask"] = {self.params[0]: torch.rand(run.sizes[0], generator=generator) > 0.3}
+        if "warm" in run.special:
+            earlier = Rank(replace(run, special=(), options={"freeze_step": 9}), rank, transport)
+            earlier.steps(range(3))
+            options["warm_start"] = earlier.optimizer.state_dict()
+        groups = [{"params": self.params[::2]}, {"params": self.params[1::2], "lr": 1e-4}]
+        self.optimizer = run.kind(groups[: len(self.params)], 1e-3, process_group=transport, **options)
+        self.phases: set[str] = set()
+
+    def steps(self, which: range) -> None:
+        run = self.run
+        for step in which:
+            for i, p in enumerate(self.params):
+                dtypes = run.grad_dtypes or (p.dtype,)
+                p.grad = gradient(p, self.rank, step, i, dtypes[i % len(dtypes)], self.unaligned)
+            if "absent" in run.special and step % 2:
+                self.params[-1].grad = None
+            if "nonfinite" in run.special and step in (1, run.steps - 2) and self.rank == 0:
+                self.params[0].grad[0] = float("nan")
+            if "scaled" in run.special:
+                self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+            self.optimizer.step()
+            self.phases.add(self.optimizer.phase)
+
+
+def take(run: Run) -> set[str]:
+    """Take a run's steps on simulated ranks; return the phases of its steps."""
+    group = SimulatedGroup(run.world_size)
+    captured = "captured" in run.special
+    alone = run.world_size == 1
+
+    def begin(rank: int, transport: Any) -> Rank:
+        each = Rank(run, rank, LocalTransport() if alone else transport)
+        each.steps(range(run.steps - captured))
+        return each
+
+    def end(rank: int, transport: Any) -> None:
+        ranks[rank].steps(range(run.steps - captured, run.steps))
+
+    ranks = group.run(begin)
+    if captured:
+        with in_a_capture():
+            group.run(end)
+    return ranks[0].phases
+
+
+# ---------------------------------------------------------------- on ranks that are processes
+
+
+def _hierarchy(rank: int, world_size: int) -> set[Key]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    with recording() as keys:
+        for name, base in BASES.items():
+            if name in (*ONEBIT, *ROUNDS):
+                for dtype in (FLOAT32, BFLOAT16):
+                    run = replace(base, options={"hierarchy": mesh, "hierarchy_dtype": dtype})
+                    Rank(run, rank, None).steps(range(run.steps))
+    return keys
+
+
+def _shards(rank: int, world_size: int) -> set[Key]:
+    mesh = make_mesh()
+    with recording() as keys:
+        for name in ONEBIT:
+            generator = torch.Generator().manual_seed(0)
+            tensors = [torch.randn(shape, generator=generator) for shape in ((400, 300), (7,), (1, 33))]
+            optimizer = BASES[name].kind(sharded_parameters(tensors, mesh), 1e-3, process_group=mesh["replicate"])
+            for _ in range(6):
+                for p, whole in zip(optimizer.param_groups[0]["params"], tensors, strict=True):
+                    p.grad = like(p, torch.randn(whole.shape, generator=generator))
+                optimizer.step()
+    return keys
+
+
+def _overlap(rank: int, world_size: int) -> set[Key]:
+    with recording() as keys:
+        for name in ONEBIT:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 30))
+            optimizer = BASES[name].kind(model.parameters(), 1e-3, overlap=True)
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 300)).square().mean().backward()
+                optimizer.step()
+    return keys
+
+
+def _in_processes() -> Iterator[set[Key]]:
+    for function, world_size in ((_hierarchy, 4), (_shards, 4), (_overlap, 2)):
+        yield from run_ranks(function, world_size)
+
+
+def keys_of_all() -> tuple[set[Key], dict[str, set[str]]]:
+    """Return the launch keys of all whole steps, and the phases that each optimizer was in."""
+    warnings.simplefilter("ignore", FusedOneBitWarning)
+    phases: dict[str, set[str]] = {}
+    with recording() as keys:
+        for name, run in runs().items():
+            try:
+                phases.setdefault(name.split(",")[0], set()).update(take(run))
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+    return keys.union(*_in_processes()), phases
