@@ -99,8 +99,8 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     elements = 8 * layout.numel + 4 * layout.chunk_numel + bits
     # int32 or float32 per block: its tensor, live row, live elements, two scales, its segment, the guard's weight.
     tables = 7 * 4 * blocks + 2 * 4 * served
-    # Per scale, of 32 blocks at most: its first block and number, itself, and in 8 bytes its count; and one more end.
-    tables += 20 * total + 4 + 20 * own + 4
+    # Per scale, of 32 blocks at most: its first block and number, and in 8 bytes its count; and one more end.
+    tables += 16 * total + 4 + 16 * own + 4
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
     scalars = 8 * 4 + 5 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
@@ -109,7 +109,8 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 2 * 8 * count
     # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
     scratch = 28 * blocks + 28 * served + (ranks + 1) * message
-    # What a program leaves of 128 scales, five float64; and the programs' ticket.
+    # Each scale; what a program leaves of 128 of them, five float64; and the programs' ticket.
+    scratch += 4 * total + 4 * own
     scratch += 40 * -(-total // 128) + 40 * -(-own // 128) + 2 * 4
     if lamb:
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits

@@ -88,7 +88,8 @@ class ErrorFeedback:
     @property
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads."""
-        return self.partials, self.settled, self._sums, self._tickets
+        measured = (self.measured,) if len(self._count) else ()  # else they are what they were made
+        return self.partials, self.settled, *measured, self._sums, self._tickets
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""
