@@ -36,8 +36,8 @@ def test_every_rate_is_the_best_of_a_search_and_not_at_its_edge():
         assert min(tried) < best < max(tried), (task, optimizer, tried)
 
 
-def test_the_headline_takes_at_most_four_core_hours_and_none_of_its_runs_of_four_workers_half_a_minute():
-    """Of processor time, search included; the longest of 16 workers, made beside other work, is only told."""
+def test_the_headline_takes_at_most_four_core_hours_and_none_of_its_runs_half_a_minute():
+    """Of processor time, search included."""
     cells = list(product(TASKS, HEADLINE))
     keys = [k for k in RECORDS.found if k.optimizer in HEADLINE and k.seed in tuning.SEEDS]
     keys += reported(RECORDS, cells, max(SEEDS.values()), list(SEEDS), [1.0], parents=False)
@@ -47,7 +47,7 @@ def test_the_headline_takes_at_most_four_core_hours_and_none_of_its_runs_of_four
     for workers in SEEDS:
         longest = max((k for k in keys if k.workers == workers), key=seconds.__getitem__)
         print(f"longest: {seconds[longest]:.1f} s (at most {SECONDS:g}), {longest}")
-        assert workers != TUNED_AT or seconds[longest] <= SECONDS
+        assert seconds[longest] <= SECONDS
     assert hours <= HOURS
 
 
