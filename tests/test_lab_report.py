@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fusedonebit.apps.arguments import InputError
-from fusedonebit.apps.lab import launch, tuning
+from fusedonebit.apps.lab import launch, publish, tuning
 from fusedonebit.apps.lab.contenders import CONTENDERS
 from fusedonebit.apps.lab.records import Records, reported, search, start
 from fusedonebit.apps.lab.report import View, difference, markdown, rates, rows, views
@@ -23,7 +25,7 @@ BOTH = ("adamw", "onebit-adam")
 
 def record(key: Key, metric: float | None, sent: float = 8.0, **more: object) -> dict[str, object]:
     settings = fingerprint(key.task, key.optimizer)
-    base = {"metric": metric, "diverged": metric is None, "sent": sent, "defaults": settings}
+    base = {"metric": metric, "initial": 1e9, "sent": sent, "defaults": settings}
     return vars(key) | base | more
 
 
@@ -166,7 +168,10 @@ def test_runs_with_other_defaults_and_half_a_line_do_not_count_and_nothing_else_
     assert path.read_text().startswith(torn[: torn.rfind("\n") + 1])
 
 
-@pytest.mark.parametrize("line", ["no json", "[]", '{"task": "mlp"}', b"\xff"])
+WORD = json.dumps(record(Key("mlp", "adamw", 0, 4, 0.1), 1.0) | {"metric": "low"})
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"task": "mlp"}', b"\xff", WORD])
 def test_another_line_that_is_no_run_is_named(records, line):
     content = line if isinstance(line, bytes) else line.encode()
     lines = records.path.read_bytes().splitlines()
@@ -177,7 +182,7 @@ def test_another_line_that_is_no_run_is_named(records, line):
 
 def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
     records = Records(tmp_path / "runs.jsonl")
-    monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda count, **how: ThreadPoolExecutor(1))
+    monkeypatch.setattr(launch, "ProcessPoolExecutor", in_a_thread)
     monkeypatch.setattr(launch, "run", broken)
     keys = [Key("mlp", "adamw", seed, 4, 1e-3) for seed in range(3)]
     assert launch.make(records, lambda: keys, "runs") == 1
@@ -187,10 +192,34 @@ def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
     assert "seed=1" in out
 
 
+def in_a_thread(count: int, **how: object) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
+
+
 def broken(key: Key) -> dict[str, object]:
     if key.seed == 1:
         raise RuntimeError("this seed is broken")
     return record(key, 1.0)
+
+
+@pytest.mark.parametrize(("kills", "ended"), [(1, [0, 1, 2]), (2, [0])])
+def test_what_is_killed_begins_again_unless_no_run_ends(tmp_path, capsys, monkeypatch, kills, ended):
+    records, left = Records(tmp_path / "runs.jsonl"), [None] * kills
+
+    def killed(key: Key) -> dict[str, object]:
+        if key.seed == 1 and left:
+            left.pop()
+            raise BrokenProcessPool
+        return record(key, 1.0)
+
+    monkeypatch.setattr(launch, "ProcessPoolExecutor", in_a_thread)
+    monkeypatch.setattr(launch, "_recorded", killed)
+    keys = [Key("mlp", "adamw", seed, 4, 1e-3) for seed in range(3)]
+    refused = pytest.raises(InputError, match="killed before any run ended") if kills == 2 else nullcontext()
+    with refused:
+        assert launch.make(records, lambda: keys, "runs") == 0
+    assert [key.seed for key in records.found][: len(ended)] == ended
+    assert "a run's process was killed: what was not over begins again" in capsys.readouterr().out
 
 
 def test_every_optimizer_has_a_parent_that_is_measured_and_settings_that_differ():
@@ -210,3 +239,24 @@ def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
     monkeypatch.setitem(TASKS, "mlp", replace(TASKS["mlp"], batch_size=32))
     assert fingerprint("mlp", "adam-frozen") != before
     fingerprint.cache_clear()
+
+
+def test_a_table_is_cut_between_columns_so_that_it_fits_a_terminal():
+    table = [["task", "adamw", "onebit-adam"], ["mlp", "0.5", "+3.0 %"], ["fit", "1e-5", "+0.5 dec"]]
+    assert publish.parts(table, 80) == [table]
+    assert publish.parts(table, 29) == [[row[:2] for row in table], [[row[0], row[2]] for row in table]]
+    assert publish.parts(table, 3) == publish.parts(table, 29), "a column is never cut"
+
+
+def test_a_rate_at_the_edge_of_its_search_says_so(tmp_path):
+    made = Records(tmp_path / "runs.jsonl")
+    searched(made, "mlp", "adamw", 1e-9)
+    (_, (task, said)) = rates(made, ["adamw"])
+    assert task == "mlp"
+    assert said.endswith(", at the edge")
+
+
+def test_a_page_that_cannot_be_written_is_named(records, tmp_path):
+    (tmp_path / "table.md").mkdir()
+    with pytest.raises(InputError, match=r"table.md can't be written: Is a directory"):
+        publish.publish(records, tmp_path)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs")
     add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates")
     add("--parents", action="store_true", help="at the rates tuned for what each compresses, not searched for itself")
-    add("--report", action="store_true", help="make no runs: print the tables of all that are there")
+    add("--report", action="store_true", help="make no runs: print the tables of all that are there; with --out alone")
     add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, tables and picture; what is there stays")
     add("--list", action="store_true", help="name the tasks and the optimizers")
 
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the runs that are missing, and report; return 1 where one failed.
 
     Raises:
-        InputError: for an unknown name, a number that makes no sense, or a folder that can't be written.
+        InputError: for an unknown name, a number that makes no sense, ``--report`` with what chooses runs, or a folder
+            that can't be written.
     """
     from .contenders import CONTENDERS, HEADLINE
     from .tasks import TASKS
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(["tasks:", *(f"  {name}" for name in TASKS), "optimizers:", *(f"  {n}" for n in CONTENDERS)]))
         return 0
+    if arguments.report:
+        _check_alone(arguments)
     tasks, optimizers = listed(arguments.tasks) or list(TASKS), listed(arguments.optimizers) or list(HEADLINE)
     for flag, given, known in (("--tasks", tasks, TASKS), ("--optimizers", optimizers, CONTENDERS)):
         for name in given:
@@ -76,6 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse ``--report`` beside what chooses runs, which would change nothing."""
+    flags = argparse.ArgumentParser()
+    add_arguments(flags)
+    for name in ("tasks", "optimizers", "seeds", "workers", "rates", "parents"):
+        if getattr(arguments, name) != flags.get_default(name):
+            raise InputError(f"--report prints all that is there: leave --{name} out")
+
+
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -91,4 +103,4 @@ def _numbers(flag: str, text: str) -> list[float]:
         numbers = []
     if not numbers or not all(0 < number < math.inf for number in numbers):
         raise InputError(f"{flag} must be numbers > 0, such as 1,2; got {text!r}")
-    return numbers
+    return list(dict.fromkeys(numbers))

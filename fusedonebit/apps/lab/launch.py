@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -27,39 +27,49 @@ from .run import Key, run
 def make(records: Records, plan: Callable[[], Sequence[Key]], name: str) -> int:
     """Make the runs of a plan that ``records`` lacks, until it plans no others. One that fails ends no other.
 
+    Where a run's process is killed, by the system as a rule, for want of memory, the runs that are missing begin again.
+
     Returns:
         How many failed.
 
     Raises:
-        InputError: where processes of runs were killed, by the system as a rule, for want of memory.
+        InputError: where processes are killed before any run has ended.
     """
     failed: set[Key] = set()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Spawned, one thread each: steps are short.
-    pool = ProcessPoolExecutor(
-        _cores(), mp_context=mp.get_context("spawn"), initializer=_prepare, initargs=(os.getpid(),)
-    )
-    with pool, Progress(*columns, console=Console(highlight=False)) as progress:
+    with Progress(*columns, console=Console(highlight=False)) as progress:
         bar = progress.add_task(name, total=None)
-        try:
-            while missing := [key for key in plan() if key not in records.found and key not in failed]:
-                done = int(progress.tasks[0].completed)
-                progress.update(bar, total=done + len(missing))
-                futures = {pool.submit(_recorded, key): key for key in missing}
-                for future in as_completed(futures):
-                    record = future.result()
+        while missing := [key for key in plan() if key not in records.found and key not in failed]:
+            done = int(progress.tasks[0].completed)
+            progress.update(bar, total=done + len(missing))
+            try:
+                for key, record in _each(missing):
                     if "error" in record:
-                        failed.add(futures[future])
-                        progress.console.print(f"{futures[future]} failed:\n{record['error']}")
+                        failed.add(key)
+                        progress.console.print(f"{key} failed:\n{record['error']}")
                     else:
                         records.add(record)
                     progress.update(bar, advance=1)
-        except BrokenProcessPool:
-            raise InputError("a run's process was killed: what was made is kept, the same command goes on") from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            except BrokenProcessPool:
+                if progress.tasks[0].completed == done:
+                    killed = (
+                        "a run's process was killed before any run ended: use fewer cores (taskset), each needs memory"
+                    )
+                    raise InputError(killed) from None
+                progress.console.print("a run's process was killed: what was not over begins again")
     return len(failed)
+
+
+def _each(keys: Sequence[Key]) -> Iterator[tuple[Key, Record]]:
+    """Make runs in spawned processes, of one thread each, since steps are short; give each as it ends."""
+    context = mp.get_context("spawn")
+    pool = ProcessPoolExecutor(_cores(), mp_context=context, initializer=_prepare, initargs=(os.getpid(),))
+    try:
+        futures = {pool.submit(_recorded, key): key for key in keys}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _cores() -> int:
@@ -88,6 +98,6 @@ def _recorded(key: Key) -> Record:
 
 
 def machine() -> Mapping[str, str]:
-    """Return what a run's last bits depend on besides its key."""
+    """Return what a run's last bits depend on besides its key: arithmetic, and Python's own texts, which tasks read."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return {"torch": torch.__version__.split("+")[0], "cpu": cpu}
+    return {"torch": torch.__version__.split("+")[0], "cpu": cpu, "python": platform.python_version()}

@@ -72,7 +72,8 @@ def _panel(axis: Axes, records: Records, view: View, tasks: Sequence[str]) -> No
     names = [name for name in COLOURS if sent(records, view, name) is not None]
     for place, name in enumerate(names):
         offset = 0.16 * ((len(names) - 1) / 2 - place)
-        found = [(row + offset, d) for row, task in enumerate(tasks) if (d := difference(records, view, task, name))]
+        each = [(row + offset, difference(records, view, task, name)) for row, task in enumerate(tasks)]
+        found = [(row, d) for row, d in each if d is not None and d.seeds]  # where the parent diverged nothing is told
         percent = [(row, *_percent(d)) for row, d in found]
         x, errors, y = [p for _, p, _ in percent], [e for _, _, e in percent], [row for row, _, _ in percent]
         axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, linewidth=1, color=COLOURS[name], label=name)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import missing
+from ..arguments import InputError, missing
 from .contenders import CONTENDERS
 from .records import Records
 from .report import Rows, markdown, rates, rows, views
 
 
 def publish(records: Records, out: Path) -> None:
-    """Print all tables that there are runs for, and write them to ``out``; draw the picture where matplotlib is."""
+    """Print all tables that there are runs for, and write them to ``out``; draw the picture where matplotlib is.
+
+    Raises:
+        InputError: for a file that can't be written.
+    """
     tables = every_table(records)
     console = Console(highlight=False)
     for title, table in tables.items():
-        console.print(_on_a_terminal(title, table))
-    (out / "table.md").write_text(page(tables))
+        for part in parts(table, console.width):
+            console.print(_on_a_terminal(title, part))
+    try:
+        (out / "table.md").write_text(page(tables))
+    except OSError as error:
+        raise InputError(f"{out / 'table.md'} can't be written: {error.strerror}") from None
     written = [out / "table.md"]
     if absent := missing("matplotlib"):
         console.print(f"the picture needs {absent}")
@@ -42,6 +50,22 @@ def every_table(records: Records) -> dict[str, Rows]:
 def page(tables: Mapping[str, Rows]) -> str:
     """Return what ``table.md`` has."""
     return "\n".join(f"## {title.capitalize()}\n\n{markdown(table)}" for title, table in tables.items())
+
+
+def parts(table: Rows, width: int) -> list[Rows]:
+    """Cut a table between columns into tables that fit a terminal, each with the first column."""
+    columns = list(zip(*table, strict=True))
+    first, parts = columns[0], [[columns[0]]]
+    for column in columns[1:]:
+        if len(parts[-1]) > 1 and _width([*parts[-1], column]) > width:
+            parts.append([first])
+        parts[-1].append(column)
+    return [list(map(list, zip(*part, strict=True))) for part in parts]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Return a table's characters in a line: each column has a border and two blanks, the table one border more."""
+    return 1 + sum(3 + max(map(len, column)) for column in columns)
 
 
 def _on_a_terminal(title: str, table: Rows) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 from ..arguments import InputError
 from . import tuning
 from .contenders import CONTENDERS
-from .run import Key, fingerprint
+from .run import Key, diverged, fingerprint
 from .tasks import TASKS
 
 Record = dict[str, Any]
@@ -60,6 +60,9 @@ class Records:
 
     def _take(self, record: Record) -> None:
         key = Key(*(record[field.name] for field in fields(Key)))
+        numbers = [key.seed, key.workers, key.lr, record["initial"], record["sent"], record["metric"] or 0.0]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError(f"{numbers} must be numbers")
         known = key.task in TASKS and key.optimizer in CONTENDERS
         if known and record["defaults"] == fingerprint(key.task, key.optimizer):
             self.found[key] = record
@@ -69,7 +72,7 @@ class Records:
         by_rate = defaultdict(list)
         for key, record in self.found.items():
             if (key.task, key.optimizer, key.workers) == (task, optimizer, TUNED_AT) and key.seed in tuning.SEEDS:
-                by_rate[key.lr].append(math.inf if record["diverged"] else record["metric"])
+                by_rate[key.lr].append(math.inf if diverged(record) else record["metric"])
         return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
 
     def tuned(self, task: str, optimizer: str) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from .contenders import CONTENDERS
 from .records import Record, Records
+from .run import diverged
 from .tasks import TASKS
 from .tuning import SEEDS, rounded
 
@@ -101,8 +102,8 @@ def difference(records: Records, view: View, task: str, optimizer: str) -> Diffe
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
-    against = [s for s in seeds if not theirs[s]["diverged"]]
-    fine = [s for s in against if not mine[s]["diverged"]]
+    against = [s for s in seeds if not diverged(theirs[s])]
+    fine = [s for s in against if not diverged(mine[s])]
     pairs = [(mine[s]["metric"], theirs[s]["metric"]) for s in fine]
     if TASKS[task].noiseless:
         worse = [math.log10(a / b) for a, b in pairs]
@@ -159,7 +160,7 @@ def _is_parent(optimizer: str) -> bool:
 
 def _metric(records: Records, view: View, task: str, optimizer: str) -> str:
     runs = list(view.runs(records, task, optimizer).values())
-    fine = [r["metric"] for r in runs if not r["diverged"]]
+    fine = [r["metric"] for r in runs if not diverged(r)]
     parts = [f"{sum(fine) / len(fine):.4g}"] if fine else []
     if len(fine) < len(runs):
         parts.append(f"diverged {len(runs) - len(fine)}/{len(runs)}")
@@ -167,13 +168,20 @@ def _metric(records: Records, view: View, task: str, optimizer: str) -> str:
 
 
 def rates(records: Records, optimizers: Sequence[str]) -> Rows:
-    """Return the tuned learning rates, a row per task."""
+    """Return the tuned learning rates, a row per task; one at the edge of its search says so."""
     table = [["learning rate", *optimizers]]
     for task in TASKS:
-        found = [records.tuned(task, name) for name in optimizers]
+        found = [_rate(records, task, name) for name in optimizers]
         if any(found):
-            table.append([task, *("" if lr is None else f"{lr:g}" for lr in found)])
+            table.append([task, *found])
     return table
+
+
+def _rate(records: Records, task: str, optimizer: str) -> str:
+    lr, tried = records.tuned(task, optimizer), records.metrics(task, optimizer)
+    if lr is None:
+        return ""
+    return f"{lr:g}, at the edge" if lr in (min(tried), max(tried)) else f"{lr:g}"
 
 
 def views(records: Records) -> list[View]:

@@ -18,7 +18,7 @@ from torch.func import grad_and_value, vmap
 from ...comm import SimulatedGroup, Transport
 from .contenders import CONSTANTS, CONTENDERS, EVALUATED, Setting, settings
 from .tasks import TASKS, Trial
-from .workers import AlikeTransport, batch_workers
+from .workers import AlikeTransport, BatchedAllReduce, batch_workers
 
 LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the end of the cosine
 WINDOWS = 25
@@ -78,7 +78,9 @@ class Training:
         gradients, losses = every_worker(params[player], params, self.batches)
         self.rows = [{name: each[w] for name, each in gradients.items()} for w in range(self.key.workers)]
         mean = float(losses.mean())
-        self.losses = [*self.losses, mean] if player == 0 else [*self.losses[:-1], self.losses[-1] + mean]
+        if player == 0:
+            self.losses.append(0.0)
+        self.losses[step] += mean
 
     def _draw(self, step: int) -> None:
         each = max(1, self.task.batch_size // self.key.workers)
@@ -121,12 +123,12 @@ class Worker:
             training.ready(models)
         setting = Setting(key.lr, task.steps, task.weight_decay, key.seed, transport)
         self.optimizers = [training.contender.make(list(model.parameters()), setting) for model in self.models]
-        self.reducers = [
-            batch_workers(optimizer, [[p.detach() for p in models[i].parameters()] for models in others])
-            if alone
-            else None
-            for i, optimizer in enumerate(self.optimizers)
-        ]
+        self.reducers: list[BatchedAllReduce | None] = [None] * len(self.models)
+        if alone:
+            self.reducers = [
+                batch_workers(optimizer, [[p.detach() for p in models[i].parameters()] for models in others])
+                for i, optimizer in enumerate(self.optimizers)
+            ]
 
     def step(self, step: int) -> None:
         """Take one step of all optimizers."""
@@ -163,9 +165,8 @@ class Worker:
 
         Returns:
             metric: The mean of the last evaluations; None where a loss or one of them was not finite. initial: Before
-            the first step. diverged: Whether it is None, or not below ``LEARNED`` times that. steps. curve: Means of
-            the training loss over equal stretches of the run. sent: Bytes of the whole run by parameter, step and
-            rank, times W/(W - 1). vetoed_steps, rewarms: What the optimizers tell.
+            the first step. steps. curve: Means of the training loss over equal stretches of the run. sent: Bytes of the
+            whole run by parameter, step and rank, times W/(W - 1). vetoed_steps, rewarms: What the optimizers tell.
         """
         training, task = self.training, self.training.task
         initial = training.validate() if self.rank == 0 else math.nan
@@ -177,11 +178,9 @@ class Worker:
             if self.rank == 0 and step + 1 in evaluate:
                 metrics.append(training.validate())
         fine = len(metrics) == len(evaluate) and all(map(math.isfinite, metrics))
-        metric = sum(metrics) / len(metrics) if fine else None
         return {
-            "metric": metric,
+            "metric": sum(metrics) / len(metrics) if fine else None,
             "initial": initial,
-            "diverged": metric is None or not metric < LEARNED * initial,
             "steps": len(training.losses),
             "curve": _curve(training.losses, task.steps),
             "sent": self._sent(len(training.losses)),
@@ -190,8 +189,8 @@ class Worker:
 
     def _sent(self, steps: int) -> float:
         numel = sum(p.numel() for model in self.models for p in model.parameters())
-        nbytes = self.transport.traffic.bytes_total
-        return nbytes * (w := self.training.key.workers) / (w - 1) / numel / steps
+        workers, nbytes = self.training.key.workers, self.transport.traffic.bytes_total
+        return nbytes * workers / (workers - 1) / numel / steps
 
     def _told(self) -> dict[str, Any]:
         told = [optimizer.stats() for optimizer in self.optimizers if hasattr(optimizer, "stats")]
@@ -226,9 +225,17 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
     return {**asdict(key), **result, "defaults": fingerprint(key.task, key.optimizer), "seconds": seconds}
 
 
+def diverged(record: Mapping[str, Any]) -> bool:
+    """Tell whether a run has no metric, or one that is not below ``LEARNED`` times where it began."""
+    return record["metric"] is None or not record["metric"] < LEARNED * record["initial"]
+
+
 @cache
 def fingerprint(task: str, optimizer: str) -> str:
-    """Return a hash of all that a run's result follows from besides its key: settings of the task and the optimizer."""
+    """Return a hash of the settings of a task and an optimizer, with which a run's result follows from its key.
+
+    It knows neither the task's data nor the arithmetic: ``launch.machine`` tells what those come from.
+    """
     of = TASKS[task]
     trained = [getattr(of, field.name) for field in fields(of) if field.name not in ("make", "metric", "lr", "lamb")]
     constants = (LR_WARM_UP, FINAL_LR, EVALUATED, *CONSTANTS)
