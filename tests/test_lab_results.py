@@ -13,7 +13,7 @@ from fusedonebit.apps.lab import launch, publish, tuning
 from fusedonebit.apps.lab.contenders import HEADLINE
 from fusedonebit.apps.lab.records import TUNED_AT, Records, reported
 from fusedonebit.apps.lab.report import View, difference
-from fusedonebit.apps.lab.run import Key, run
+from fusedonebit.apps.lab.run import Key, diverged, run
 from fusedonebit.apps.lab.tasks import TASKS
 
 RECORDS = Records(lab_page.RESULTS / "runs.jsonl")
@@ -55,7 +55,9 @@ def test_the_headline_takes_at_most_four_core_hours_and_none_of_its_runs_half_a_
 def test_the_lab_tells_what_a_frozen_variance_costs(workers):
     found = {task: difference(RECORDS, View(workers), task, "onebit-adam") for task in TASKS}
     missed = [task for task, d in found.items() if d is not None and d.misses]
+    certain = [task for task in missed if not found[task].undecided]
     print(f"OneBitAdam, {workers} workers: misses {len(missed)} of {len(found)} (at least 6): {missed}")
+    print(f"of those beyond two standard errors: {len(certain)}: {certain}")
     assert len(missed) >= 6
 
 
@@ -71,7 +73,7 @@ def test_an_uncompressed_run_sends_eight_bytes_and_ours_what_the_warm_up_and_the
     for key, record in RECORDS.found.items():
         if key.optimizer == "adamw":
             assert record["sent"] == pytest.approx(8.0, rel=2e-3)
-        if key.optimizer == "onebit-adam" and key.workers == 4 and not record["rewarms"] and not record["diverged"]:
+        if key.optimizer == "onebit-adam" and key.workers == 4 and not record["rewarms"] and not diverged(record):
             assert 0.15 * 8 < record["sent"] < 0.15 * 8 + 1.5
 
 
