@@ -13,7 +13,7 @@ from fusedonebit.apps.lab import launch, publish, tuning
 from fusedonebit.apps.lab.contenders import HEADLINE
 from fusedonebit.apps.lab.records import TUNED_AT, Records, reported
 from fusedonebit.apps.lab.report import View, difference
-from fusedonebit.apps.lab.run import Key, diverged, run
+from fusedonebit.apps.lab.run import diverged, run
 from fusedonebit.apps.lab.tasks import TASKS
 
 RECORDS = Records(lab_page.RESULTS / "runs.jsonl")
@@ -87,14 +87,22 @@ def test_the_pages_show_the_tables_of_the_runs():
     assert "nan" not in shown.lower()
 
 
-AGAIN = [("mlp", "adamw"), ("mlp", "onebit-adam"), ("resnet", "onebit-lamb")]
+AGAIN = [
+    ("mlp", "adamw", TUNED_AT, tuning.SEEDS[0]),
+    ("mlp", "onebit-adam", TUNED_AT, tuning.SEEDS[0]),
+    ("mlp", "zero-one-adam", TUNED_AT, 4),
+    ("resnet", "onebit-lamb", TUNED_AT, tuning.SEEDS[0]),
+    ("recsys", "zero-one-adam", 16, 1),
+]
+"""Task, optimizer, workers, seed."""
 
 
 @pytest.mark.long(but=1)
-@pytest.mark.parametrize(("task", "optimizer"), AGAIN)
-def test_a_run_made_again_has_the_recorded_bits(task, optimizer):
+@pytest.mark.parametrize(("task", "optimizer", "workers", "seed"), AGAIN)
+def test_a_run_made_again_has_the_recorded_bits(task, optimizer, workers, seed):
     """On another kind of processor, or with another torch, sums round otherwise: there the run must end near."""
-    key = next(k for k in RECORDS.found if is_of(k, task, optimizer))
+    wanted = (task, optimizer, workers, seed)
+    key = next(k for k in RECORDS.found if (k.task, k.optimizer, k.workers, k.seed) == wanted)
     record, again = RECORDS.found[key], run(key)
     same = {name: record[name] for name in launch.machine()} == launch.machine()
     print(f"{key}: {again['metric']!r}, recorded {record['metric']!r} on {'the same' if same else 'another'} machine")
@@ -102,7 +110,3 @@ def test_a_run_made_again_has_the_recorded_bits(task, optimizer):
         assert (again["metric"], again["curve"]) == (record["metric"], record["curve"])
     assert again["sent"] == record["sent"]
     assert math.isclose(again["metric"], record["metric"], rel_tol=0.1)
-
-
-def is_of(key: Key, task: str, optimizer: str) -> bool:
-    return (key.task, key.optimizer, key.workers, key.seed) == (task, optimizer, TUNED_AT, tuning.SEEDS[0])
