@@ -20,6 +20,8 @@ from .pages import DOCS, write_tables
 RESULTS = Path(__file__).with_name("results") / "lab"
 FROZEN = "adam-frozen"
 """Adam with a variance that is frozen, communicating in full precision."""
+VOTES = ("onebit-lion", "marsit-adam")
+"""Ours whose ranks vote on signs: simulated one by one, they take longer, and are recorded at 4 workers alone."""
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
@@ -29,16 +31,19 @@ def readme_table(records: Records) -> str:
 
 
 def page_tables(records: Records) -> str:
-    """Return the tables of the headline's optimizers that have all tasks, each under what it shows."""
+    """Return the headline's tables that have all tasks, each under what it shows, then that of ``VOTES``, and rates."""
     whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in HEADLINE)]
     parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE))}" for view in whole]
-    return "\n" + "\n".join([*parts, f"Tuned learning rates:\n\n{markdown(rates(records, HEADLINE))}"]) + "\n"
+    votes = rows(records, View(), ["adamw", *VOTES])
+    parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")
+    parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")
+    return "\n" + "\n".join(parts) + "\n"
 
 
 def ablations(records: Records) -> str:
     """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
     recorded = {key.optimizer for key in records.found}
-    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, FROZEN)]
+    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, *VOTES, FROZEN)]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"\n{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}\n"
