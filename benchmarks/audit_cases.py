@@ -25,6 +25,8 @@ CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2}
 COUNTER = {"counter": "*i32", "COUNTS": True}
 MAJORITY = {"compensated": None, "server_scale": None}
+GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
+GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | VARIANCE
@@ -107,6 +109,9 @@ CASES = {
     "adam_update": Case("adam_update"),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, 1, *[0] * 9), num_warps=1),
     "receive": Case("receive", loops=(0, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1),
+    "receive, guarded": Case(
+        "receive", GUARD, loops=(0, 4, 1, *[0] * 4), share=128, halves=1, cached=HEADERS, num_warps=1
+    ),
     "lamb_update": Case("lamb_update"),
     "lamb_coefficient": Case("lamb_coefficient"),
     "lamb_move": Case("lamb_move"),
@@ -195,8 +200,9 @@ VARIANTS = {
 PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
-HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *PRECONDITIONED_STEP[1:])
-PLAIN_STEP = ("momentum_compress", "finish", "receive", "apply_momentum")
+GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")
+HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
+PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
 
 
 class Step(NamedTuple):
@@ -232,9 +238,9 @@ def zero_one_round(steps: int) -> Step:
 
 
 STEPS = {
-    "1-bit Adam, preconditioned": Step(PRECONDITIONED_STEP, 24.9),
-    "1-bit LAMB, preconditioned": Step((*PRECONDITIONED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.3),
-    "1-bit LAMB, frozen, preconditioned": Step(PRECONDITIONED_STEP, 24.9),
+    "1-bit Adam, preconditioned": Step(GUARDED_STEP, 24.9),
+    "1-bit LAMB, preconditioned": Step((*GUARDED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.3),
+    "1-bit LAMB, frozen, preconditioned": Step(GUARDED_STEP, 24.9),
     "1-bit Adam, preconditioned, bf16 variance": Step(HALF_STEP, 22.9),
     "1-bit LAMB, preconditioned, bf16 variance": Step(
         (*HALF_STEP, "lamb_ratio, preconditioned, bf16 variance", "lamb_rescale"),

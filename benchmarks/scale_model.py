@@ -15,6 +15,7 @@ from fusedonebit.comm import Messages
 from fusedonebit.comm.message import HEADER_BYTES
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
+from fusedonebit.triton_kernels.receive import SPAN
 
 LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
 
@@ -112,6 +113,8 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     # Each scale; what a program leaves of 128 of them, five float64; and the programs' ticket.
     scratch += 4 * total + 4 * own
     scratch += 40 * -(-total // 128) + 40 * -(-own // 128) + 2 * 4
+    # What each program that takes messages up gives to the norm of the update.
+    scratch += 8 * ranks * -(-(message - HEADER_BYTES) // (8 * SPAN))
     if lamb:
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
         tensors += 4 * count  # the tail's words of each tensor

@@ -14,6 +14,7 @@ from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
+from fusedonebit.triton_kernels.receive import spans_of
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
@@ -209,6 +210,9 @@ class Workload:
             *(messages.words, own, messages.payload, messages.scales, segment),
             *(self._scale(0.3, int(segment[-1]) + 1), of_server, self._scale(0.2, self._slots), 0, *written),
             *(self.skip, self.skip.clone(), torch.zeros(1, dtype=torch.int64, device=self.device), self.skip.clone()),
+            *(self.coef, self.block_tensor, self._scale(1.0, blocks)),
+            *(torch.full((n,), 1e30, dtype=torch.float64, device=self.device)[0] for n in (1, 1)),
+            torch.zeros(self.world_size * spans_of(messages.payload), dtype=torch.float64, device=self.device),
         )
         return partial(ops.receive, *arguments)
 

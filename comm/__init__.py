@@ -12,7 +12,7 @@ from ..triton_kernels.headers import Flag, Word
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce, FeedbackReducer
 from .marsit import MarsitAllReduce
-from .message import Messages, Told, describe_mismatch
+from .message import Limit, Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import Reducer
@@ -30,6 +30,7 @@ __all__ = [
     "FeedbackReducer",
     "Flag",
     "HierarchicalAllReduce",
+    "Limit",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",

@@ -29,13 +29,15 @@ from ..triton_kernels import (
     live_table,
     momentum_compress,
     receive,
+    rules,
     server_reduce,
 )
 from ..triton_kernels.headers import CHECKED, Flag, Word
+from ..triton_kernels.receive import spans_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .message import Messages, Told, describe_mismatch
+from .message import Limit, Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
@@ -149,6 +151,16 @@ class FeedbackReducer(Reducer):
             flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
             self.refuse(flags)
 
+    def _refuse_beyond(self, limit: Limit | None) -> None:
+        """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
+        if limit is None:
+            return
+        coef, weight, largest, norm = limit.without(self.absent)
+        unbias = coef[:, Coef.UNBIAS1].double()[self.block_tensor]
+        squares = rules.update_square(self.scale.double(), unbias, weight.double())
+        norm.copy_(self.shards.sum(squares.sum()).sqrt())
+        self.refuse((~(norm <= largest)).int().reshape(1) * int(Flag.VETO))
+
     def describe(self) -> str:
         elsewhere = "ranks with another shard differ, or " if self.shards.count > 1 else ""
         return describe_mismatch(self._disputed(), elsewhere + "a message arrived damaged")
@@ -162,13 +174,13 @@ class FeedbackReducer(Reducer):
     def wire_bytes(self) -> int:
         nbytes = 0
         for part in self.parts:
-            scratch = (part.to_servers.buffer, part.served.buffer, *part.worker.scratch, *part.server.scratch)
+            scratch = (part.to_servers.buffer, part.served.buffer, *part.scratch)
             nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
         return nbytes
 
     def state(self) -> list[Tensor]:
         held = [self, *self.parts, *(side for part in self.parts for side in (part.worker, part.server))]
-        scratch = {id(each) for part in self.parts for each in (*part.worker.scratch, *part.server.scratch)}
+        scratch = {id(each) for part in self.parts for each in part.scratch}
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
         return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]
 
@@ -254,6 +266,8 @@ class CompressedAllReduce(FeedbackReducer):
         self._agreed, self._received, self._no_flags, self._ticket = words
         self.flags, self.hold = self._received, self._no_flags
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        programs = layout.world_size * spans_of(self.gathered.payload)
+        self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
         self.arrived_words = torch.zeros_like(self.gathered.words)
         self._missing: tuple[int, ...] = ()
         self.kept = []
@@ -359,6 +373,11 @@ class CompressedAllReduce(FeedbackReducer):
 
         Where this step is held back the bits of the last result are here again: servers have kept them.
         """
+        # What lies in several shards is judged when all are known.
+        limit: tuple[Tensor | None, ...] = (None,) * 6
+        if told.limit is not None and self.shards.count == 1:
+            coef, *rest = told.limit.without(self.absent)
+            limit = (coef, self.block_tensor, *rest, self._squares)
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
         receive(
@@ -380,10 +399,13 @@ class CompressedAllReduce(FeedbackReducer):
             self._received,
             self._total,
             self._ticket,
+            *limit,
         )
         self.flags = self._received
         self.hold = self._no_flags
-        self._skip_with_shards(told)
+        if self.shards.count > 1:
+            self._skip_with_shards(told)
+            self._refuse_beyond(told.limit)
 
     def _keep(self, missing: tuple[int, ...]) -> None:
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
@@ -439,6 +461,11 @@ class CompressedAllReduce(FeedbackReducer):
     @property
     def parts(self) -> tuple[CompressedAllReduce]:
         return (self,)
+
+    @property
+    def scratch(self) -> tuple[Tensor, ...]:
+        """Return what no later step reads, besides messages."""
+        return *self.worker.scratch, *self.server.scratch, self._squares
 
     def plain_coefficients(self) -> Tensor:
         """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""

@@ -26,6 +26,28 @@ ALIGNMENT = 16
 HEADER_BYTES = 4 * len(Word)
 
 
+class Limit(NamedTuple):
+    """Refuses a result as an update: one whose norm is too large, or not a number.
+
+        norm^2 = sum over blocks of (s * unbias * weight)^2
+
+    Args:
+        coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
+        weight: float32 [B].
+        largest: float64 [], the largest norm that is let through.
+        norm: float64 [], written.
+    """
+
+    coef: Tensor
+    weight: Tensor
+    largest: Tensor
+    norm: Tensor
+
+    def without(self, absent: Tensor | None) -> Limit:
+        """Return one that does not count ``absent`` tensors, bool [tensors]."""
+        return self if absent is None else self._replace(coef=self.coef * ~absent[:, None])
+
+
 class Told(NamedTuple):
     """Holds what a rank tells the others of a step, and what it keeps, besides what it compresses.
 
@@ -39,6 +61,7 @@ class Told(NamedTuple):
         missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
         changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
         goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
+        limit: For which results all ranks skip. None: for none.
     """
 
     tag: int = 0
@@ -49,6 +72,7 @@ class Told(NamedTuple):
     missing: Sequence[int] = ()
     changed: Sequence[Tensor] = ()
     goes: Tensor | None = None
+    limit: Limit | None = None
 
 
 class Messages:

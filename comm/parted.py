@@ -136,7 +136,8 @@ class BucketedAllReduce(PartedAllReduce):
         self.under_way.add(bucket)
         part = self.parts[bucket]
         # Of its own tensors alone: a bucket that was sent earlier could not know of others'.
-        part.synchronise(compress, told._replace(missing=[i for i in told.missing if part.layout.sizes[i]]))
+        missing = [i for i in told.missing if part.layout.sizes[i]]
+        part.synchronise(compress, told._replace(missing=missing, limit=None))
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """Average the buckets that have not been started, the last first; all are skipped, or none."""
@@ -151,6 +152,7 @@ class BucketedAllReduce(PartedAllReduce):
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
         self._skip_with_shards(told)
+        self._refuse_beyond(told.limit)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""
@@ -206,7 +208,7 @@ class HierarchicalAllReduce(PartedAllReduce):
             rows = absence(self.layout, told.missing, self.device).rows
             self.kept = [Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
         part, before = self.parts[0], self.scale.clone()
-        part.synchronise(compress, told)
+        part.synchronise(compress, told._replace(limit=None))
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
         compared = self._compared_words()
@@ -217,6 +219,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.scale.copy_(kept if told.hold is None else torch.where(told.hold == 0, kept, before))
         self.flags = flags
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if told.missing else None
+        self._refuse_beyond(told.limit)
 
     def _compared_words(self) -> Tensor:
         """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""

@@ -18,6 +18,7 @@ from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Word
+from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
 with suppress(ModuleNotFoundError):
@@ -155,7 +156,9 @@ class Problem:
             *(7, at, counter is not None, 2**31 - 1, 0, pending, digest, held),
         )
 
-    def receive_arguments(self, scope: str, rank: int = 0, flags: int = 0, hold: int = 0) -> tuple:
+    def receive_arguments(
+        self, scope: str, rank: int = 0, flags: int = 0, hold: int = 0, limit: float | None = None
+    ) -> tuple:
         layout, (slot, slots) = self.layout, self.layout.scale_slots(scope)
         segment, own = layout.scale_segments(scope).int(), slice(rank * layout.blocks_per_chunk, None)
         served = slot[own][: layout.blocks_per_chunk].int()
@@ -167,9 +170,14 @@ class Problem:
         measured = [self.normal(int(each[-1]) + 1).abs() for each in (segment, served)]
         written = [torch.full((len(each),), torch.nan) for each in (segment, segment, segment, served, served)]
         held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
+        judged: tuple[Tensor | None, ...] = (None,) * 6
+        if limit is not None:
+            squares = torch.full((layout.world_size * spans_of(messages.payload),), torch.nan, dtype=torch.float64)
+            numbers = (torch.tensor(limit, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
+            judged = (self.coef, self.block_tensor, self.normal(layout.n_blocks).abs(), *numbers, squares)
         return (
             *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
-            *(served, measured[1], rank, *written, held, found, torch.zeros(1, dtype=torch.int64), ticket),
+            *(served, measured[1], rank, *written, held, found, torch.zeros(1, dtype=torch.int64), ticket, *judged),
         )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:

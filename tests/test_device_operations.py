@@ -56,8 +56,8 @@ class Case(NamedTuple):
 
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
-    "OneBitAdam": Case(*ADAM, 4, "compression", (28, 28), (9, 4)),
-    "OneBitLamb": Case(*LAMB, 4, "compression", (30, 30), (11, 6)),
+    "OneBitAdam": Case(*ADAM, 4, "compression", (10, 10), (9, 4)),
+    "OneBitLamb": Case(*LAMB, 4, "compression", (12, 12), (11, 6)),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (17, 17), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (15, 15), (9, 9)),

@@ -52,7 +52,11 @@ def example(name: str) -> list[tuple]:
         "gradient_squares": [(p.grads, *sizes, torch.ones(1), torch.zeros(p.layout.n_blocks).double())],
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
         "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1", counter=3)],
-        "receive": [p.receive_arguments("layer"), t.receive_arguments("block", 1, flags=1)],
+        "receive": [
+            p.receive_arguments("layer"),
+            p.receive_arguments("layer", limit=1.0),
+            t.receive_arguments("block", 1, flags=1),
+        ],
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],
         "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq, False, 0, step), t.apply_arguments()],
         "adam_update": [p.update_arguments(), p.update_arguments(0, False, step), p.update_arguments(skip=1)],

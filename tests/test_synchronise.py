@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import triton_kernels
 from fusedonebit.comm import CompressedAllReduce, SimulatedGroup, Told
-from fusedonebit.triton_kernels import FlatLayout, using
+from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags
 from fusedonebit.triton_kernels.native import library
@@ -70,14 +71,15 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
     if backend == "native" and library() is None:
         pytest.skip("no C compiler")
     runs = []
-    finish, receive = summed(LONG, "layer", 2), problem(LONG, 2, 128).receive_arguments("layer", 1)
+    finish, receive = summed(LONG, "layer", 2), problem(LONG, 2, 128).receive_arguments("layer", 1, limit=1e3)
     for _ in range(3):
         with using(backend):
             triton_kernels.finish(*finish)
             triton_kernels.receive(*receive)
         assert not finish[8].any()
         assert int(receive[16]) == int(receive[17]) == 0
-        bits = [t.view(torch.int32).clone() for t in (*finish[9:12], *receive[9:14])]  # slots without a scale are NaN
+        written = (*finish[9:12], *receive[9:14], receive[22].view(1))
+        bits = [t.view(torch.int32).clone() for t in written]  # slots without a scale are NaN
         runs.append(bits)
         receive[1][Word.DIGEST] = receive[0][0, Word.DIGEST]  # the next step's headers carry it
     for again in runs[1:]:
@@ -85,15 +87,17 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("limit", [None, 1e9, 1e-9])
 @pytest.mark.parametrize(("flags", "hold"), [(0, 0), (1, 0), (0, 16), (2, 16)])
 @pytest.mark.parametrize(
     ("sizes", "world_size", "ternary"), [(SOME, 1, False), (SOME, 5, True), ((3 * SPAN * 64,), 2, False)]
 )
-def test_receive_equals_eager(sizes, world_size, ternary, flags, hold):
+def test_receive_equals_eager(sizes, world_size, ternary, flags, hold, limit):
     def make() -> tuple:
-        return problem(sizes, world_size, 128, ternary=ternary).receive_arguments("block", world_size - 1, flags, hold)
+        p = problem(sizes, world_size, 128, ternary=ternary)
+        return p.receive_arguments("block", world_size - 1, flags, hold, limit)
 
-    assert_equal_backends("receive", make)
+    assert_equal_backends("receive", make, float64_rtol=0.0)
 
 
 def test_receive_hands_out_scales_flags_and_the_digest():
@@ -111,6 +115,27 @@ def test_receive_hands_out_scales_flags_and_the_digest():
     assert torch.equal(server, of_server[served])
     assert not settled.any()
     assert not server_settled.any()
+
+
+@pytest.mark.parametrize("factor", [1.001, 0.999, math.nan])
+def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
+    arguments = problem(SOME, 3, 128).receive_arguments("layer", 1, limit=0.0)
+    scale, worker, server, flags, coef, block_tensor, weight, limit, norm = (
+        arguments[i] for i in (9, 10, 12, 15, 18, 19, 20, 21, 22)
+    )
+    triton_kernels.receive(*arguments)  # refuses all
+    messages, segment = arguments[3], arguments[4].view(3, -1)
+    each = torch.gather(messages, 1, (segment - segment[:, :1]).long()).view(-1).double()
+    expected = (each * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    limit.copy_(norm * factor)
+    arguments[1][Word.DIGEST] = arguments[0][0, Word.DIGEST]  # the next step's headers carry it
+    triton_kernels.receive(*arguments)
+    refused = not factor > 1
+    assert int(flags) == int(Flag.VETO) * refused
+    assert torch.equal(scale, torch.zeros_like(scale) if refused else each.float())
+    assert bool(server.any()) != refused
+    assert torch.equal(worker, arguments[5][arguments[4]])  # servers have averaged what arrived
 
 
 @pytest.mark.parametrize("word", [*range(CHECKED), Word.FLAGS])

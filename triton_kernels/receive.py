@@ -1,4 +1,4 @@
-"""Takes up the servers' messages: what they agree on, their checksum, and the scale of each block."""
+"""Takes up the servers' messages: what they agree on, their checksum, scales of blocks, and the guard's verdict."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from . import block_io as io
-from . import headers
+from . import headers, rules
+from .finish import ordered_sum
 from .headers import Word
 from .jit import jit, tl
-from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, Table, op
+from .op import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, PerBlock, Table, op
+from .rules import COLUMNS, UNBIAS1
 
-DIGEST, FLAGS = headers.DIGEST, headers.FLAGS
+DIGEST, FLAGS, VETO = headers.DIGEST, headers.FLAGS, headers.VETO
 SPAN = 2048  # of a message, in 8 bytes, that a program sums
 TILE = 512  # of them at a time
-LANES = 128  # blocks at a time
+LANES = io.SUM_LANES  # blocks at a time
 
 
 def checksum_of(values: Tensor) -> Tensor:
@@ -22,6 +24,11 @@ def checksum_of(values: Tensor) -> Tensor:
     # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
     total = values.view(torch.int64).sum()
     return (total ^ (total >> 32)).to(torch.int32)
+
+
+def spans_of(payload: Tensor) -> int:
+    """Return how many programs sum a message; ``payload`` uint8 [W, n]."""
+    return -(-payload.shape[1] // (8 * SPAN))
 
 
 @jit()
@@ -43,15 +50,44 @@ def _store_side(at, mask, measured, segment, kept, scale, settled):
 
 
 @jit()
+def _squares(s, b, mask, coef, block_tensor, weight):
+    """What blocks add to the square of the update's norm, float64 [LANES]."""
+    t = tl.load(block_tensor + b, mask=mask, other=0).to(tl.int64)
+    unbias = tl.load(coef + t * COLUMNS + UNBIAS1, mask=mask, other=0.0).to(tl.float64)
+    root = tl.load(weight + b, mask=mask, other=0.0).to(tl.float64)
+    return rules.update_square(s.to(tl.float64), unbias, root)
+
+
+@jit()
+def _verdict(held, limit, norm, squares, programs):
+    """Measures the update; VETO where it is beyond the limit, or no number. What is held back is none."""
+    refused = 0
+    if held == 0:
+        measured = tl.sqrt(io.ordered_sum(squares, 0, programs))
+        tl.store(norm, measured)
+        if not measured <= tl.load(limit):
+            refused = VETO
+    return refused
+
+
+@jit()
+def _zero(at, count):
+    """Overwrites at[:count], float32, by one program."""
+    lane = tl.arange(0, LANES)
+    for first in range(0, count, LANES):
+        tl.store(at + first + lane, tl.zeros([LANES], tl.float32), mask=first + lane < count)
+
+
+@jit()
 def receive_kernel(
     words, words_stride, own_words, payload, payload_stride, message_scales, message_scales_stride, segment,
     worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
-    server_settled, hold, flags, total, ticket, world_size, spans, length, blocks_per_message, blocks_per_span,
-    programs,
+    server_settled, hold, flags, total, ticket, coef, block_tensor, weight, limit, norm, squares, world_size, spans,
+    length, blocks_per_message, blocks_per_span, programs,
 ):  # fmt: skip
     """Grid: W rows of spans, each of SPAN times 8 bytes of a message and a share of its blocks.
 
-    Bytes per element: 1/8 in; per block 4 of a scale in, 12 out.
+    Bytes per element: 1/8 in; per block 4 of a scale in, 12 out; where there is a limit 12 more in.
     """
     p = tl.program_id(0).to(tl.int64)
     w = p // spans
@@ -60,7 +96,9 @@ def receive_kernel(
     kept = bad == 0
     row = (payload + w * payload_stride).to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_add(total, _sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
-    if tl.load(hold) == 0:
+    held = tl.load(hold)
+    if held == 0:
+        square = tl.zeros([LANES], tl.float64)
         averaged = tl.load(words + w * words_stride + FLAGS) == 0
         first = w * blocks_per_message
         first_segment = tl.load(segment + first)
@@ -70,15 +108,26 @@ def receive_kernel(
             mask = b < end
             of = tl.load(segment + first + b, mask=mask, other=0)
             s = tl.load(message_scales + w * message_scales_stride + of - first_segment, mask=mask, other=0.0)
-            tl.store(scale + first + b, tl.where(kept, s, 0.0), mask=mask)
+            s = tl.where(kept, s, 0.0)
+            tl.store(scale + first + b, s, mask=mask)
+            if limit is not None:
+                square += _squares(s, first + b, mask, coef, block_tensor, weight)
             # A server that has seen nothing wrong has averaged what arrived, and keeps that.
             _store_side(first + b, mask, worker_measured, of, averaged, worker_scale, worker_settled)
             if w == rank:
                 of = tl.load(server_segment + b, mask=mask, other=0)
                 _store_side(b, mask, server_measured, of, kept, server_scale, server_settled)
+        if limit is not None:
+            tl.store(squares + p, io.tree_sum(square))
     if io.is_last(ticket, programs):
+        found = headers.flags_of(bad)
+        if limit is not None:
+            found |= _verdict(held, limit, norm, squares, programs)
+            if found & VETO != 0:
+                _zero(scale, world_size * blocks_per_message)
+                _zero(server_scale, blocks_per_message)
         sum_of_all = tl.atomic_xchg(total, 0)
-        tl.store(flags, headers.flags_of(bad))
+        tl.store(flags, found)
         tl.store(own_words + DIGEST, (sum_of_all ^ (sum_of_all >> 32)).to(tl.int32))
 
 
@@ -86,12 +135,12 @@ def receive_kernel(
     receive_kernel,
     writes=(
         *("own_words", "scale", "worker_scale", "worker_settled", "server_scale", "server_settled"),
-        *("flags", "total", "ticket"),
+        *("flags", "total", "ticket", "norm", "squares"),
     ),
     derive={
         "world_size": ("i32", lambda words: len(words)),
         "length": ("i32", lambda payload: payload.shape[1] // 8),
-        "spans": ("i32", lambda length: -(-length // SPAN)),
+        "spans": ("i32", spans_of),
         "blocks_per_message": ("i32", lambda segment, world_size: len(segment) // world_size),
         "blocks_per_span": ("i32", lambda blocks_per_message, spans: -(-blocks_per_message // spans)),
         "programs": ("i32", lambda world_size, spans: world_size * spans),
@@ -102,13 +151,15 @@ def receive(
     words: Headers, own_words: Flag, payload: Bits, message_scales: Floats, segment: Indices, worker_measured: Floats,
     server_segment: Table, server_measured: Floats, rank: int, scale: PerBlock, worker_scale: PerBlock,
     worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, total: Counters,
-    ticket: Flag,
+    ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None, limit: Doubles | None,
+    norm: Doubles | None, squares: Doubles | None,
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
     Where any server's header has a flag, or differs from this rank's in a checked word, the step is skipped: s := 0
     turns all of c into residual, which already contains the momentum. A server that has seen nothing wrong has
-    averaged what arrived, and keeps that: workers don't keep it as well.
+    averaged what arrived, and keeps that: workers don't keep it as well. An update whose norm is beyond the limit, or
+    not a number, is refused in the same way.
 
     Args:
         words: int32 [W, 8], the headers.
@@ -124,9 +175,15 @@ def receive(
         worker_scale, worker_settled: float32 [B], written: scales, and zeros.
         server_scale, server_settled: float32 [B / W], written: the same of the server.
         hold: int32 [1]; where set scales stay.
-        flags: int32 [1], written: ``agreed_flags``.
+        flags: int32 [1], written: ``agreed_flags``, and VETO where the update is refused.
         total: int64 [1], 0; scratch.
         ticket: int32 [1], 0; scratch.
+        coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
+        block_tensor: int32 [B].
+        weight: float32 [B], the root of the square of the update's norm per square of a block's scale.
+        limit: float64 [], the largest norm that is let through; None, as the others here: any.
+        norm: float64 [], written: the update's.
+        squares: float64 [W * ``spans_of``]; scratch.
     """
     flags.copy_(headers.agreed_flags(words, own_words))
     own_words[Word.DIGEST] = checksum_of(payload)
@@ -140,3 +197,15 @@ def receive(
     server_scale.copy_(torch.where(kept, server_measured[server_segment], 0.0))
     worker_settled.zero_()
     server_settled.zero_()
+    if limit is None or coef is None or block_tensor is None or weight is None or norm is None or squares is None:
+        return
+    square = rules.update_square(scale.double(), coef[:, UNBIAS1].double()[block_tensor], weight.double())
+    spans = spans_of(payload)
+    each = -(-by_message.shape[1] // spans)
+    padded = torch.nn.functional.pad(square.view(len(words), -1), (0, spans * each - by_message.shape[1]))
+    squares.copy_(ordered_sum(padded.view(-1, each)))
+    norm.copy_(ordered_sum(squares).sqrt())
+    if not norm <= limit:
+        flags |= int(VETO)
+        scale.zero_()
+        server_scale.zero_()

@@ -142,6 +142,13 @@ def seen(x: float, mean: float) -> float:
     return tl.where(mean > 0.0, x, 0.0)
 
 
+@rule
+def update_square(s: float, unbias: float, root: float) -> float:
+    """Squares what a block adds to the norm of an update: its scale, unbiased, times the root of its weight."""
+    norm = s * unbias * root
+    return norm * norm
+
+
 # ---------------------------------------------------------------- bits and residuals
 
 

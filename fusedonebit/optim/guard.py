@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm import ShardGroup
+from ..comm import Limit
 
 LIMIT = 10.0
 """Times the norm of the last uncompressed update, where what is compressed is the update itself."""
@@ -33,7 +33,6 @@ class DivergenceGuard:
 
     def __init__(self, device: torch.device, preconditioned: bool) -> None:
         self._times = LIMIT if preconditioned else PLAIN_LIMIT
-        # Of its own memory each, as they are replaced one by one.
         self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._root = torch.empty(0, device=device)
 
@@ -46,8 +45,8 @@ class DivergenceGuard:
             noise: float64 [], |u| of momentum that is pure noise.
             weight: float64 [B], w.
         """
-        self.reference = torch.maximum(last, noise)
-        self.limit = torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference
+        self.reference.copy_(torch.maximum(last, noise))
+        self.limit.copy_(torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference)
         self._root = weight.sqrt().float()  # w itself may be beyond float32
 
     def resume(self, reference: float, limit: float) -> None:
@@ -55,16 +54,9 @@ class DivergenceGuard:
         self.reference.fill_(reference)
         self.limit.fill_(limit)
 
-    def refuses(self, scale: Tensor, unbias: Tensor, shards: ShardGroup) -> Tensor:
-        """Tell whether an update is too large, or not finite: bool [1].
-
-        Args:
-            scale: float32 [B], s.
-            unbias: float32 [B], 1 / (1 - beta1^t) of each block's tensor.
-            shards: Where the rest of the update is.
-        """
-        self.norm = shards.sum((scale * unbias).double().mul_(self._root).square_().sum()).sqrt()
-        return ~(self.norm <= self.limit).reshape(1)
+    def limit_of(self, coef: Tensor) -> Limit:
+        """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
+        return Limit(coef, self._root, self.limit, self.norm)
 
     def describe(self, rewarms: bool, steps: int) -> str:
         """Say why an update was refused and what follows; wait for the device."""

@@ -163,11 +163,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
-        coef = super()._synchronise(compress, told, coef)
         if self.options.guard != "off":
-            refused = self._guard.refuses(self.reducer.scale, coef[:, Coef.UNBIAS1][self._block_tensor], self.shards)
-            self.reducer.refuse(refused.int() * int(Flag.VETO))
-        return coef
+            told = told._replace(limit=self._guard.limit_of(coef))
+        return super()._synchronise(compress, told, coef)
 
     def _advance(self, flags: Tensor, captured: bool) -> None:
         super()._advance(flags, captured)

@@ -104,6 +104,7 @@ KERNEL(finish)
 KERNEL(receive)
 {
     int32_t found = agreed_flags(words, words_stride, own_words, world_size);
+    double lanes[SUM_LANES];
     for (int64_t p = begin; p < end; p++) {
         int64_t w = p / spans, j = p % spans, first = w * blocks_per_message;
         const uint8_t *row = payload + w * payload_stride;
@@ -114,9 +115,13 @@ KERNEL(receive)
         }
         __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
         int averaged = words[w * words_stride + FLAGS] == 0;
+        memset(lanes, 0, sizeof lanes);
         for (int64_t b = j * blocks_per_span; !*hold && b < blocks_per_message && b < (j + 1) * blocks_per_span; b++) {
             int64_t at = first + b, slot = segment[at] - segment[first];
             scale[at] = found ? 0 : message_scales[w * message_scales_stride + slot];
+            if (limit)
+                lanes[(b - j * blocks_per_span) % SUM_LANES] +=
+                    update_square(scale[at], coef[block_tensor[at] * COLUMNS + UNBIAS1], weight[at]);
             worker_scale[at] = averaged ? worker_measured[segment[at]] : 0;
             worker_settled[at] = 0;
             if (w == rank) {
@@ -124,9 +129,19 @@ KERNEL(receive)
                 server_settled[b] = 0;
             }
         }
+        if (limit && !*hold)
+            squares[p] = tree_sum(lanes);
         if (is_last(ticket, programs)) {
             int64_t all = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
             *flags = found;
+            if (limit && !*hold) {
+                *norm = sqrt(ordered_sum(squares, 0, programs));
+                if (!(*norm <= *limit)) {
+                    *flags |= VETO;
+                    memset(scale, 0, world_size * blocks_per_message * sizeof *scale);
+                    memset(server_scale, 0, blocks_per_message * sizeof *server_scale);
+                }
+            }
             own_words[DIGEST] = all ^ all >> 32;
         }
     }
