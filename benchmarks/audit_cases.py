@@ -27,6 +27,7 @@ COUNTER = {"counter": "*i32", "COUNTS": True}
 MAJORITY = {"compensated": None, "server_scale": None}
 GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
 GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
+WEIGHED = {"weights": "*fp32"}
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | VARIANCE
@@ -139,8 +140,8 @@ CASES = {
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
     "rebuild_momentum": Case("rebuild_momentum"),
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", VARIANCE),
-    "lion_compress": Case("lion_compress", halves=2),
-    "lion_compress, bf16": Case("lion_compress", BF16, halves=2),
+    "lion_compress": Case("lion_compress", WEIGHED, halves=2),
+    "lion_compress, bf16": Case("lion_compress", WEIGHED | BF16, halves=2),
 }
 VARIANTS = {
     "advance": Case("advance", CLOCK),

@@ -351,7 +351,8 @@ class Workload:
         flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
             *(self.grads, self.layout.sizes, self.layout.block_size, self._moments()[0], self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, step, self.skip, self._bytes(self.world_size), flags),
+            *(self.block_tensor, self.table.bits, self.table.row, step, self.skip, self._bytes(self.world_size)),
+            *(self._arrived_scales(), 0, flags),
         )
         return partial(ops.lion_compress, *arguments)
 

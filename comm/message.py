@@ -57,7 +57,8 @@ class Told(NamedTuple):
         abort: Makes every rank skip this step.
         hold: int32 [1], flags equal on all ranks: where any is set nothing changes, the last result included, but for
             the count of synchronisations. None: none.
-        pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set. None: none.
+        pending: int32 [1], flags of this rank alone, such as earlier steps of a round have set; they are taken, and 0
+            afterwards. None: none.
         missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
         changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
         goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.

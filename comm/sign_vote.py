@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import Tensor
-
 from .allreduce import CompressedAllReduce
 from .message import Told
 
 Aggregation = Literal["majority", "mean"]
 
-TIE_BREAKER = 0.5
-"""The weight that one vote has more than the others: it decides ties, and nothing else."""
-
 
 class SignVote(CompressedAllReduce):
-    """Vote on signs: their majority, or their mean. ``compress`` writes a worker's to ``to_servers.bits``, then votes.
+    """Vote on signs: their majority, or their mean. ``compress`` writes a worker's to ``to_servers.bits``.
 
     Majority: one bit each way, and nothing is kept. Where votes tie the tie breaker's counts, which is another worker
     in each step: a tie that always were +1 would let coordinates drift. Mean: servers send the mean's signs and
@@ -29,6 +24,7 @@ class SignVote(CompressedAllReduce):
 
     Attributes:
         found: int32 [1], ``Flag`` bits that ``compress`` sets.
+        weights: float32 [W, slots], which ``compress`` writes; None where all votes weigh 1.
     """
 
     def __init__(self, *arguments: Any, aggregation: Aggregation, **options: Any) -> None:
@@ -36,17 +32,12 @@ class SignVote(CompressedAllReduce):
         super().__init__(*arguments, scale_norm="contractive", scale_scope="block", measures=measures, **options)
         self.aggregation = aggregation
         self.found = self._no_flags.clone()
+        self.weights = self.to_servers.scales if aggregation == "majority" else None
+        self.to_servers.scales.fill_(1.0)
         if aggregation == "majority":  # nothing is left of a vote
             self.server_residual = self.server.compensated = self.server_residual.new_empty(0)
             self.server.measured.fill_(1.0)
             self.served.scales.fill_(1.0)
 
-    def vote(self, turn: Tensor) -> None:
-        """Weigh this worker's votes; ``turn`` int64 [], equal on all ranks, says who breaks ties: updates done."""
-        breaks_ties = (turn + self.transport.rank) % self.layout.world_size == 0
-        weight = 1.0 + TIE_BREAKER * int(self.aggregation == "majority") * breaks_ties
-        self.to_servers.scales.copy_(weight.expand_as(self.to_servers.scales))
-
     def _finish(self, told: Told) -> None:
         super()._finish(told._replace(pending=self.found))
-        self.found.zero_()

@@ -58,12 +58,12 @@ ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (10, 10), (9, 4)),
     "OneBitLamb": Case(*LAMB, 4, "compression", (12, 12), (11, 6)),
-    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (17, 17), (8, 8)),
+    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (10, 10), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
-    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (15, 15), (9, 9)),
+    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (10, 10), (9, 9)),
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (22, 22), (2, 2)),
     "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (4, 4), (2, 2)),
-    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (21, 21), (11, 11)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (16, 16), (11, 11)),
     "MarsitSGD": Case(MarsitSGD, {"momentum": 0.9}, 4, "one-bit", (45, 41), (9, 5)),
 }
 SCHEDULED = 2

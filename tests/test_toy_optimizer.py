@@ -62,9 +62,8 @@ class Signum(FeedbackOptimizer):
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold
-            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.found)
-            toy_vote(grads, *self._places, self.exp_avg, scaled, *where)
-            part.vote(self.updates)
+            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            toy_vote(grads, *self._places, self.exp_avg, scaled, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 

@@ -176,6 +176,8 @@ def check_lion_compress(p: Problem, step: int = 7, hold: int = 0) -> reference.V
     ops.lion_compress(*arguments)
     assert (np.abs(wide(exp_avg) - expected.m) <= expected.m_off).all()
     assert bool(arguments[-1]) == expected.told
+    weights, rank = arguments[-3:-1]
+    assert (weights == (1.0 if (step + rank) % len(weights) else 1.5)).all()
     bits, nothing = unpacked(p.bits) > 0, expected.c_off == 0
     tossed = nothing & (expected.c == 0) & p.live
     certain = (np.abs(expected.c) > expected.c_off) & p.live

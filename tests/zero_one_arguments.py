@@ -43,5 +43,6 @@ def lion_arguments(p: Problem, step: int = 7, hold: int = 0) -> tuple:
     return (
         *(p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.coef, p.block_tensor),
         *(p.table.bits, p.table.row, torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
-        *(p.bits, torch.zeros(1, dtype=torch.int32)),
+        *(p.bits, torch.full((len(p.bits), p.layout.scale_slots("block")[1]), torch.nan), len(p.bits) - 1),
+        torch.zeros(1, dtype=torch.int32),
     )

@@ -206,12 +206,13 @@ def finish_kernel(
             flags |= dropped.to(tl.int32) * NONFINITE
             error = io.ordered_sum(sums + ERROR * sums_stride, 0, programs)
             _write_signal(words, words_stride, messages, tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32))
+        tl.store(pending, 0)
         _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
 
 
 @op(
     finish_kernel,
-    writes=("sums", "tickets", "scale", "message_scales", "words", "counter"),
+    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending"),
     derive={
         "singles": ("i32", lambda single: len(single)),
         "longs": ("i32", lambda pieces: len(pieces)),
@@ -249,7 +250,7 @@ def finish(
         counts: Whether ``counter`` is one less, and to be counted up.
         tag: TAG.
         told: FLAGS of the host; NONFINITE is added where any element was dropped.
-        pending: int32 [1], more of them.
+        pending: int32 [1], more of them; 0 afterwards.
         digest: int32 [1], DIGEST.
         hold: int32 [1]; where set headers are written, but for SIGNAL and what was dropped, and nothing else.
     """
@@ -257,6 +258,7 @@ def finish(
     if counter is not None and counts:
         counter += 1
     flags, digest = pending | told, digest.clone()  # it may lie in a header
+    pending.zero_()
     if not hold:
         _finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
         if len(count):

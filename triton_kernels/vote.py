@@ -13,18 +13,31 @@ from . import rules
 from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
-from .op import Bits, Counters, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
+from .op import Bits, Counters, Derived, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
 
 RULE = rules.momentum  # each op binds its own
+TIE_BREAKER = 0.5
+"""The weight that one vote has more than the others: it decides ties, and nothing else."""
+
+
+@jit()
+def _weigh(b, step, weights, weights_stride, slots, rank, world_size):
+    """Writes weight b of all, of which there are no more than blocks."""
+    if b < slots * world_size:
+        breaks_ties = (tl.load(step) + rank) % world_size == 0
+        tl.store(weights + b // slots * weights_stride + b % slots, tl.where(breaks_ties, 1.0 + TIE_BREAKER, 1.0))
 
 
 @jit()
 def vote_kernel(
     grads_table, tensors, exp_avg, coef, block_tensor, block_start, live, live_row, step, hold, bits, bits_stride,
-    flags, blocks_per_chunk, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    flags, weights, weights_stride, slots, rank, world_size, blocks_per_chunk,
+    GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits."""
+    """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits; a weight per block."""
     b = tl.program_id(0).to(tl.int64)
+    if weights is not None:
+        _weigh(b, step, weights, weights_stride, slots, rank, world_size)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     if row == 1:
@@ -65,7 +78,8 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
 
     def vote(
         grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, coef: Floats, block_tensor: Indices,
-        live: Bits, live_row: Indices, step: Counters, hold: Flag, bits: Bits, flags: Flag,
+        live: Bits, live_row: Indices, step: Counters, hold: Flag, bits: Bits, weights: Floats | None, rank: int,
+        flags: Flag,
     ) -> None:  # fmt: skip
         """Makes a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
 
@@ -82,8 +96,13 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
             step: Updates done, int64 []; random signs are made of it and of the flat index (``rules.random_bits``).
             hold: int32 [1]; where set m stays.
             bits: uint8 [W, P / 8W], written.
+            weights: float32 [W, slots], written: what the vote weighs, 1, or TIE_BREAKER more in one step of W; None:
+                it weighs what it is said to elsewhere.
+            rank: This worker's, which says in which step.
             flags: int32 [1], ``NONFINITE`` is set where it happened.
         """
+        if weights is not None:
+            weights.copy_(1.0 + TIE_BREAKER * ((step + rank) % len(bits) == 0))
         moments = exp_avg.view(-1, block_size)
         for tile in tiles(sizes, len(bits), block_size, exp_avg.device, len(block_tensor)):
             k, m = coef[block_tensor[tile.blocks]], moments[tile.blocks]
@@ -99,5 +118,9 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
             moments[tile.blocks] = tl.where(written, new, m)
 
     vote.__name__ = name
-    writes, in_c = ("exp_avg", "bits", "flags"), instance("vote.c", name, rule.function)
-    return op(vote_kernel.bind(RULE=rule), writes=writes, in_c=in_c)(vote)
+    writes, in_c = ("exp_avg", "bits", "flags", "weights"), instance("vote.c", name, rule.function)
+    derive: Derived = {
+        "slots": ("i32", lambda weights: 0 if weights is None else weights.shape[1]),
+        "world_size": ("i32", lambda bits: len(bits)),
+    }
+    return op(vote_kernel.bind(RULE=rule), writes=writes, derive=derive, in_c=in_c)(vote)

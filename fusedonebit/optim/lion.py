@@ -98,9 +98,8 @@ class OneBitLion(FeedbackOptimizer):
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            bits, where = part.to_servers.bits, (scaled, *self._tables, self.updates, hold)
-            lion_compress(grads, *self._places, self.exp_avg, *where, bits, part.found)
-            part.vote(self.updates)
+            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            lion_compress(grads, *self._places, self.exp_avg, scaled, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 

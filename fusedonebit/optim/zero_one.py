@@ -198,14 +198,31 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         steps = self._round.steps
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
-        compressed = agreed.scaled(coef.clone())
-        compressed[:, Coef.BETA1] /= self._summed  # of no account where the momentum is in ``compensated`` already
+        compressed = agreed.scaled(self._of_each_step(coef))
         v, inside = self.exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
         told = told._replace(pending=self._pending)
         self._synchronise(lambda part: part.compress(grads, compressed, v, inside), told, coef)
         if steps > 1:
             self._sum_up(coef)
         self._apply(coef, agreed.hold)
+
+    def _of_each_step(self, coef: Tensor) -> Tensor:
+        """Return coefficients of momentum in bits of several steps' sum, of which beta1 takes the share of one."""
+        if self._as_floats or self._summed_alike == 1:
+            return coef
+        share = coef.clone()
+        share[:, Coef.BETA1] /= self._summed
+        return share
+
+    def _sum_of(self, steps: int, hold: Tensor | None) -> None:
+        """Note that the bits are a sum of so many steps, but for tensors without a gradient, and a step held back."""
+        if self._summed_alike == steps:
+            return
+        summed = torch.full_like(self._summed, steps)
+        if self._absent is not None:
+            summed = torch.where(self._absent, self._summed, summed)
+        self._summed = summed if hold is None else torch.where(hold == 0, summed, self._summed)
+        self._summed_alike = steps if self._absent is None and hold is None else None
 
     def _apply(self, coef: Tensor, hold: Tensor | None) -> None:
         """Move to x0 - mean step size * sum of the updates, from the x0 that all had (line 10), and end the round."""
@@ -217,11 +234,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
             add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
         v = None if self.options.precondition else self.exp_avg_sq
         self._apply_momentum(self.coefficients.still(coef, self._absent), v, self._eps_inside_sqrt)
-        summed = torch.full_like(self._summed, steps)
-        if self._absent is not None:
-            summed = torch.where(self._absent, self._summed, summed)
-        self._summed = summed if hold is None else torch.where(hold == 0, summed, self._summed)
-        self._pending.zero_()
+        self._sum_of(steps, hold)
         self._as_floats = False
         self._end_round(self._round)
 

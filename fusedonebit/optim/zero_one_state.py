@@ -116,6 +116,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._entered = torch.zeros_like(self.own_steps)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
+        self._summed_alike: int | None = 1  # that of all tensors, where the host knows it
         self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
@@ -286,7 +287,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._confirmed = done._replace(steps=done.steps - self._local)
         self._round = Round(*header["round"])
         self._entered = torch.minimum(each(header["entered"], self._entered), self.own_steps)
-        self._summed = each(header["summed"], self._summed)
+        self._summed, self._summed_alike = each(header["summed"], self._summed), None
         self._pending.fill_(header["pending"])
 
     def resumed(self, header: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 /* A worker's vote: the kernel of op NAME, whose arithmetic is RULE. */
 
+#define TIE_BREAKER 0.5f
+
 /* Few are tied: bits are drawn where they count. */
 static void break_ties(float *restrict c, int64_t b, const int64_t *step, int64_t n)
 {
@@ -35,6 +37,8 @@ KERNEL(NAME)
 {
     float g[MOST], c[MOST], new_m[MOST];
     for (int64_t b = begin; b < end; b++) {
+        if (weights && b < slots * world_size)
+            weights[b / slots * weights_stride + b % slots] = (*step + rank) % world_size ? 1 : 1 + TIE_BREAKER;
         uint8_t *packed = bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE);
         if (live_row[b] == EMPTY) {
             memset(packed, 0xFF, BLOCK_SIZE / 8);

@@ -83,6 +83,7 @@ KERNEL(finish)
         if (!is_last(tickets, programs))
             continue;
         int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending, last_digest = *digest;
+        *pending = 0;
         if (counter && COUNTS)
             *counter = step;
         if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, programs) > 0)
