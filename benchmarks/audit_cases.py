@@ -11,7 +11,12 @@ from fusedonebit.triton_kernels.op import OPS
 BLOCK = 1024
 WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
 PACKED = ("merge_signs", "pick_owned", "place_owned")
-CONSTANTS = dict.fromkeys(("PARAMS", "GRADS", "TENSORS"), 4) | {"BLOCK_SIZE": BLOCK, "WORDS": WORDS, "LANES": 1024}
+CONSTANTS = dict.fromkeys(("PARAMS", "GRADS", "TENSORS"), 4) | {
+    "BLOCK_SIZE": BLOCK,
+    "WORDS": WORDS,
+    "LANES": 1024,
+    "WIDTH": 64,
+}
 """What constants are where a case does not say, False otherwise: tensors are float32 and aligned."""
 BF16 = {"PARAMS": 5, "GRADS": 5}
 MIXED = {"PARAMS": 7, "GRADS": 7}
@@ -19,7 +24,9 @@ UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 STOCHASTIC = {"rounding": "*i64"}
-CLOCK = {"WIDTH": 64, "ROOM": 32, "entered": "*fp64"}
+CLOCK = {"ROOM": 32, "entered": "*fp64"}
+RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
+COUNTS = {"steps": "*fp64", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2}
@@ -149,6 +156,9 @@ VARIANTS = {
     "advance, captured": Case("advance", CLOCK | CAPTURED),
     "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
+    "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
+    "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
+    "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS),
     "finish, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=1),
     "server_reduce, W=64, ternary": Case("server_reduce", {"TERNARY": True}, loops=(3, 0, 8, 0), cached=4 * HEADERS),
     "flatten, mixed, scaled": Case("flatten", {"TENSORS": 7, "unscale": "*fp32"}),
@@ -257,7 +267,7 @@ STEPS = {
 }
 """A compression-stage step of each optimizer. "preconditioned": ``precondition=True``; "plain": without.
 
-``advance``, and Lion's ``finish``, which writes headers only, move nothing per parameter.
+Lion's ``finish``, which writes headers only, moves nothing per parameter, as don't counts and coefficients.
 """
 
 

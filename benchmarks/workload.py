@@ -177,13 +177,15 @@ class Workload:
         return partial(ops.momentum_compress, *arguments)
 
     def finish(self) -> partial[None]:
-        return self._finish(self.partials, self.layout.scale_segments("block"), self.world_size)
+        groups, group_of, steps, _ = self._clock()
+        renewal = (groups, None, group_of, steps, None, self.coef.clone())
+        return self._finish(self.partials, self.layout.scale_segments("block"), self.world_size, *renewal)
 
     def finish_server(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
         return self._finish(self.partials[:, :served].contiguous(), self._slot[:served], 1)
 
-    def _finish(self, partials: Tensor, segment: Tensor, messages: int) -> partial[None]:
+    def _finish(self, partials: Tensor, segment: Tensor, messages: int, *renewal: Tensor | None) -> partial[None]:
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
         start, single, pieces, sums, tickets = Segments.of(segment, self.device)
         arguments = (
@@ -192,7 +194,7 @@ class Workload:
             *(SCALE_NORMS["contractive"], sums, tickets, self._scale(0.0, len(lengths))),
             torch.zeros(messages, self._slots, device=self.device),
             torch.zeros(messages, len(Word), dtype=torch.int32, device=self.device),
-            *(1, None, False, 1, 0, self.skip, self.skip, self.skip),
+            *(1, None, False, 1, 0, self.skip.clone(), self.skip, self.skip, *renewal),
         )
         return partial(ops.finish, *arguments)
 
@@ -240,7 +242,9 @@ class Workload:
             *(self._scale(0.1, layout.n_blocks), v, False, self.coef),
             *(self.block_tensor, self.table.bits, self.table.row, self.skip, None),
         )
-        return partial(ops.apply_momentum, *arguments)
+        *_, steps, updates = self._clock()
+        counting = (None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH), steps)
+        return partial(ops.apply_momentum, *arguments, *counting)
 
     def adam_update(self) -> partial[None]:
         layout = self.layout
@@ -356,12 +360,16 @@ class Workload:
         )
         return partial(ops.lion_compress, *arguments)
 
-    def advance(self) -> partial[None]:
+    def _clock(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of one group: its row, each tensor's group and updates, and those of all."""
         groups = torch.zeros(1, GROUP_COLUMNS, dtype=torch.float64, device=self.device)
         groups[:, : len(Coef)] = self.coef[:1]
-        updates = torch.zeros((), dtype=torch.int64, device=self.device)
         steps = torch.zeros(len(self.coef), dtype=torch.float64, device=self.device)
         group_of = torch.zeros(len(steps), dtype=torch.int32, device=self.device)
+        return groups, group_of, steps, torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def advance(self) -> partial[None]:
+        groups, group_of, steps, updates = self._clock()
         entered = torch.full_like(steps, torch.inf)
         arguments = (
             *(groups, None, group_of, self.skip, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH)),
@@ -373,7 +381,7 @@ class Workload:
         """All kernels of one rank's compression-stage step; nothing travels."""
         names = ["momentum_compress", "finish", "server_reduce", "finish_server", "receive"]
         names += ["lamb_ratio", "lamb_rescale"] if lamb else []
-        names += ["apply_momentum", "advance"]
+        names += ["apply_momentum"]
         calls = [self.call(name) for name in names]
 
         def run() -> None:

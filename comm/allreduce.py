@@ -431,7 +431,7 @@ class CompressedAllReduce(FeedbackReducer):
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
         pending = self._no_flags if told.pending is None else told.pending
         header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
-        self.worker.finish(self.to_servers, *header)
+        self.worker.finish(self.to_servers, *header, *told.renewal)
 
     def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:
         """Return the last arguments of the op ``finish``."""

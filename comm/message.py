@@ -63,6 +63,7 @@ class Told(NamedTuple):
         changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
         goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
         limit: For which results all ranks skip. None: for none.
+        renewal: The last arguments of the op ``finish``, with which it renews coefficients; or ().
     """
 
     tag: int = 0
@@ -74,6 +75,7 @@ class Told(NamedTuple):
     changed: Sequence[Tensor] = ()
     goes: Tensor | None = None
     limit: Limit | None = None
+    renewal: tuple[Tensor | None, ...] = ()
 
 
 class Messages:

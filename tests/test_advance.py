@@ -9,14 +9,16 @@ from fractions import Fraction
 import pytest
 import torch
 from advance_arguments import advance_arguments
-from backends import assert_equal_backends
+from backends import assert_equal_backends, problem
 from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
+from fusedonebit.core.compressing import CompressingOptimizer
 from fusedonebit.triton_kernels import Coef, Group, advance
 from fusedonebit.triton_kernels.op import OPS, launches
 
 NAMES = list(OPS["advance"].arguments)
+RENEWED = [Coef.LR, Coef.STEP_SIZE, Coef.DECAY, Coef.UNBIAS1]
 WAYS = [
     {},
     {"entered": False},
@@ -97,6 +99,48 @@ def test_tensors_without_a_variance_wait_and_others_have_a_floor_where_there_is_
     assert torch.equal(after["coef"][:, Coef.UNIT], before["unit"])
 
 
+MANY = (300, *[3] * 70)  # tensors of two programs
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
+def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
+    groups, lr, group_of, *_, steps, entered, _, unit, mean_sq, made = advance_arguments(len(MANY), **way)
+
+    def make() -> tuple:
+        p = problem(MANY, 2, 128)
+        p.partials.zero_()
+        finish = p.finish_arguments("layer", "l2")
+        return *finish, groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan)
+
+    assert_equal_backends("finish", make)
+    arguments = make()
+    torch.ops.fusedonebit.finish(*arguments)
+    advance(groups, lr, group_of, None, None, None, None, None, 0, 0, steps, entered, False, unit, mean_sq, made)
+    assert torch.equal(arguments[-1][:, RENEWED], made[:, RENEWED])
+    others = [column for column in Coef if column not in RENEWED]
+    assert arguments[-1][:, others].isnan().all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", [{}, {"absent": True}, {"absent": True, "captured": True}], ids=str)
+@pytest.mark.parametrize("flags", [0, 8, 3])
+def test_the_apply_counts_as_the_op_that_ends_a_step_does(flags, way):
+    def make() -> tuple:
+        _, _, _, _, absent, updates, number, replays, veto, bad, steps, *_ = advance_arguments(
+            len(MANY), flags=flags, **way
+        )
+        p = problem(MANY, 2, 128)
+        return *p.apply_arguments(skip=flags), absent, updates, number, replays, veto, bad, steps
+
+    assert_equal_backends("apply_momentum", make)
+    *_, updates, number, replays, _, _, steps = arguments = make()
+    torch.ops.fusedonebit.apply_momentum(*arguments)
+    _, after = run(len(MANY), flags=flags, **way)
+    for ours, name in ((updates, "updates"), (number, "number"), (replays, "replays"), (steps, "steps")):
+        assert (ours is None and after[name] is None) or torch.equal(ours, after[name])
+
+
 # ---------------------------------------------------------------- the optimizer's table
 
 
@@ -127,46 +171,74 @@ def launched_in_a_step(p: torch.Tensor, optimizer: torch.optim.Optimizer) -> int
 
 
 @pytest.mark.needs_compiler
-@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_a_step_launches_it_once_and_once_more_where_something_has_changed(name):
+@pytest.mark.parametrize(("name", "usual"), [("onebit-adam", 0), ("onebit-lamb", 0), ("lamb", 1)])
+def test_a_step_launches_it_once_if_at_all_and_once_more_where_something_has_changed(name, usual):
     p, optimizer = trained(name)
     group = optimizer.param_groups[0]
-    assert launched_in_a_step(p, optimizer) == 1
-    for change in (
-        lambda: group.update(lr=2e-2),
-        lambda: group.update(betas=(0.8, group["betas"][1])),
-        lambda: optimizer.own_steps.add_(1),
-        lambda: optimizer.state[p]["step"].add_(1),
-        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+    assert launched_in_a_step(p, optimizer) == usual
+    for more, change in (
+        (usual, lambda: group.update(lr=2e-2)),  # 0: a compressed step renews what it changes on the way
+        (1, lambda: group.update(betas=(0.8, group["betas"][1]))),
+        (1, lambda: optimizer.own_steps.add_(1)),
+        (1, lambda: optimizer.state[p]["step"].add_(1)),
+        (1, lambda: optimizer.load_state_dict(optimizer.state_dict())),
     ):
         change()
-        assert launched_in_a_step(p, optimizer) >= 2
-        assert launched_in_a_step(p, optimizer) == 1
+        assert launched_in_a_step(p, optimizer) >= usual + more
+        assert launched_in_a_step(p, optimizer) == usual
 
 
 @pytest.mark.needs_compiler
 def test_a_rate_on_the_device_is_read_in_each_step():
     p, optimizer = trained(capturable=True)
-    assert [launched_in_a_step(p, optimizer) for _ in range(3)] == [2, 2, 2]
+    for rate in (1e-2, 0.0, 3e-2):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        before = p.detach().clone()
+        assert launched_in_a_step(p, optimizer) == 0
+        assert torch.equal(p, before) == (rate == 0.0)
+
+
+def test_with_stochastic_rounding_which_reads_the_count_the_step_ends_with_a_launch_that_counts():
+    p = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=2, stochastic_rounding=True))
+    for _ in range(4):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    before = int(optimizer.updates)
+    assert launched_in_a_step(p, optimizer) == 1
+    assert int(optimizer.updates) == before + 1
 
 
 @pytest.mark.parametrize("name", MAKE)
 def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginning(name):
+    """Where the step renews it, when it has been exchanged; until then all columns but those that are renewed."""
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (40, 7)]
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    compared = []
-    table = type(optimizer).coefficient_table
+    compared, renewed = [], []
+    table, synchronise = type(optimizer).coefficient_table, CompressingOptimizer._synchronise
 
-    def both(self):
-        kept = table(self).clone()
-        self.coefficients.lend()
-        compared.append((kept, table(self).clone()))
-        return table(self)
+    def compare(kept, but=()):
+        made = optimizer.coefficients.fresh(optimizer._taken, optimizer.coefficients._made)
+        columns = [column for column in Coef if column not in but]
+        compared.append((kept[:, columns].clone(), made[:, columns]))
+
+    def begun(self):
+        kept = table(self)
+        compare(kept, RENEWED if self.coefficients.renews else ())
+        return kept
+
+    def exchanged(self, compress, told, coef):
+        result = synchronise(self, compress, told, coef)
+        if self.coefficients.renews:
+            compare(coef)
+            renewed.append(True)
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer), "coefficient_table", both)
+        patch.setattr(type(optimizer), "coefficient_table", begun)
+        patch.setattr(CompressingOptimizer, "_synchronise", exchanged)
         for i in range(9):
             for p in params[: 1 + (i % 4 > 0)]:
                 p.grad = torch.randn(p.shape, generator=generator)
@@ -174,6 +246,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
             optimizer.zero_grad()
             scheduler.step()
     assert len(compared) >= 9
+    assert bool(renewed) == (name in ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"))
     for kept, made in compared:
         assert torch.equal(kept, made)
 

@@ -56,18 +56,18 @@ class Case(NamedTuple):
 
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
-    "OneBitAdam": Case(*ADAM, 4, "compression", (10, 10), (9, 4)),
-    "OneBitLamb": Case(*LAMB, 4, "compression", (12, 12), (11, 6)),
-    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (10, 10), (8, 8)),
+    "OneBitAdam": Case(*ADAM, 4, "compression", (9, 9), (9, 4)),
+    "OneBitLamb": Case(*LAMB, 4, "compression", (11, 11), (11, 6)),
+    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (9, 9), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
-    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (10, 10), (9, 9)),
+    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 9), (9, 9)),
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (22, 22), (2, 2)),
     "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (4, 4), (2, 2)),
-    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (16, 16), (11, 11)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (15, 15), (11, 11)),
     "MarsitSGD": Case(MarsitSGD, {"momentum": 0.9}, 4, "one-bit", (45, 41), (9, 5)),
 }
-SCHEDULED = 2
-"""More where a learning rate has changed: an upload, and the table made anew."""
+SCHEDULED = {"compression": 1, "one-bit": 1}
+"""More where a learning rate has changed: an upload; in other stages, and for Marsit, 2, as the table is made anew."""
 
 
 @dataclass
@@ -139,4 +139,5 @@ def test_a_step_makes_as_many_device_operations_as_recorded(name, tensors, world
     total, recorded = sum(found.values()), case.counted[world_size == 1]
     aimed_at = case.aimed_at[world_size == 1]
     print(f"{name}, {tensors} tensors, W = {world_size}: {total} device operations ({aimed_at} aimed at)")
-    assert total == recorded + SCHEDULED * (tensors == 302)
+    scheduled = 2 if name == "MarsitSGD" else SCHEDULED.get(case.phase, 2)
+    assert total == recorded + scheduled * (tensors == 302)

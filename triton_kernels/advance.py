@@ -1,4 +1,8 @@
-"""Ends a step: counts it, and makes the table of coefficients for the coming one."""
+"""The clock: counts steps, and makes the table of coefficients of the coming one.
+
+``advance`` does both at once. Where a step has launches that can do it on the way, ``finish`` makes those columns anew
+that a count or a learning rate changes (``renew_kernel``), and ``apply_momentum`` counts (``count_kernel``).
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,63 @@ def _count(seen, updates, number, replays, veto, bad):
         tl.store(replays + 1, tl.load(replays + 1) + (seen != 0).to(tl.int64))
         tl.store(replays + 2, tl.load(replays + 2) + ((seen & veto) != 0).to(tl.int64))
         tl.store(replays + 3, tl.load(replays + 3) + ((seen & bad) != 0).to(tl.int64))
+
+
+@jit()
+def count_kernel(
+    p, flags, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Counts a step of WIDTH tensors; the first of programs, all else."""
+    seen = tl.load(flags)
+    t = p * WIDTH + tl.arange(0, WIDTH)
+    counted = (t < tensors) & (seen == 0)
+    if absent is not None:
+        counted = counted & (tl.load(absent + t, mask=counted, other=1) == 0)
+    tl.store(steps + t, tl.load(steps + t, mask=counted, other=0.0) + 1.0, mask=counted)
+    if p == 0:
+        _count(seen, updates, number, replays, veto, bad)
+
+
+@jit()
+def renew_kernel(p, groups, lr, group_of, tensors, steps, mean_sq, coef, WIDTH: tl.constexpr):
+    """Makes LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew."""
+    t = p * WIDTH + tl.arange(0, WIDTH)
+    inside = t < tensors
+    group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
+    row = groups + group * GROUP_COLUMNS
+    if lr is None:
+        rate = tl.load(row + LR, mask=inside, other=0.0)
+    else:
+        rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
+    done = tl.load(steps + t, mask=inside, other=0.0)
+    power1 = _power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
+    decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
+    step_size, kept, _, unbias = rules.coefficients(rate, decay, power1, power1 * 0.0)
+    if mean_sq is not None:
+        step_size = rules.seen(step_size, tl.load(mean_sq + t, mask=inside, other=0.0))
+    k = coef + t.to(tl.int64) * COLUMNS
+    tl.store(k + LR, rate.to(tl.float32), mask=inside)
+    tl.store(k + STEP_SIZE, step_size.to(tl.float32), mask=inside)
+    tl.store(k + DECAY, kept.to(tl.float32), mask=inside)
+    tl.store(k + UNBIAS1, unbias.to(tl.float32), mask=inside)
+
+
+def programs_of(tensors: Tensor | None) -> int:
+    """Return how many programs ``count_kernel`` and ``renew_kernel`` are, of a number for each of ``tensors``."""
+    return 0 if tensors is None else max(1, -(-len(tensors) // WIDTH))
+
+
+def renew_plainly(
+    groups: Tensor, lr: Tensor | None, group_of: Tensor, steps: Tensor, mean_sq: Tensor | None, coef: Tensor
+) -> None:
+    """Do what ``renew_kernel`` does, for all tensors."""
+    values = groups.index_select(0, group_of)
+    rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
+    power1 = _power_plainly(values[:, CORRECTION1], steps + 1)
+    step_size, decay, _, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], power1, power1 * 0.0)
+    step_size = step_size if mean_sq is None else rules.seen(step_size, mean_sq)
+    for column, each in ((LR, rate), (STEP_SIZE, step_size), (DECAY, decay), (UNBIAS1, unbias)):
+        coef[:, column] = each
 
 
 @jit()
@@ -128,7 +189,7 @@ def advance_kernel(
     tl.store(coef + t[:, None] * COLUMNS + of_group, values.to(tl.float32), mask=here)
 
 
-def _count_plainly(
+def count_plainly(
     flags: Tensor, absent: Tensor | None, counters: tuple[Tensor | None, ...], veto: int, bad: int
 ) -> Tensor:
     """Count a step; return of which tensors, float64 [tensors] or []."""
@@ -193,7 +254,7 @@ def advance(
         coef: float32 [tensors, COLUMNS], written.
     """
     if flags is not None:
-        counted = _count_plainly(flags, absent, (updates, number, replays), veto, bad)
+        counted = count_plainly(flags, absent, (updates, number, replays), veto, bad)
         steps += counted
         if entered is not None and renews:
             entered += counted

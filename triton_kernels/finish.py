@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
+from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import ABS, DROPPED, NONZERO, SQUARE
 from .jit import jit, tl
 from .op import Doubles, Flag, Floats, Headers, Indices, Table, op
@@ -175,51 +176,57 @@ def _write_signal(words, words_stride, messages, norm):
 def finish_kernel(
     partials, partials_stride, segment, segment_start, single, singles, pieces, longs, count, sums, sums_stride,
     tickets, scale, message_scales, message_scales_stride, words, words_stride, messages, blocks_per_message, number,
-    counter, tag, told, pending, digest, hold, programs,
-    COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr,
+    counter, tag, told, pending, digest, hold, group_rows, lr, group_of, tensors, steps, mean_sq, coef, parts,
+    COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Scales from partial sums, in a fixed order, and headers.
 
     Grid: ceil(short segments / LANES), a lane to each, and a program to each piece of the others. The last to arrive
-    writes the headers.
+    writes the headers. Behind them, where there are coefficients, ceil(tensors / WIDTH).
     """
     p = tl.program_id(0).to(tl.int64)
-    held = tl.load(hold)
-    if held == 0:
-        rows = partials, partials_stride, count
-        to = segment, scale, message_scales, message_scales_stride, blocks_per_message
-        groups = tl.cdiv(singles, LANES)
-        if p < groups:
-            _finish_short(p, single, singles, segment_start, rows, to, sums, sums_stride, NORM, TERNARY)
-        elif p < groups + longs:
-            _finish_piece(p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM, TERNARY)
-    if io.is_last(tickets, programs):
-        step = number
-        if counter is not None:
-            step = tl.load(counter)
-            if COUNTS:
-                step += 1
-                tl.store(counter, step)
-        flags = told | tl.load(pending)
+    if p < parts:
+        held = tl.load(hold)
         if held == 0:
-            dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, programs) > 0
-            flags |= dropped.to(tl.int32) * NONFINITE
-            error = io.ordered_sum(sums + ERROR * sums_stride, 0, programs)
-            _write_signal(words, words_stride, messages, tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32))
-        tl.store(pending, 0)
-        _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
+            rows = partials, partials_stride, count
+            to = segment, scale, message_scales, message_scales_stride, blocks_per_message
+            groups = tl.cdiv(singles, LANES)
+            if p < groups:
+                _finish_short(p, single, singles, segment_start, rows, to, sums, sums_stride, NORM, TERNARY)
+            elif p < groups + longs:
+                _finish_piece(p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM, TERNARY)
+        if io.is_last(tickets, parts):
+            step = number
+            if counter is not None:
+                step = tl.load(counter)
+                if COUNTS:
+                    step += 1
+                    tl.store(counter, step)
+            flags = told | tl.load(pending)
+            if held == 0:
+                dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0
+                flags |= dropped.to(tl.int32) * NONFINITE
+                error = io.ordered_sum(sums + ERROR * sums_stride, 0, parts)
+                _write_signal(words, words_stride, messages, tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32))
+            tl.store(pending, 0)
+            _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
+    elif group_rows is not None:
+        renew_kernel(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH)
 
 
 @op(
     finish_kernel,
-    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending"),
+    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending", "coef"),
     derive={
         "singles": ("i32", lambda single: len(single)),
         "longs": ("i32", lambda pieces: len(pieces)),
         "messages": ("i32", lambda words: len(words)),
         "blocks_per_message": ("i32", lambda segment, messages: len(segment) // messages),
         "TERNARY": ("constexpr", lambda partials: len(partials) > NONZERO),
-        "programs": ("i32", lambda sums: sums.shape[1]),
+        "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
+        "WIDTH": ("constexpr", lambda: WIDTH),
+        "parts": ("i32", lambda sums: sums.shape[1]),
+        "programs": ("i32", lambda parts, group_of: parts + programs_of(group_of)),
         "num_warps": ("i32", lambda: 1),  # whose lanes are added without a barrier
     },
 )
@@ -227,6 +234,8 @@ def finish(
     partials: Doubles, segment: Indices, segment_start: Table, single: Table, pieces: Table, count: Doubles, norm: int,
     sums: Doubles, tickets: Table, scale: Floats, message_scales: Floats, words: Headers, number: int,
     counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Flag, hold: Flag,
+    group_rows: Doubles | None = None, lr: Floats | None = None, group_of: Table | None = None,
+    steps: Doubles | None = None, mean_sq: Doubles | None = None, coef: Floats | None = None,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
@@ -253,7 +262,12 @@ def finish(
         pending: int32 [1], more of them; 0 afterwards.
         digest: int32 [1], DIGEST.
         hold: int32 [1]; where set headers are written, but for SIGNAL and what was dropped, and nothing else.
+        group_rows, lr, group_of, steps, mean_sq: As for ``advance``, whose ``groups`` are the first.
+        coef: float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the
+            step that is being taken; None: nothing is.
     """
+    if group_rows is not None and group_of is not None and steps is not None and coef is not None:
+        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef)
     step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
     if counter is not None and counts:
         counter += 1

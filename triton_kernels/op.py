@@ -127,7 +127,10 @@ class Op:
         self.name, self.eager, self.kernel = eager.__name__.lstrip("_"), eager, kernel
         self.writes, self._derive = writes, derive
         hints = get_type_hints(eager, include_extras=True)
-        self.arguments = {name: _argument(hints[name]) for name in inspect.signature(eager).parameters}
+        given = inspect.signature(eager).parameters
+        self.arguments = {name: _argument(hints[name]) for name in given}
+        # The dispatcher leaves out what is last and has its default.
+        self._defaults = {name: p.default for name, p in given.items() if p.default is not p.empty}
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         names = list(inspect.signature(kernel.function).parameters)
@@ -206,7 +209,7 @@ class Op:
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """Return the op's arguments and all that the kernel needs of them, by name."""
-        values = dict(zip(self.arguments, arguments, strict=False))
+        values = self._defaults | dict(zip(self.arguments, arguments, strict=False))
         for key, (function, needed) in self._steps.items():
             values[key] = function(*[values[name] for name in needed])
         return values

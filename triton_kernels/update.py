@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
+from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
 from .eager import gather, moments, move, only_live, scaled, tiles, write
 from .jit import jit, tl
 from .op import (
     Bits,
     Counters,
     DoublePerBlock,
+    Doubles,
     Flag,
     Floats,
     Indices,
@@ -47,12 +49,22 @@ def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, ro
 @jit()
 def apply_momentum_kernel(
     params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
-    block_start, live, live_row, skip, rounding, blocks_per_chunk,
+    block_start, live, live_row, skip, rounding, absent, updates, number, replays, veto, bad, steps, blocks,
+    blocks_per_chunk,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY)."""
+    """Grid: blocks, and behind them, where the step is counted, ceil(tensors / WIDTH).
+
+    Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY).
+    """
     b = tl.program_id(0).to(tl.int64)
-    row = tl.load(live_row + b)
+    if steps is None:
+        row = tl.load(live_row + b)
+    else:
+        row = tl.load(live_row + b, mask=b < blocks, other=1)
+        if b >= blocks:
+            count_kernel(b - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
@@ -67,11 +79,20 @@ def apply_momentum_kernel(
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
-@op(apply_momentum_kernel, writes=("params",))
+@op(
+    apply_momentum_kernel,
+    writes=("params", "updates", "number", "replays", "steps"),
+    derive={
+        "programs": ("i32", lambda blocks, steps: blocks + programs_of(steps)),
+        "WIDTH": ("constexpr", lambda: WIDTH),
+    },
+)
 def apply_momentum(
     params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
     exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
-    live_row: Indices, skip: Flag, rounding: Counters | None,
+    live_row: Indices, skip: Flag, rounding: Counters | None, absent: Bits | None = None,
+    updates: Counters | None = None, number: Integers | None = None, replays: Counters | None = None, veto: int = 0,
+    bad: int = 0, steps: Doubles | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -91,8 +112,12 @@ def apply_momentum(
         live, live_row: The active mask: elements that move.
         skip: int32 [1]; where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
-            drawn from it and from the flat index (``rules.random_bits``); or None: to nearest.
+            drawn from it and from the flat index (``rules.random_bits``); or None: to nearest. Not ``updates``,
+            which count meanwhile.
+        absent, updates, number, replays, veto, bad, steps: Count the step, as those of ``advance`` do; or None.
     """
+    if steps is not None:
+        steps += count_plainly(skip, absent, (updates, number, replays), veto, bad)
     if skip:
         return
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):

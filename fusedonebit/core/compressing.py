@@ -63,9 +63,13 @@ class CompressingOptimizer(DistributedOptimizer):
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
         return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
 
+    @property
+    def _renews_on_the_way(self) -> bool:
+        return self.compressed
+
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
-        self.reducer.synchronise(compress, told)
+        self.reducer.synchronise(compress, told._replace(renewal=self.coefficients.renewal()))
         self._absent, self._late_error = self.reducer.absent, self.reducer.error
         return self.coefficients.still(coef, self._absent)
 
@@ -73,7 +77,9 @@ class CompressingOptimizer(DistributedOptimizer):
         """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x; no v: undivided."""
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
         bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
-        apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, coef, *self._tables, skip, rounding)
+        counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else ()
+        where = (coef, *self._tables, skip, rounding, *counting)
+        apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, *where)
 
     def _describe(self, flag: Flag) -> str:
         return self._say_where(self.reducer.describe())

@@ -58,6 +58,7 @@ class DistributedOptimizer(Keeper):
         self.last_grad_norm = torch.zeros((), device=self.device)
         self._begun = self.averaged = False
         self._step_number: int | Tensor = 0
+        self._captures = False
 
     @property
     def _rounding(self) -> Tensor | None:
@@ -136,7 +137,7 @@ class DistributedOptimizer(Keeper):
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
         self._refuse_if_broken()
-        captured = self._captured()
+        self._captures = captured = self._captured()
         if not captured:
             self.outcomes.absorb_replays()
         self.begin_step(captured)
@@ -154,7 +155,7 @@ class DistributedOptimizer(Keeper):
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
             flags = self._synchronise_and_update(grads, error is not None, captured)
-        self._advance(flags, captured)
+        self._advance(flags)
         error = self._error_due(error)
         if error is not None:
             if not captured:
@@ -235,6 +236,7 @@ class DistributedOptimizer(Keeper):
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
         self._absent = None
         try:
+            self.coefficients.begin(self._renews_on_the_way and not self.options.stochastic_rounding)
             coef = self.coefficient_table()
             self.coefficients.lend()
             self.outcomes.attempts += not captured
@@ -268,10 +270,22 @@ class DistributedOptimizer(Keeper):
         """Return the step's flags, or their value where the host knows it."""
         return flags
 
-    def _advance(self, flags: Tensor, captured: bool) -> None:
+    @property
+    def _renews_on_the_way(self) -> bool:
+        """Tell whether the coming step renews the table of coefficients, and counts, in other launches' stead."""
+        return False
+
+    def _advance(self, flags: Tensor) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
-        replays = self.outcomes.record_captured() if captured else None
-        self.coefficients.advance(flags, self._absent, self.updates, self.step_count.advance(), replays)
+        if self.coefficients.counted:
+            self.coefficients.end()
+        else:
+            self.coefficients.advance(flags, *self._counters())
+
+    def _counters(self) -> tuple[Tensor | None, ...]:
+        """Return what the end of a step counts by, and on; called once in a step."""
+        replays = self.outcomes.record_captured() if self._captures else None
+        return self._absent, self.updates, self.step_count.advance(), replays
 
     @property
     def _tag_of_shards(self) -> int:

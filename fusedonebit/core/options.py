@@ -165,7 +165,8 @@ class CoefficientTable:
     """The per-tensor table of ``Coef`` columns: float32 [tensors, len(Coef)], in memory that stays.
 
     It is made on the device, by the op that ends a step, for the coming one. Only where something has changed in the
-    meantime is it made anew, by one launch more; what changes it within a step does so until the step ends.
+    meantime is it made anew, by one launch more; what changes it within a step does so until the step ends. A step
+    that ``renews`` the columns which a count or a rate changes, and counts, has launches that do so on the way.
 
     ``group_of`` is the index of each tensor's group; ``columns`` are further ones, with the hyper-parameters of a group
     that go into them. Without ``bias_correction`` both corrections are 1. ``lr``, float32 [groups], is where learning
@@ -198,15 +199,17 @@ class CoefficientTable:
         self._table = torch.empty(len(group_of), len(Coef), device=device)
         self._made: Made | None = None
         self._versions: tuple[object, ...] | None = None
+        self.renews = self.counted = self._stale = False
         self._still = torch.tensor([_STILL.get(column, 1.0) for column in Coef], device=device)
         self.tag = 0
 
     def __call__(self, groups: Sequence[dict[str, Any]], made: Made) -> Tensor:
         """Return the table for the update that follows; ``groups`` are ``param_groups``."""
-        changed = self._upload(groups, made.renews)
+        rates, others = self._upload(groups, made.renews)
+        changed = others or ((rates or self._stale) and not self.renews)
         if changed or self._made is None or not made.same(self._made) or made.versions() != self._versions:
             self._launch(made, self._table)
-            self._made, self._versions = made, made.versions()
+            self._made, self._versions, self._stale = made, made.versions(), False
         return self._table
 
     def fresh(self, groups: Sequence[dict[str, Any]], made: Made) -> Tensor:
@@ -217,44 +220,60 @@ class CoefficientTable:
         self._versions = None  # what lies on the device may be for this one alone
         return table
 
+    def begin(self, renews: bool) -> None:
+        """Take note that a step begins, and whether launches of its own renew the table, and count."""
+        self.renews, self.counted = renews, False
+
     def lend(self) -> None:
-        """Take note that a step begins, which may write into the table."""
+        """Take note that the step may write into the table from now on."""
         self._versions = None
 
-    def advance(
-        self,
-        flags: Tensor,
-        absent: Tensor | None,
-        updates: Tensor,
-        number: Tensor | None = None,
-        replays: Tensor | None = None,
-    ) -> None:
+    def renewal(self) -> tuple[Tensor | None, ...]:
+        """Return the last arguments of the op ``finish``, with which it renews the table; () where it shall not."""
+        if not self.renews:
+            return ()
+        assert self._made is not None
+        return self._rows, self.lr, self._group_of, self._made.steps, self._made.mean_sq, self._table
+
+    def count(self, absent: Tensor | None, *counters: Tensor | None) -> tuple[Any, ...]:
+        """Return the last arguments of the op ``apply_momentum``, with which it counts the step, and note that."""
+        assert self._made is not None
+        self.counted = True
+        return *self._counting(absent, *counters), self._made.steps
+
+    def advance(self, flags: Tensor, absent: Tensor | None, *counters: Tensor | None) -> None:
         """Count the step that ends, and make the table for one like it; see the op."""
-        made = self._made
-        assert made is not None
-        absent = None if absent is None else absent.view(torch.uint8)
-        self._launch(made, self._table, flags, absent, updates, number, replays)
-        self._versions = made.versions()
+        assert self._made is not None
+        self._launch(self._made, self._table, flags, *self._counting(absent, *counters))
+        self._stale = False
+        self._end()
+
+    def end(self) -> None:
+        """Take note that a step ends which has counted: the table is that step's."""
+        self._stale = True
+        self._end()
+
+    def _end(self) -> None:
+        assert self._made is not None
+        self._versions, self.renews = self._made.versions(), False
 
     def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:
         """Return the table with coefficients that leave the ``absent`` tensors, bool [tensors], as they are."""
         return coef if absent is None else torch.where(absent[:, None], self._still, coef)
 
-    def _launch(
-        self,
-        made: Made,
-        table: Tensor,
-        flags: Tensor | None = None,
-        absent: Tensor | None = None,
-        *counters: Tensor | None,
-    ) -> None:
+    @staticmethod
+    def _counting(absent: Tensor | None = None, *counters: Tensor | None) -> tuple[Any, ...]:
         updates, number, replays = counters or (None, None, None)
-        counted = (flags, absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT))
-        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq)
-        advance(self._rows, self.lr, self._group_of, *counted, *which, table)
+        absent = None if absent is None else absent.view(torch.uint8)
+        return absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT)
 
-    def _upload(self, groups: Sequence[dict[str, Any]], renews: bool) -> bool:
-        """Bring the groups' rows up to date; return whether any may have changed."""
+    def _launch(self, made: Made, table: Tensor, flags: Tensor | None = None, *counting: Any) -> None:
+        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, table)
+        arguments: list[Any] = [self._rows, self.lr, self._group_of, flags, *(counting or self._counting()), *which]
+        advance(*arguments)
+
+    def _upload(self, groups: Sequence[dict[str, Any]], renews: bool) -> tuple[bool, bool]:
+        """Bring the groups' rows up to date; return whether learning rates may have changed, and anything else."""
         betas = None if renews else self.variance_betas
         values = [
             (
@@ -270,8 +289,10 @@ class CoefficientTable:
             )
             for i, group in enumerate(groups)
         ]
-        changed = (values, self.memory) != self._uploaded
-        if changed:
+        was = self._uploaded
+        rates = others = (values, self.memory) != was
+        if others:
+            others = not was or self.memory != was[1] or [each[1:] for each in values] != [each[1:] for each in was[0]]
             if capturing(self.device):
                 raise RuntimeError(
                     "hyper-parameters that have changed can't be uploaded while a CUDA graph is captured: take one "
@@ -285,12 +306,12 @@ class CoefficientTable:
             self._uploaded = values, self.memory
             self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
         if self.lr is not None:  # what lies there somebody may have written, or a CUDA graph
-            return True
+            return True, others
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
                 self._rows[index, Coef.LR] = group["lr"].to(self.device, non_blocking=True).reshape(())
-                changed = True
-        return changed
+                rates = True
+        return rates, others
 
     def _row(
         self,

@@ -167,8 +167,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             told = told._replace(limit=self._guard.limit_of(coef))
         return super()._synchronise(compress, told, coef)
 
-    def _advance(self, flags: Tensor, captured: bool) -> None:
-        super()._advance(flags, captured)
+    def _advance(self, flags: Tensor) -> None:
+        super()._advance(flags)
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
             self._auto.observe(self.shards.sum(self._exp_avg_sq_sums.sum()), self.updates)
 

@@ -134,6 +134,10 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     # ---------------------------------------------------------------- the step
 
+    @property
+    def _renews_on_the_way(self) -> bool:
+        return self._phase == "one-bit" and not self.leaks
+
     def coefficient_table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
         renews = self._phase == "uncompressed"

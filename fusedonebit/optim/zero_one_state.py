@@ -216,17 +216,18 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         if self._as_floats:
             return
         layout, reduce, options = self.layout, self.reducer, self.options
-        own = self.coefficients.fresh(self._taken, Made(self.own_steps, self._entered, renews=False))
-        floored = self.coefficients.fresh(self._taken, self._of_bits)
+        own = Made(self.own_steps, self._entered, renews=False)
+        coef = self.coefficients.fresh(self._taken, own if renews else self._of_bits)
         scale = reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor]
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
-        where = (own if renews else floored, *self._tables, self.exp_avg)
+        where = (coef, *self._tables, self.exp_avg)
         rebuild_momentum(*self._places, reduce.bits, scale, v, inside, *where)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
+            floored = self.coefficients.fresh(self._taken, self._of_bits)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
                 v = self.exp_avg_sq[part]
-                self.exp_avg[part] *= denominator(v, own[i], False) / denominator(v, floored[i], True)
+                self.exp_avg[part] *= denominator(v, coef[i], False) / denominator(v, floored[i], True)
         self._drop_bits()
         self._as_floats = True
 

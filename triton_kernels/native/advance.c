@@ -1,30 +1,6 @@
 /* Counts a step, and makes the table of coefficients for the coming one. */
 
-#include "block_io.h"
-
-/* beta^t, 0 where t is as good as infinite. */
-static double power(double x, double t)
-{
-    double y = 1;
-    if (!(t < MOST_STEPS))
-        return 0;
-    for (uint32_t n = t; n; n >>= 1, x = x * x)
-        y = squared(y, x, n);
-    return y;
-}
-
-static void count(int32_t seen, int64_t *updates, int32_t *number, int64_t *replays, int64_t veto, int64_t bad)
-{
-    *updates += !seen;
-    if (number)
-        *number = (uint32_t)*number + 1;
-    if (replays) {
-        replays[0]++;
-        replays[1] += seen != 0;
-        replays[2] += (seen & veto) != 0;
-        replays[3] += (seen & bad) != 0;
-    }
-}
+#include "clock.h"
 
 KERNEL(advance)
 {

@@ -1,6 +1,6 @@
 /* What changes parameters: Adam's update, LAMB's, the apply of synchronised bits. */
 
-#include "block_io.h"
+#include "clock.h"
 
 #define EACH_MOVING_BLOCK(b) for (int64_t b = begin; b < end; b++) if (!*skip && live_row[b] != EMPTY)
 
@@ -39,6 +39,9 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 KERNEL(apply_momentum)
 {
     float update[MOST], v[MOST];
+    for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
+        count_tensors(p - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH);
+    end = end < blocks ? end : blocks;
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);

@@ -1,6 +1,6 @@
 /* Scales from partial sums, headers, and what is made of the messages that servers have sent. */
 
-#include "block_io.h"
+#include "clock.h"
 
 enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, RECEIVE_SPAN = 2048 };
 enum { ABS, SQUARE, DROPPED, NONZERO };
@@ -45,6 +45,10 @@ KERNEL(finish)
 {
     int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
     for (int64_t p = begin; p < end; p++) {
+        if (p >= parts) {
+            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH);
+            continue;
+        }
         if (!*hold && p < groups) {
             double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0};
             for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
@@ -80,15 +84,15 @@ KERNEL(finish)
                      message_scales_stride, blocks_per_message);
             }
         }
-        if (!is_last(tickets, programs))
+        if (!is_last(tickets, parts))
             continue;
         int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending, last_digest = *digest;
         *pending = 0;
         if (counter && COUNTS)
             *counter = step;
-        if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, programs) > 0)
+        if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0)
             flags |= NONFINITE;
-        double error = *hold ? 0 : ordered_sum(sums + ERROR * sums_stride, 0, programs);
+        double error = *hold ? 0 : ordered_sum(sums + ERROR * sums_stride, 0, parts);
         float signal = sqrt(error > 0 ? error : 0);
         for (int64_t w = 0; w < messages; w++) {
             int32_t *header = words + w * words_stride;
