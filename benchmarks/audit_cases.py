@@ -135,6 +135,9 @@ CASES = {
     "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}),
     "local_update, Adam, bf16": Case("local_update", ADAM | BF16),
     "merge_signs": Case("merge_signs"),
+    "close_round": Case(
+        "close_round", {"SIGNS": True}, loops=(0, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1
+    ),
     "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
     "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
     "place_owned, W=2": Case("place_owned", loops=2),
@@ -188,6 +191,7 @@ VARIANTS = {
     "local_update, Adam, mixed": Case("local_update", ADAM | MIXED | {"DECAYS": True, "MOVES": True}),
     "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
+    "close_round, floats": Case("close_round", num_warps=1),
     "merge_signs, short rows": Case("merge_signs", {"parts": 1}),
     "pick_owned, W=1": Case("pick_owned", {"world_size": 1}),
     "place_owned, W=1": Case("place_owned", {"world_size": 1}),
@@ -286,6 +290,7 @@ PEERS = "torch's fused SGD with momentum moves 20, fused AdamW 28"
 
 def round_bytes(bytes_of: Mapping[str, float], optimizer: str, world_size: int) -> float:
     """Bytes per parameter of a whole 1-bit round of a ring: each rank merges all segments but one."""
-    names = (ROUNDS[optimizer], "apply_momentum, preconditioned")  # signs times a scale, by no denominator
+    # Signs times a scale, by no denominator.
+    names = (ROUNDS[optimizer], "close_round", "apply_momentum, preconditioned")
     merged = bytes_of["merge_signs"] * (world_size - 1) / world_size
     return sum(bytes_of[name] for name in names) + merged

@@ -37,6 +37,7 @@ CALLS = (
     "lamb_rescale",
     "local_update",
     "merge_signs",
+    "close_round",
     "pick_owned",
     "place_owned",
     "add_values",
@@ -307,8 +308,8 @@ class Workload:
         arguments = (
             *(self.params, self.grads, layout.sizes, layout.block_size, 0, self.world_size, m, None, c),
             *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef, self.block_tensor),
-            *(self.table.bits, self.table.row, torch.ones(1, device=self.device), self.skip, False, False),
-            messages.words[:, Word.FLAGS],
+            *(self.table.bits, self.table.row, torch.ones(1, device=self.device), 1.0, self.skip, False, False),
+            *(messages.words, 0, 0, 0, self.skip),
         )
         return partial(ops.local_update, *arguments)
 
@@ -316,6 +317,16 @@ class Workload:
         own, arrived = self._messages(self.world_size), self._messages(self.world_size)
         headers = (own.words, arrived.words, CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
         return partial(ops.merge_signs, own.bits, arrived.bits, threshold_of(3), 12_345, *headers)
+
+    def close_round(self) -> partial[None]:
+        messages = self._messages(self.world_size)
+        written = [self._scale(0.0, self.layout.n_blocks) for _ in range(3)]
+        arguments = (
+            *(messages.words, messages.words[0], messages.payload, self.coef, self.block_tensor, 1.0, 1.0, True),
+            *(self.skip, *written, self.skip.clone(), self.skip.clone()),
+            *(torch.zeros(1, dtype=torch.int64, device=self.device), self.skip.clone()),
+        )
+        return partial(ops.close_round, *arguments)
 
     def pick_owned(self) -> partial[None]:
         own = self._messages(self.world_size).bits

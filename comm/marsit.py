@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
-from ..triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, union
+from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.marsit_signs import hashed, threshold_of
-from .message import Messages, layout_word
+from .message import Messages, Told, layout_word
 from .ring_topology import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
@@ -70,6 +70,9 @@ class MarsitAllReduce(RoundAllReduce):
         owners = int(topology == "owner")
         self._arrived = Messages(world_size if owners else widest, 0, layout, device)
         self._picked = Messages(owners, 0, layout, device)
+        if owners:
+            self._picked.words[:, Word.LAYOUT] = self.messages.words[:1, Word.LAYOUT]
+            self._sent = self._picked
         self._owners = torch.zeros(world_size * owners, layout.chunk_bytes, dtype=torch.uint8, device=device)
 
     def take_back(self, full_precision: bool) -> None:
@@ -82,22 +85,24 @@ class MarsitAllReduce(RoundAllReduce):
         every = max(1, self.full_precision_every)
         self._full_at = -(-self.counted // every) * every
 
-    def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
+    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
         if self.full_precision_every > 0 and self.counted >= self._full_at:
             self._take_back_skipped()
         self.full_precision = self.full_precision_every > 0 and self.counted >= self._full_at  # Algorithm 1, line 3
         if self.full_precision:
             self._full_at = (self.counted // self.full_precision_every + 1) * self.full_precision_every
-            self._average(prepare, hold)
-            return
+            return self._average(prepare)
         if self.topology == "owner":
-            self._gather_owned(prepare, hold)
-        else:
-            self._reduce_scatter(prepare)
-            self._all_gather()
-            # Each segment has its finisher's header now; this worker's own is still on what it has finished.
-            own = self._stages[-1].finished.start if self._stages else 0
-            self.flags = agreed_flags(self.messages.words, self.messages.words[own], hold)
+            return self._gather_owned(prepare)
+        self._reduce_scatter(prepare)
+        self._all_gather()
+        # Each segment has its finisher's header now; this worker's own is still on what it has finished.
+        own = self._stages[-1].finished.start if self._stages else 0
+        return self.messages.words, self.messages.words[own]
+
+    def _headers(self, moves: bool) -> Tensor:
+        alike = moves or self.full_precision or self.topology == "owner"
+        return super()._headers(moves) if alike else self.messages.words
 
     # ---------------------------------------------------------------- ring and torus
 
@@ -147,32 +152,29 @@ class MarsitAllReduce(RoundAllReduce):
 
     # ---------------------------------------------------------------- owner
 
-    def _gather_owned(self, prepare: Prepare, hold: Tensor | None) -> None:
+    def _gather_owned(self, prepare: Prepare) -> tuple[Tensor, Tensor]:
         prepare(self.everything)
         pick_owned(self.messages.bits, self.transport.rank, self._draw(), self._owners, self._picked.bits)
-        self._picked.head.copy_(self.messages.head[:1])
-        self._picked.words[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
         self._arrived_absent = self._arrived.absent
+        if self.kept:
+            for bits in self._arrived.absent:
+                self.messages.absent &= bits
         place_owned(self._arrived.bits, self._owners, self.messages.bits)
-        self.flags = agreed_flags(self._arrived.words, self._picked.words[0], hold)
         self.arrived_words = self._arrived.words
+        return self.arrived_words, self._picked.words[0]
 
     # ---------------------------------------------------------------- full precision
 
-    def _average(self, prepare: Prepare, hold: Tensor | None) -> None:
+    def _average(self, prepare: Prepare) -> tuple[Tensor, Tensor]:
         """Algorithm 1, line 11; the headers go first."""
+        self._share = 1.0 / self.layout.world_size  # before the sum: it can't overflow then
         prepare(self.everything)
-        self._agree(hold)
-        self._own.mul_(1.0 / self.layout.world_size)  # before the sum: it can't overflow then
+        self._share = 1.0
+        words, own = self._gather_headers()
         self.transport.all_reduce(self._own)
         self.values = self._own
-
-    def forget(self) -> None:
-        """Drop the compensation after a round of full precision whose update was taken (line 12)."""
-        if self.full_precision:
-            # Skipped, it keeps the mean of all, so that nothing is lost.
-            self._own.masked_fill_(self.flags == 0, 0.0)
+        return words, own
 
     @property
     def wire_bytes(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout
-from ..triton_kernels.headers import Flag, Word
+from ..triton_kernels.headers import Word
 
 MAGIC = 0x04314F46  # "FO1", and the format's version
 ALIGNMENT = 16
@@ -61,7 +61,9 @@ class Told(NamedTuple):
             afterwards. None: none.
         missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
         changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
-        goes: float32 [B]: how far each coordinate goes in a round of signs (eta_s). None where scales are measured.
+        goes: float32 [tensors, columns of ``Coef``]: LR * GLOBAL_RATIO * ``steps`` is how far each coordinate goes in a
+            round of signs (eta_s). None where scales are measured.
+        steps: Of the round.
         limit: For which results all ranks skip. None: for none.
         renewal: The last arguments of the op ``finish``, with which it renews coefficients; or ().
     """
@@ -74,6 +76,7 @@ class Told(NamedTuple):
     missing: Sequence[int] = ()
     changed: Sequence[Tensor] = ()
     goes: Tensor | None = None
+    steps: int = 1
     limit: Limit | None = None
     renewal: tuple[Tensor | None, ...] = ()
 
@@ -128,16 +131,6 @@ class Messages:
         self.payload = buffer[:, HEADER_BYTES:]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
-
-    def write_headers(self, told: Told, number: int | Tensor, digest: Tensor) -> None:
-        """Write what must be equal on all ranks into all headers, and add this rank's flags."""
-        self.words[:, Word.STEP] = number
-        self.words[:, Word.DIGEST] = digest
-        self.words[:, Word.TAG].fill_(told.tag)
-        if told.abort:
-            self.words[:, Word.FLAGS] |= int(Flag.ABORT)
-        if told.pending is not None:
-            self.words[:, Word.FLAGS] |= told.pending
 
     def rows(self, chosen: slice, layout: FlatLayout) -> Messages:
         """Return some of the messages, in the same memory, as those of ``layout``."""

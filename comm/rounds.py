@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..triton_kernels import Coef, FlatLayout, LiveTable, live_table, local_update, rules, unpack
-from ..triton_kernels.headers import Word, agreed_flags, union
-from ..triton_kernels.receive import checksum_of
+from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
+from ..triton_kernels.headers import Flag, Word, union
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
@@ -30,7 +29,7 @@ Prepare = Callable[[slice], None]
 
 
 class RoundAllReduce(Reducer):
-    """Skeleton of a ``Reducer``: a subclass makes ``flags`` and either ``messages`` or ``values`` in ``_round``.
+    """Skeleton of a ``Reducer``: a subclass makes either ``messages`` or ``values`` in ``_round``.
 
     Args:
         layout: The flat index space; its ``world_size`` is the transport's.
@@ -77,16 +76,24 @@ class RoundAllReduce(Reducer):
         self.compensated = torch.zeros(whole.numel, device=self.device)
         self._own = self.compensated[self.part.elements]
         self.scale = torch.zeros(whole.n_blocks, device=self.device)
-        self._taken = torch.zeros(layout.n_blocks, device=self.device)  # of v, until the compensation is formed
+        self._tensor_of_all = tables_of(whole, self.device).tensor
+        # Of v, and its bound, until the compensation is formed.
+        self._taken_of_all = torch.zeros_like(self.scale)
+        self._limit_of_all = torch.full_like(self.scale, torch.inf)
+        self._taken, self._limit = self._taken_of_all[self.part.blocks], self._limit_of_all[self.part.blocks]
         if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
             raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
         self.compensation_limit = compensation_limit
-        self._limit = torch.full_like(self._taken, torch.inf)
         self.messages = Messages(layout.world_size, 0, layout, self.device)
+        self._sent = self.messages  # whose headers are sent
+        self._header = 0, 0, 0
+        self._share = 1.0  # of v, that is written
         self.gathered = self.messages if layout is whole else Messages(whole.world_size, 0, whole, self.device)
         self.values: Tensor | None = None
         self.full_precision = False
-        self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        scratch = [torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)]
+        self.flags, self._no_flags, self._ticket = scratch
+        self._total = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.rounds = 0
         self.counted = 0
         self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
@@ -116,23 +123,20 @@ class RoundAllReduce(Reducer):
             tensors, step = [torch.empty(0, device=self.device)] * len(self.layout.sizes), 0.0
         coef = torch.ones(max(1, len(self.layout.sizes)), len(Coef), device=self.device)
         coef[:, Coef.GRAD_LIMIT] = torch.inf  # tensors of any kind
-        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+        coef[:, Coef.LR] = step
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
-            part.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], nothing, False)
+            part.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], self._no_flags, False)
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
-        goes = torch.full_like(self.scale, step)
-        self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=goes))
+        self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=coef))
         if not self.full_precision:
             self._skipped = self._skipped + (self.flags != 0)  # read when it matters: no round waits for its flags
         elif bool(self.flags):
             self.take_back(full_precision=True)
         if error is not None:
             raise error
-        update = self.result()
-        self.forget()
-        return update
+        return self.result()
 
     def _bad_argument(self, tensors: Sequence[Tensor], step: float) -> Exception | None:
         if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < math.inf:
@@ -183,23 +187,32 @@ class RoundAllReduce(Reducer):
             self._live.bits,
             self._live.row,
             factor,
+            self._share,
             hold,
             decays,
             moves,
-            self.messages.words[:, Word.FLAGS],
+            self._headers(moves),
+            *self._header,
+            self.digest,
         )
+
+    def _headers(self, moves: bool) -> Tensor:
+        """Return each chunk's header, int32 [M, 8]; one for all where that is sent, or where a worker ``moves``."""
+        return self._sent.words[:1].expand(self.layout.world_size, -1)
 
     def _keep(self, missing: Sequence[int], changed: Sequence[Tensor]) -> None:
         """Keep what a round is about to change of tensors of which this worker has no gradient."""
         self.kept = []
         if missing:
             tables = absence(self.layout, missing, self.device)
-            self.messages.absent.copy_(tables.bits)
+            for each in {self.messages, self._sent}:
+                each.absent.copy_(tables.bits)
             elements = [self._own, *(values[self.part.elements] for values in changed)]
             bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
             self.kept = [Kept(tables.rows, self.block_tensor, elements, bits=bits, tables=of_blocks)]
         elif self._had_missing:  # bits of the round before
-            self.messages.absent.zero_()
+            for each in {self.messages, self._sent}:
+                each.absent.zero_()
         self._had_missing = bool(missing)
 
     def restore(self, absent: Tensor) -> None:
@@ -209,25 +222,21 @@ class RoundAllReduce(Reducer):
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         assert told.goes is not None
-        step, words = told.goes[self.part.blocks], self.messages.words
+        number = self.rounds & 0x7FFFFFFF if told.number is None else told.number
+        assert isinstance(number, int)  # rounds are in no CUDA graph
         self._keep(told.missing, told.changed)
-        self.messages.write_headers(told, self.rounds & 0x7FFFFFFF if told.number is None else told.number, self.digest)
-        words[:, Word.SIGNAL] = 0
+        self._header = number, told.tag, int(Flag.ABORT) * told.abort
         self.values = self.arrived_words = None
         self._arrived_absent = None
-        self._round(lambda chunks: compress(self, chunks), step, told.hold)
+        words, own = self._round(lambda chunks: compress(self, chunks), told)
+        self._close(words, own, told)
         self.absent = None
         if self.kept:
             absent = self.messages.absent if self._arrived_absent is None else self._arrived_absent
             self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
-            self.messages.absent.copy_(packed(self.absent))
-        words[:, Word.FLAGS] = 0
-        self.digest = checksum_of(self.messages.payload if self.values is None else self.values)
         self.part.forget()
         if self.part.inside.world_size > 1:
             self._gather_inside(bool(told.missing))
-        self.scale = told.goes * (self.flags == 0)
-        self._take(step)
         self.rounds += 1
         self.counted += 1
 
@@ -240,37 +249,54 @@ class RoundAllReduce(Reducer):
         self.counted -= int(self._skipped)
         self._skipped = 0
 
-    def _take(self, step: Tensor) -> None:
-        """Note how far the global update goes; the compensation is formed when v is read again."""
+    def _close(self, words: Tensor, own: Tensor, told: Told) -> None:
+        """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
+        assert told.goes is not None
+        payload, most = self.messages.payload, self.compensation_limit
         if self.values is not None:
-            self.formed()
-            return
-        # Skipped: s := 0 turns all of v into what is kept.
-        self._taken.copy_(self.scale[self.part.blocks])
-        if self.compensation_limit is not None:
-            # A learning rate of 0 moves nothing, and takes nothing away.
-            goes = (self.flags == 0) & (step > 0)
-            self._limit.copy_(torch.where(goes, step * self.compensation_limit, torch.inf))
+            payload = self.values.view(self.layout.world_size, -1).view(torch.uint8)
+            # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
+            most = 0.0 if self.full_precision else None
+        close_round(
+            words,
+            own,
+            payload,
+            told.goes,
+            self._tensor_of_all,
+            told.steps,
+            math.inf if most is None else most,
+            self.values is None,
+            self._no_flags if told.hold is None else told.hold,
+            self.scale,
+            self._taken_of_all,
+            self._limit_of_all,
+            self.digest,
+            self.flags,
+            self._total,
+            self._ticket,
+        )
 
     def formed(self) -> None:
         """Note that the compensation of the last round has been formed."""
         self._taken.zero_()
         self._limit.fill_(torch.inf)
 
-    def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
-        """Make the global update; sets ``flags``, with ``hold``, on all ranks alike."""
+    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
+        """Make the global update; return all headers, int32 [M, 8], and this rank's, [8]."""
         raise NotImplementedError
 
     def _gather_inside(self, some_missing: bool) -> None:
         """Gather what the parts of a node's other ranks have left."""
         inside = self.part.inside
         # Ranks of a node share no other exchange: this one compares the round and the hyper-parameters as well.
-        head = self.messages.head[0]
-        own = torch.cat([head[Word.STEP :][:1], head[Word.TAG :][:1], self.flags, head[len(Word) :]])
+        words, absent = self._sent.words[0], self._sent.head[0, len(Word) :].clone()
+        if self.absent is not None:
+            absent.view(torch.uint8)[: self._sent.absent.shape[1]] = packed(self.absent)
+        own = torch.cat([words[Word.STEP :][:1], words[Word.TAG :][:1], self.flags, absent])
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
         self._words_inside = rows[:, :2]
-        self.flags = union(rows[:, 2], rows[:, :2] != own[:2])
+        self.refuse(union(rows[:, 2], rows[:, :2] != own[:2]))
         absent = rows[:, 3:].contiguous().view(torch.uint8)
         self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
         sent, gathered = self.messages.buffer, self.gathered.buffer
@@ -294,38 +320,33 @@ class RoundAllReduce(Reducer):
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
         """Take up a checkpoint's counts; ``compensated`` is filled apart."""
         self.rounds = rounds
-        self.messages.words[:, Word.FLAGS] = pending
+        self._sent.words[0, Word.FLAGS] = pending
         self.counted, self._skipped = rounds if counted is None else counted, 0
         self.digest.fill_(digest)
 
     @property
     def pending(self) -> int:
         """``Flag`` bits that this worker's updates have set since the last round; waits for the device."""
-        return int(union(self.messages.words[:, Word.FLAGS]))
+        return int(self._sent.words[0, Word.FLAGS])
 
-    def _agree(self, hold: Tensor | None) -> None:
-        """Make ``flags`` of all ranks' headers; all is prepared. 32 bytes to each rank, and a bit per tensor."""
-        own = self.messages.head[:1].clone()
-        own[:, Word.FLAGS] = union(self.messages.words[:, Word.FLAGS])
+    def _gather_headers(self) -> tuple[Tensor, Tensor]:
+        """Send this rank's header, which all is in, to all, and return all and its own: 32 bytes, a bit per tensor."""
+        own = self._sent.head[:1]
         arrived = torch.empty(self.layout.world_size, own.shape[1], dtype=torch.int32, device=self.device)
         self.transport.all_gather(arrived, own)
-        self._arrived_absent = arrived[:, len(Word) :].contiguous().view(torch.uint8)
-        arrived, own = arrived[:, : len(Word)], own[:, : len(Word)]
+        words = arrived[:, : len(Word)]
         # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
-        if self.device.type == "cpu" and bool((arrived[:, Word.LAYOUT] != own[:, Word.LAYOUT]).any()):
-            raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(arrived)}")
-        self.flags = agreed_flags(arrived, own[0], hold)
-        self.arrived_words = arrived
+        if self.device.type == "cpu" and len(set(words[:, Word.LAYOUT].tolist())) > 1:
+            raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(words)}")
+        self.arrived_words, self._arrived_absent = words, arrived[:, len(Word) :].view(torch.uint8)
+        return words, own[0, : len(Word)]
 
     def refuse(self, flags: Tensor) -> None:
         kept = (self.flags != 0) | (flags == 0)
-        self.flags = self.flags | flags
-        self.scale = self.scale * kept
-        self._taken *= kept
-        self._limit.masked_fill_(~kept, torch.inf)
-
-    def forget(self) -> None:
-        """Drop what ``values``, which have been taken now, need not have left."""
+        self.flags |= flags
+        self.scale *= kept
+        self._taken_of_all *= kept
+        self._limit_of_all.masked_fill_(~kept, torch.inf)
 
     # ---------------------------------------------------------------- what people look at
 

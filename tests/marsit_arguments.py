@@ -12,6 +12,8 @@ from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)
+HEADER = (2**31 - 5, 77, int(Flag.ABORT), torch.tensor(-12_345, dtype=torch.int32))
+"""Of ``local_update``: the number, the tag, flags, the digest."""
 
 
 CPU = torch.device("cpu")
@@ -32,6 +34,7 @@ def local_arguments(
     hold: int = 0,
     limit: float = torch.inf,
     chunks: slice | None = None,
+    share: float = 1.0,
 ) -> tuple:
     """``kind``: "plain" (no moments), "sgd" or "adam"."""
     first, last = (0, p.layout.world_size) if chunks is None else (chunks.start, chunks.stop)
@@ -41,8 +44,21 @@ def local_arguments(
         *(p.params, p.grads, p.layout.sizes, p.layout.block_size, first, last),
         *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None, p.compensated),
         *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef, p.block_tensor),
-        *(p.table.bits, p.table.row, torch.tensor([1.25]), torch.tensor([hold], dtype=torch.int32), decays, moves),
-        messages.words[:, Word.FLAGS],
+        *(p.table.bits, p.table.row, torch.tensor([1.25]), share, torch.tensor([hold], dtype=torch.int32)),
+        *(decays, moves, messages.words, *HEADER),
+    )
+
+
+def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 0, most: float = 0.5) -> tuple:
+    """Of ``close_round``: the last header has ``flags``; the update is ``signs`` in messages, or floats."""
+    words, own = p.headers(flags)
+    rows, blocks = p.layout.world_size, p.layout.n_blocks
+    payload = rows_of(p, rows).payload if signs else p.normal(p.layout.numel).view(rows, -1).view(torch.uint8)
+    written = [torch.full((blocks,), torch.nan) for _ in range(3)]
+    held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
+    return (
+        *(words, own, payload, p.coef, p.block_tensor, 3.0, most, signs, held, *written),
+        *(torch.tensor(-1, dtype=torch.int32), found, torch.zeros(1, dtype=torch.int64), ticket),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from device_operations import counting, without_kernels
 
-from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from fusedonebit import MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, ZeroOneAdam
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 from fusedonebit.optim.policies import Progress
 from fusedonebit.triton_kernels import using
@@ -54,6 +54,7 @@ class Case(NamedTuple):
     aimed_at: tuple[int, int]
 
 
+SEVERAL: dict[str, Any] = {"rounds": Rounds(local_steps=4)}
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 9), (9, 4)),
@@ -64,7 +65,15 @@ CASES = {
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (22, 22), (2, 2)),
     "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (4, 4), (2, 2)),
     "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (15, 15), (11, 11)),
-    "MarsitSGD": Case(MarsitSGD, {"momentum": 0.9}, 4, "one-bit", (45, 41), (9, 5)),
+    "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (9, 5), (9, 5)),
+    "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (8, 8), (7, 7)),
+    "MarsitAdam": Case(MarsitAdam, {}, 4, "one-bit", (9, 5), (9, 5)),
+    "MarsitSGD, full precision": Case(
+        MarsitSGD, {"rounds": Rounds(full_precision_every=1)}, 4, "uncompressed", (7, 6), (7, 7)
+    ),
+    "MarsitSGD, first local step": Case(MarsitSGD, SEVERAL, 4, "local", (3, 3), (2, 2)),
+    "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2), (2, 2)),
+    "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
 SCHEDULED = {"compression": 1, "one-bit": 1}
 """More where a learning rate has changed: an upload; in other stages, and for Marsit, 2, as the table is made anew."""

@@ -26,6 +26,7 @@ from fusedonebit.triton_kernels.marsit_signs import bernoulli, threshold_of
 pytestmark = pytest.mark.kernels
 
 KINDS = ("plain", "sgd", "adam")
+WORDS = -5  # of ``local_arguments``
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (20_000,), (300, 0, 5, 2048, 129)]
 THRESHOLDS = [*map(threshold_of, range(2, 10)), 1, 3 << 30, (1 << 31) - 1, (1 << 31) + 1, (1 << 32) - 1]
 BOTH = pytest.mark.parametrize("backend", ["plain", "triton"])
@@ -68,7 +69,8 @@ def test_local_update_of_bad_gradients_equals_eager_and_tells_the_chunk(kind, dt
         arguments = make()
         with using("triton"):
             torch.ops.fusedonebit.local_update(*arguments)
-        assert arguments[-1].tolist() == [0 if hold else NONFINITE, 0, 0]
+        found = 0 if hold else NONFINITE
+        assert arguments[WORDS][:, Word.FLAGS].tolist() == [found | Flag.ABORT, *[Flag.ABORT] * 2]
 
 
 @pytest.mark.long(but=1)
@@ -79,7 +81,7 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
     for hold in (0, 1):
         arguments = local_arguments(p, kind, hold=hold)
         before = [None if t is None else t.clone() for t in arguments[6:9]]
-        bits, scale = arguments[11].clone(), arguments[9]
+        bits, scale = arguments[11].clone(), arguments[9].clone()
         with using("triton"):
             torch.ops.fusedonebit.local_update(*arguments)
         still = torch.arange(1000) % 3 == 0 if hold == 0 else torch.ones(1000, dtype=torch.bool)
@@ -104,6 +106,38 @@ def test_local_update_of_some_chunks_equals_eager_and_leaves_the_others(kind):
         torch.ops.fusedonebit.local_update(*after)
         changed = (before[8] != after[8]).view(4, -1).any(1)
         assert changed.tolist() == [first <= chunk < last for chunk in range(4)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("moves", [False, True])
+def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, shared):
+    def make() -> tuple:
+        p = problem((300, 0, 5, 2048, 129), 4, 128)
+        p.grads[3][:] = torch.nan
+        arguments = list(local_arguments(p, moves=moves, chunks=slice(1, 4), share=0.25))
+        arguments[WORDS][:, Word.SIGNAL] = 7
+        if shared:
+            arguments[WORDS] = arguments[WORDS][:1].expand(4, -1)
+        return tuple(arguments)
+
+    assert_equal_backends("local_update", make)
+    before, arguments = make(), make()
+    torch.ops.fusedonebit.local_update(*arguments)
+    words, number, tag, told, digest = arguments[WORDS:]
+    expected = before[WORDS].clone()
+    if not moves:
+        expected[slice(0 if shared else 1, None), [Word.STEP, Word.DIGEST, Word.TAG, Word.SIGNAL]] = torch.tensor(
+            [number, int(digest), tag, 0], dtype=torch.int32
+        )
+    bad = torch.tensor([shared, True, True, True]) * NONFINITE  # the blocks of tensor 3 reach from chunk 0 to 3
+    bad[0] = NONFINITE * shared
+    sent = torch.tensor([shared, True, True, True]) * told * (not moves)
+    expected[:, Word.FLAGS] = (bad | sent).int()
+    assert torch.equal(words, expected)
+    blocks = len(arguments[9]) // 4
+    assert not arguments[9][blocks:].any()
+    assert arguments[10][blocks:].isinf().all()
+    assert torch.equal(arguments[9][:blocks], before[9][:blocks])
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_eager():
@@ -134,7 +168,7 @@ def test_what_does_not_count_has_no_compensation_does_not_move_and_may_have_bad_
             torch.ops.fusedonebit.local_update(*arguments)
         assert not p.compensated[~p.live_mask].any()
         assert torch.equal(p.params[0][~mask], before[0][~mask])
-        assert not arguments[-1].any()
+        assert not (arguments[WORDS][:, Word.FLAGS] & NONFINITE).any()
         assert all(t is None or t.isfinite().all() for t in arguments[6:8])
     assert p.compensated[p.live_mask].all()
     assert (not torch.equal(p.params[0], before[0])) == moves

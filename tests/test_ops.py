@@ -10,7 +10,14 @@ from advance_arguments import advance_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from marsit_arguments import add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
+from marsit_arguments import (
+    add_arguments,
+    close_arguments,
+    local_arguments,
+    merge_arguments,
+    owned_arguments,
+    placed_arguments,
+)
 from reference_ops import Problem, packed, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,6 +72,7 @@ def example(name: str) -> list[tuple]:
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, 1), p.lamb_move_arguments(rounding=step)],
         "lamb_ratio": [q.lamb_ratio_arguments(*way) for q in (p, t) for way in ((0,), (1, True, True, True, True))],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
+        "close_round": [close_arguments(p), close_arguments(p, signs=False, flags=1)],
         "local_update": [local_arguments(p, "sgd"), local_arguments(p, "adam", decays=True, moves=True)],
         "merge_signs": [merge_arguments(p.layout, 2, 1 << 31)],
         "pick_owned": [owned_arguments(p.layout, 1)],

@@ -18,6 +18,7 @@ from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .receive import receive
 from .reduce import server_reduce
+from .rounds import close_round
 from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
@@ -44,6 +45,7 @@ __all__ = [
     "apply_momentum",
     "backend",
     "choose_block_size",
+    "close_round",
     "exponents",
     "finish",
     "flatten",

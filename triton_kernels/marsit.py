@@ -6,23 +6,36 @@ import torch
 from torch import Tensor
 
 from . import block_io as io
-from . import rules
+from . import headers, rules
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
+from .op import Bits, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors, op
 from .rules import ONE_MINUS_BETA1
+
+STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL
 
 
 @jit()
+def _write_header(header, number, tag, told, digest):
+    """Writes what changes from round to round; other programs set flags in it meanwhile."""
+    tl.store(header + STEP, number)
+    tl.store(header + DIGEST, tl.load(digest))
+    tl.store(header + TAG, tag)
+    tl.store(header + SIGNAL, 0)
+    tl.atomic_or(header + FLAGS, told)
+
+
+@jit(do_not_specialize=("number", "tag", "told"))
 def local_update_kernel(
     params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef,
-    block_tensor, block_start, live, live_row, factor, hold, flags, flags_stride, first_block, blocks_per_chunk,
+    block_tensor, block_start, live, live_row, factor, share, hold, words, words_stride, number, tag, told, digest,
+    first_block, blocks_per_chunk,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunks worked on.
 
     Bytes per element: the gradient, 8 for c, 8 each for m and v, 1/8 each way for bits; the parameter where DECAYS,
-    twice where MOVES.
+    twice where MOVES. The first block of each chunk writes its header.
     """
     b = tl.program_id(0).to(tl.int64) + first_block
     i = io.elements(BLOCK_SIZE)
@@ -68,11 +81,11 @@ def local_update_kernel(
     held = tl.load(hold) != 0
     bad = io.any_of(~finite)
     if (bad != 0) & (not held):
-        tl.atomic_or(flags + b // blocks_per_chunk * flags_stride, io.NONFINITE)
+        tl.atomic_or(words + b // blocks_per_chunk * words_stride + FLAGS, io.NONFINITE)
     counts = finite & (not held)
     u = tl.where(counts, u, 0.0)
     c = kept + u
-    tl.store(compensated + at, c)
+    tl.store(compensated + at, c * share)
     if exp_avg is not None:
         tl.store(exp_avg + at, tl.where(counts, m, old_m))
     if exp_avg_sq is not None:
@@ -82,11 +95,16 @@ def local_update_kernel(
         io.store_user(io.place_of(params_table, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
     else:
         tl.store(byte, io.bytes_of(c >= 0))
+        if b % blocks_per_chunk == 0:
+            _write_header(words + b // blocks_per_chunk * words_stride, number, tag, told, digest)
+    tl.debug_barrier()  # all warps have read what the last round has taken
+    tl.store(scale + b, 0.0)
+    tl.store(limit + b, rules.INFINITY)
 
 
 @op(
     local_update_kernel,
-    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "bits", "flags"),
+    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "scale", "limit", "bits", "words"),
     derive={
         "first_block": ("i32", lambda first, blocks_per_chunk: first * blocks_per_chunk),
         "programs": ("i32", lambda first, last, blocks_per_chunk: (last - first) * blocks_per_chunk),
@@ -95,16 +113,17 @@ def local_update_kernel(
 def local_update(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, first: int, last: int, exp_avg: PerElement | None,
     exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
-    block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, hold: Flag, decays: bool, moves: bool,
-    flags: Flag,
+    block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, share: float, hold: Flag, decays: bool,
+    moves: bool, words: Headers, number: int, tag: int, told: int, digest: Flag,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
         c = clip(c - s*sign(bits), limit) + u;  bits = c >= 0
 
     with u of SGD, m = momentum*m + g + wd*x, u = lr*m; or, with a variance, of AdamW. The compensation
-    of the last round (line 10) is deferred: it is formed when ``c`` is read again. An element whose
+    of the last round (line 10) is deferred: it is formed when ``c`` is read again, here. An element whose
     gradient exceeds GRAD_LIMIT, or whose update is not finite, has none, keeps its moments, and sets its chunk's flag.
+    Unless it ``moves``, each chunk's header is written as well: all but FLAGS anew.
 
     Other arguments as for ``apply_momentum``.
 
@@ -115,17 +134,24 @@ def local_update(
         exp_avg: m, float32 [P], read and written; None: u = lr*g.
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
         compensated: c, float32 [>= P], read and written.
-        scale: s, float32 [B]: how far the last global update went.
-        limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's.
+        scale: s, float32 [B]: how far the last global update went; then 0.
+        limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's; then infinity.
         bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
         coef: STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
         live, live_row: The active mask: elements that count; others get c = 0.
         factor: float32 [1], what gradients are multiplied with.
+        share: What c is multiplied with where it is written: 1, or 1/W of what is summed over the ranks next.
         hold: int32 [1]; where set u = 0 and moments stay.
         decays: Whether any tensor has weight decay.
         moves: A local step between two rounds: x = x - u, and no bits.
-        flags: int32 [W], ``NONFINITE`` is set where it happened.
+        words: int32 [W, 8], headers; one that all chunks share has stride 0. ``NONFINITE`` is set where it happened.
+        number, tag, told, digest: STEP, TAG, more FLAGS, and DIGEST, int32 [].
     """
+    if not moves:
+        own = words[first:last] if words.stride(0) else words[:1]
+        for word, value in ((STEP, number), (DIGEST, digest), (TAG, tag), (SIGNAL, 0)):
+            own[:, word] = value
+        own[:, FLAGS] |= told
     flat = compensated[: len(scale) * block_size].view(-1, block_size)
     every = tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor))
     of_a_chunk = len(every) // len(bits)
@@ -143,9 +169,10 @@ def local_update(
         finite = rules.finite(kept + u) if v is None else rules.finite(kept + u) & rules.finite(v)
         counts = torch.zeros_like(finite) if hold else finite
         if not (hold or finite.all()):
-            flags[tile.chunk] |= io.NONFINITE
+            words[tile.chunk, FLAGS] |= io.NONFINITE
         u = tl.where(counts, u, 0.0)
-        flat[b] = kept + u
+        c = kept + u
+        flat[b], scale[b], limit[b] = c * share, 0.0, rules.INFINITY
         for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):
             if buffer is not None and new is not None:
                 old = buffer.view(-1, block_size)[b]
@@ -154,7 +181,7 @@ def local_update(
             assert x is not None
             scatter(x - u, params, tile)
         else:
-            pack(flat[b].reshape(-1), own_bits)
+            pack(c.reshape(-1), own_bits)
 
 
 def _update(

@@ -9,7 +9,6 @@ every backend draws the same. There is no C: CPUs that merge signs are those of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -53,6 +52,12 @@ def bernoulli_words(threshold, first_digit, seed, place):
         on = 0 - (((threshold >> digit) & 1) != 0).to(tl.uint32)
         drawn = (drawn & (fair | on)) | (fair & on)
     return drawn
+
+
+@jit()
+def _threshold_of(count):
+    """``threshold_of``, of an int64."""
+    return (4294967296 + count // 2) // count
 
 
 @jit()
@@ -128,9 +133,7 @@ def merge_signs(
 
 
 @jit(do_not_specialize=["rank", "seed"])
-def pick_owned_kernel(
-    bits, bits_stride, quads, rank, world_size, seed, thresholds, owners, picked, WORDS: tl.constexpr
-):
+def pick_owned_kernel(bits, bits_stride, quads, rank, world_size, seed, owners, picked, WORDS: tl.constexpr):
     """owners[r] = where the shift is r; picked = the own bits there.
 
     Grid: ceil(4 quads / WORDS). Bytes per element: 1/4.
@@ -144,7 +147,8 @@ def pick_owned_kernel(
     for shift in range(world_size):
         taken = left
         if shift + 1 < world_size:
-            taken = left & bernoulli_words(tl.load(thresholds + shift), 0, _shift_seed(seed, shift), place)
+            threshold = _threshold_of(tl.zeros([], tl.int64) + world_size - shift)
+            taken = left & bernoulli_words(threshold, 0, _shift_seed(seed, shift), place)
         left ^= taken
         tl.store(plane, taken, mask=inside)
         plane += quads * QUAD
@@ -153,17 +157,10 @@ def pick_owned_kernel(
     tl.store(picked + i, chosen, mask=inside)
 
 
-@cache  # CUDA graphs read it as long as they are replayed
-def _thresholds(world_size: int, device: torch.device) -> Tensor:
-    """round(2^32 / (W - shift)) of each shift, 0 behind the last but one: int64 [W]."""
-    values = [threshold_of(world_size - shift) if world_size - shift > 1 else 0 for shift in range(world_size)]
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
 @op(
     pick_owned_kernel,
     writes=("owners", "picked"),
-    derive={**WORDS, "thresholds": ("*i64", _thresholds), "programs": ("i32", lambda parts: parts)},
+    derive={**WORDS, "programs": ("i32", lambda parts: parts)},
 )
 def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Words) -> None:
     """Draws whose sign each coordinate gets, and picks those of this rank: D/W bits of D.

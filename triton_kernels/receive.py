@@ -32,7 +32,7 @@ def spans_of(payload: Tensor) -> int:
 
 
 @jit()
-def _sum_span(payload, begin, end):
+def sum_span(payload, begin, end):
     """Sums 8 bytes each, int64: payload[begin:end]."""
     lane = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int64)
@@ -95,7 +95,7 @@ def receive_kernel(
     bad = headers.count_flags(words, words_stride, own_words, world_size)
     kept = bad == 0
     row = (payload + w * payload_stride).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_add(total, _sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
+    tl.atomic_add(total, sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
     held = tl.load(hold)
     if held == 0:
         square = tl.zeros([LANES], tl.float64)

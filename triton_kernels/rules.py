@@ -95,6 +95,7 @@ MOST_STEPS = 4294967296.0
 
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
 NAN = float("nan")
+INFINITY = float("inf")
 GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
 WORD = 0xFFFFFFFF  # the 32 bits of a random word
 
@@ -374,6 +375,13 @@ def compensation(c, sent, limit):
     e = tl.where(e < negative(limit), negative(limit), e)  # a NaN stays one
     e = tl.where(e > limit, limit, e)
     return e + 0.0  # no -0.0, whatever the backend makes of bounds that are zero
+
+
+@rule
+def global_step(k, steps, most):
+    """eta_s of a round of so many steps (Algorithm 2), and ``most`` times it, which bounds what is left if it moves."""
+    s = of(k, LR) * of(k, GLOBAL_RATIO) * steps
+    return s, tl.where(s > 0, s * most, INFINITY)
 
 
 @rule

@@ -15,7 +15,7 @@ from ..comm.rounds import RoundAllReduce
 from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
-from ..triton_kernels import Coef, add_values, apply_momentum
+from ..triton_kernels import add_values, apply_momentum
 from .marsit_state import LocalOptions, MarsitState
 
 
@@ -101,7 +101,6 @@ class MarsitOptimizer(MarsitState):
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """x = x - u, and u into what will be agreed on."""
         self._add(self.reducer, grads, self._leaving_out(agreed.limited(coef)), self.reducer.everything, agreed, True)
-        self.reducer.formed()
         self._phase = "local"
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
@@ -109,7 +108,7 @@ class MarsitOptimizer(MarsitState):
         reducer, several = self.reducer, self.options.local_steps > 1
         own = self._leaving_out(agreed.limited(coef)) if several else agreed.limited(coef)
         moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
-        told = told._replace(changed=moments, goes=self._global_step(coef))
+        told = told._replace(changed=moments, goes=coef, steps=self.options.local_steps)
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
             # Algorithm 1, line 1: eta_l * g, or what SGD or Adam make of g, and the compensation.
@@ -121,14 +120,8 @@ class MarsitOptimizer(MarsitState):
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
-        reducer.forget()
         self._phase = "uncompressed" if reducer.full_precision else "one-bit"
         self._end_round(reducer.full_precision)
-
-    def _global_step(self, coef: Tensor) -> Tensor:
-        """eta_s: how far each coordinate goes in a round of signs, float32 [B]."""
-        each = coef[:, Coef.LR] * coef[:, Coef.GLOBAL_RATIO] * self.options.local_steps
-        return each[self._block_tensor]
 
     def _add(
         self,

@@ -72,6 +72,7 @@ KERNEL(local_update)
         struct place to = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
         uint8_t *packed = bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE);
+        int32_t *header = words + b / blocks_per_chunk * words_stride;
         float *c = compensated + b * BLOCK_SIZE, most = limit[b];
         s.m = exp_avg ? exp_avg + b * BLOCK_SIZE : NULL;
         s.v = exp_avg_sq ? exp_avg_sq + b * BLOCK_SIZE : NULL;
@@ -80,6 +81,8 @@ KERNEL(local_update)
             PREFETCH(c + i, BLOCK_SIZE);
             LANES kept[i + j] = compensation(c[i + j], kept[i + j], most);
         }
+        scale[b] = 0;
+        limit[b] = INFINITY;
         only_live(kept, live, row, BLOCK_SIZE);
         load_user(g, from, live, row, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE)
@@ -89,9 +92,19 @@ KERNEL(local_update)
         update(&s, g, DECAYS ? x : NULL, to.k, BLOCK_SIZE);
         only_live(s.u, live, row, BLOCK_SIZE);
         if (drop_bad(&s, c, kept, *hold, BLOCK_SIZE))
-            __atomic_fetch_or(flags + b / blocks_per_chunk * flags_stride, NONFINITE, __ATOMIC_RELAXED);
-        if (!MOVES) {
+            __atomic_fetch_or(header + FLAGS, NONFINITE, __ATOMIC_RELAXED);
+        if (!MOVES)
             store_bits(packed, 0, c, 0, BLOCK_SIZE);
+        for (int64_t i = 0; share != 1 && i < BLOCK_SIZE; i++)
+            c[i] *= share;
+        if (!MOVES) {
+            if (b % blocks_per_chunk)
+                continue;
+            header[STEP] = number;
+            header[DIGEST] = *digest;
+            header[TAG] = tag;
+            header[SIGNAL] = 0;
+            __atomic_fetch_or(header + FLAGS, told, __ATOMIC_RELAXED);
             continue;
         }
         for (int64_t i = 0; i < BLOCK_SIZE; i++)

@@ -1,4 +1,4 @@
-/* Scales from partial sums, headers, and what is made of the messages that servers have sent. */
+/* Scales from partial sums, headers, and what is made of what all ranks have sent. */
 
 #include "clock.h"
 
@@ -106,19 +106,31 @@ KERNEL(finish)
     }
 }
 
+/* Adds the 8-byte numbers of a span of a row. */
+static void add_span(int64_t *total, const uint8_t *row, int64_t span, int64_t length)
+{
+    uint64_t sum = 0, each;
+    for (int64_t i = span * RECEIVE_SPAN; i < length && i < (span + 1) * RECEIVE_SPAN; i++) {
+        memcpy(&each, row + 8 * i, 8);
+        sum += each;
+    }
+    __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
+}
+
+/* The halves of what all have added, which then is 0 again. */
+static int32_t digest_of(int64_t *total)
+{
+    int64_t all = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
+    return all ^ all >> 32;
+}
+
 KERNEL(receive)
 {
     int32_t found = agreed_flags(words, words_stride, own_words, world_size);
     double lanes[SUM_LANES];
     for (int64_t p = begin; p < end; p++) {
         int64_t w = p / spans, j = p % spans, first = w * blocks_per_message;
-        const uint8_t *row = payload + w * payload_stride;
-        uint64_t sum = 0, each;
-        for (int64_t i = j * RECEIVE_SPAN; i < length && i < (j + 1) * RECEIVE_SPAN; i++) {
-            memcpy(&each, row + 8 * i, 8);
-            sum += each;
-        }
-        __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
+        add_span(total, payload + w * payload_stride, j, length);
         int averaged = words[w * words_stride + FLAGS] == 0;
         memset(lanes, 0, sizeof lanes);
         for (int64_t b = j * blocks_per_span; !*hold && b < blocks_per_message && b < (j + 1) * blocks_per_span; b++) {
@@ -137,7 +149,6 @@ KERNEL(receive)
         if (limit && !*hold)
             squares[p] = tree_sum(lanes);
         if (is_last(ticket, programs)) {
-            int64_t all = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
             *flags = found;
             if (limit && !*hold) {
                 *norm = sqrt(ordered_sum(squares, 0, programs));
@@ -147,7 +158,30 @@ KERNEL(receive)
                     memset(server_scale, 0, blocks_per_message * sizeof *server_scale);
                 }
             }
-            own_words[DIGEST] = all ^ all >> 32;
+            own_words[DIGEST] = digest_of(total);
         }
+    }
+}
+
+KERNEL(close_round)
+{
+    if (begin == end) /* the others' last one changes headers */
+        return;
+    int32_t found = agreed_flags(words, words_stride, own_words, world_size) | *hold;
+    for (int64_t p = begin; p < end; p++) {
+        add_span(total, payload + p / spans * payload_stride, p % spans, length);
+        for (int64_t b = p * blocks_per_program; b < blocks && b < (p + 1) * blocks_per_program; b++) {
+            struct global_step goes = global_step(coef + block_tensor[b] * COLUMNS, steps, most);
+            scale[b] = found ? 0 : goes.x0;
+            taken[b] = SIGNS ? scale[b] : 0;
+            limit[b] = found ? INFINITY : SIGNS ? goes.x1 : most;
+        }
+        if (!is_last(ticket, programs))
+            continue;
+        *digest = digest_of(total);
+        *flags = found;
+        for (int64_t w = 0; w < world_size; w++)
+            words[w * words_stride + FLAGS] = 0;
+        own_words[FLAGS] = 0;
     }
 }

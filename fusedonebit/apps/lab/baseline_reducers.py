@@ -12,15 +12,18 @@ that numbers grow: after j workers a sum has one of j + 1 values, which takes ce
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ...comm.message import Told
 from ...comm.ring_topology import Hop, Stage, Topology, stages
 from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
-from ...triton_kernels import FlatLayout
+from ...triton_kernels import FlatLayout, rules
+from ...triton_kernels.headers import agreed_flags
 from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
 
 Coding = Literal["elias", "fixed"]
@@ -56,12 +59,16 @@ class HopBaseline(RoundAllReduce):
         self.coding, self.seed = coding, seed
         self._stages = stages(topology, layout.world_size, self.transport.rank)
 
-    def _round(self, prepare: Prepare, step: Tensor, hold: Tensor | None) -> None:
+    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
+        assert told.goes is not None
         prepare(self.everything)
-        self._agree(hold)
-        update, kept = self._aggregate(self.compensated, step)
+        words, own = self._gather_headers()
+        step, _ = rules.global_step(told.goes[self.block_tensor], told.steps, math.inf)
+        update, kept = self._aggregate(self.compensated, step.view(-1))
         self.values = update * self._live.mask()
-        self.compensated.copy_(torch.where(self.flags == 0, kept, self.compensated))
+        taken = agreed_flags(words, own, told.hold) == 0
+        self.compensated.copy_(torch.where(taken, kept, self.compensated))
+        return words, own
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return the global update and what this worker keeps, float32 [P] each, of v [P] and eta_s float32 [B]."""

@@ -1,0 +1,115 @@
+"""Closes a round of Marsit's: what all headers agree on, the update's checksum, how far it goes, what may be left."""
+
+from __future__ import annotations
+
+import torch
+
+from . import block_io as io
+from . import headers, rules
+from .headers import Word
+from .jit import jit, tl
+from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, op
+from .receive import SPAN, checksum_of, sum_span
+
+FLAGS = headers.FLAGS
+LANES = 128  # blocks, or headers, at a time
+
+
+@jit()
+def _clear_flags(words, words_stride, own_words, world_size):
+    """The next round's updates set flags in these headers anew."""
+    nothing = tl.zeros([LANES], tl.int32)
+    for first in range(0, world_size, LANES):
+        w = first + tl.arange(0, LANES)
+        tl.store(words + w.to(tl.int64) * words_stride + FLAGS, nothing, mask=w < world_size)
+    tl.store(own_words + FLAGS, 0)
+
+
+@jit()
+def close_round_kernel(
+    words, words_stride, own_words, payload, payload_stride, coef, block_tensor, steps, most, hold, scale, taken, limit,
+    digest, flags, total, ticket, world_size, spans, length, blocks, blocks_per_program, programs, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows of spans, each of SPAN times 8 bytes of the update and a share of the blocks.
+
+    Bytes per element: 1/8 in for signs, else 4; per block 12 out.
+    """
+    p = tl.program_id(0).to(tl.int64)
+    w = p // spans
+    j = p % spans
+    held = tl.load(hold)
+    bad = headers.count_flags(words, words_stride, own_words, world_size)
+    kept = (bad == 0) & (held == 0)
+    row = (payload + w * payload_stride).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.atomic_add(total, sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
+    end = tl.minimum((p + 1) * blocks_per_program, blocks)
+    for begin in range(p * blocks_per_program, end, LANES):
+        b = begin + tl.arange(0, LANES)
+        mask = b < end
+        k = coef + tl.load(block_tensor + b, mask=mask, other=0).to(tl.int64) * rules.COLUMNS
+        s, bound = rules.global_step(k, steps, most)
+        s = tl.where(kept, s, 0.0)
+        tl.store(scale + b, s, mask=mask)
+        if SIGNS:
+            tl.store(taken + b, s, mask=mask)
+        else:
+            bound = tl.zeros([LANES], tl.float32) + most
+            tl.store(taken + b, tl.zeros([LANES], tl.float32), mask=mask)
+        tl.store(limit + b, tl.where(kept, bound, rules.INFINITY), mask=mask)
+    if io.is_last(ticket, programs):
+        sum_of_all = tl.atomic_xchg(total, 0)
+        tl.store(digest, (sum_of_all ^ (sum_of_all >> 32)).to(tl.int32))
+        tl.store(flags, headers.flags_of(bad) | held)
+        _clear_flags(words, words_stride, own_words, world_size)
+
+
+@op(
+    close_round_kernel,
+    writes=("words", "own_words", "scale", "taken", "limit", "digest", "flags", "total", "ticket"),
+    derive={
+        "world_size": ("i32", lambda words: len(words)),
+        "length": ("i32", lambda payload: payload.shape[1] // 8),
+        "spans": ("i32", lambda length: -(-length // SPAN)),
+        "programs": ("i32", lambda payload, spans: len(payload) * spans),
+        "blocks": ("i32", lambda scale: len(scale)),
+        "blocks_per_program": ("i32", lambda blocks, programs: -(-blocks // programs)),
+        "num_warps": ("i32", lambda: 1),
+    },
+)
+def close_round(
+    words: Headers, own_words: Flag, payload: Bits, coef: Floats, block_tensor: Indices, steps: float, most: float,
+    signs: bool, hold: Flag, scale: PerBlock, taken: PerBlock, limit: PerBlock, digest: Flag, flags: Flag,
+    total: Counters, ticket: Flag,
+) -> None:  # fmt: skip
+    """Ends a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
+
+    Where any header has a flag, or differs from this rank's in a checked word, the round is skipped: s := 0, and all of
+    v stays. The compensation itself is formed by ``local_update``.
+
+    Args:
+        words: int32 [W, 8], the headers; their FLAGS are 0 afterwards.
+        own_words: int32 [8], this rank's, one of them or not; the same.
+        payload: uint8 [rows, n], the update: signs, or float32.
+        coef: LR * GLOBAL_RATIO * ``steps`` is how far each coordinate goes in a round of signs, eta_s.
+        block_tensor: int32 [B].
+        steps: Of the round.
+        most: Largest compensation of a coordinate: of signs in units of eta_s, where that is above 0.
+        signs: Whether they are what was agreed on; else nothing is taken of v, but by ``most``.
+        hold: int32 [1], flags that skip as well.
+        scale: float32 [B], written: eta_s.
+        taken: float32 [B], written: s of ``local_update``.
+        limit: float32 [B], written: its limit.
+        digest: int32 [], written: ``checksum_of`` the payload.
+        flags: int32 [1], written: ``agreed_flags``.
+        total: int64 [1], 0; scratch.
+        ticket: int32 [1], 0; scratch.
+    """
+    flags.copy_(headers.agreed_flags(words, own_words, hold))
+    digest.copy_(checksum_of(payload))
+    words[:, Word.FLAGS] = 0
+    own_words[Word.FLAGS] = 0
+    s, bound = (values[:, 0] for values in rules.global_step(coef[block_tensor], steps, most))
+    kept = flags == 0
+    scale.copy_(torch.where(kept, s, 0.0))
+    taken.copy_(scale if signs else torch.zeros_like(taken))
+    limit.copy_(torch.where(kept, bound if signs else most, rules.INFINITY))
