@@ -31,19 +31,21 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple, ParamSpec, get_args, get_type_hints
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import _profiler_enabled
 
 from . import native
 from .backends import chosen
 from .jit import Deferred
 from .layout import BLOCK_SIZES
 from .native.generate import Parameter, Spec
-from .tables import block_tables, pointer_table
+from .tables import BlockTables, Listed, Pattern, block_tables, pointer_table
 
 Floats = Annotated[Tensor, Spec(torch.float32)]
 PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
@@ -99,6 +101,44 @@ STANDARD: Derived = {
 
 launches: Counter[str] = Counter()
 """Launches of each kernel in this process."""
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_DIRECT = _PLAIN | {list, tuple, Listed, int, float, bool, type(None)}
+"""Types of arguments that need no dispatcher: subclasses of tensors may have no memory, or do otherwise."""
+
+
+class Plan(NamedTuple):
+    """A launch as it was bound, for arguments that lie where they did; it keeps none of them.
+
+    Attributes:
+        what: Constants for which it holds.
+        pattern: What its tensors were like.
+        tables: Of the layout, whose addresses it has, while somebody keeps them.
+        start: Starts it, on the arguments of the kernel.
+        given: These: addresses, numbers and constants.
+        free: Places in ``given`` of numbers that may be others each time, and their places among the op's arguments.
+    """
+
+    what: tuple[Any, ...]
+    pattern: Pattern
+    tables: ref[BlockTables] | None
+    start: Callable[..., None]
+    given: list[Any]
+    free: list[tuple[int, int]]
+
+    def holds(self, what: tuple[Any, ...], tensors: Sequence[Tensor]) -> bool:
+        """Tell whether constants and tensors are as they were, and somebody keeps the tables."""
+        return self.what == what and self.pattern.fits(tensors) and (self.tables is None or self.tables() is not None)
+
+    def start_on(self, arguments: Sequence[Any]) -> None:
+        """Launch, with an op's arguments' own numbers."""
+        given = self.given.copy()
+        for i, at in self.free:
+            given[i] = arguments[at]
+        self.start(*given)
+
+
+_MOST_PLANS = 256
+"""Of an op: more than most runs have buckets, and few enough that none fills much memory."""
 
 
 class _Argument(NamedTuple):
@@ -133,9 +173,27 @@ class Op:
         self._defaults = {name: p.default for name, p in given.items() if p.default is not p.empty}
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         names = list(inspect.signature(kernel.function).parameters)
         self.parameters = [self._parameter(name) for name in names]
         self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
+        self._prepare_plans(names)
+
+    def _prepare_plans(self, names: Sequence[str]) -> None:
+        """Note at which places of the arguments is what a plan depends on."""
+        needed = {name for _, names in self._steps.values() for name in names}
+        places = {name: i for i, name in enumerate(self.arguments)}
+        schemas = [argument.schema for argument in self.arguments.values()]
+        self._tensors_at = [i for i, schema in enumerate(schemas) if schema in ("Tensor", "Tensor?")]
+        self._optional_at = [i for i, schema in enumerate(schemas) if schema == "Tensor?"]
+        self._device_at = schemas.index("Tensor")
+        self._written_at = [places[name] for name in self._lists if name in self.writes]
+        self._lists_at = [(places[name], "sizes" in self._steps[f"{name}.pointers"][1]) for name in self._lists]
+        self._sizes_at = [i for i, schema in enumerate(schemas) if schema == "SymInt[]"]
+        numbers = {name for name, argument in self.arguments.items() if argument.schema in ("int", "float", "bool")}
+        # Numbers that a kernel is given as they are: all others decide how it is launched.
+        self._free = [(i, places[name]) for i, name in enumerate(names) if name in numbers - needed - set(self._steps)]
+        self._fixed_at = [places[name] for name in numbers - {list(places)[at] for _, at in self._free}]
 
     @property
     def schema(self) -> str:
@@ -218,33 +276,96 @@ class Op:
 
     def launch(self, arguments: Sequence[Any], on: str) -> None:
         """Launch the kernel, Triton's or that in C, on the device of its tensors, and count it."""
+        device = arguments[self._device_at].device
+        if device.type != "cuda":
+            self._launch(arguments, on, device)
+            return
+        with torch.cuda.device(device):  # Triton launches on the current one, which need not be the tensors'
+            if torch.cuda.is_current_stream_capturing():  # tables may be uploaded then, and again in each replay
+                self._launch_anew(arguments, on)
+            else:
+                self._launch(arguments, on, device)
+
+    def _launch(self, arguments: Sequence[Any], on: str, device: torch.device) -> None:
+        """Launch by the plan that there is for such arguments, else make one."""
+        tensors = [tensor for at in self._tensors_at if (tensor := arguments[at]) is not None]
+        sizes = [tuple(arguments[at]) for at in self._sizes_at]
+        lists = [pointer_table(arguments[at], device, *sizes[:checked]) for at, checked in self._lists_at]
+        where = (on, *map(Tensor.data_ptr, tensors), *(pointers.table.data_ptr() for pointers in lists))
+        what = (
+            [arguments[at] is None for at in self._optional_at],
+            [arguments[at] for at in self._fixed_at],
+            [_specialised(arguments[at]) for _, at in self._free] if on == "triton" else None,
+            [pointers.stored for pointers in lists],
+            sizes,
+        )
+        plan, each = self._plans.get(where), list({id(tensor): tensor for tensor in tensors}.values())
+        if plan is not None and plan.holds(what, each):
+            launches[self.name] += 1
+            plan.start_on(arguments)
+            return
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        launch = self._launch_anew(arguments, on)
+        if launch is not None:
+            pattern = Pattern()
+            pattern.take(each)
+            self._plans[where] = Plan(what, pattern, *launch)
+
+    def _launch_anew(self, arguments: Sequence[Any], on: str) -> tuple[Any, ...] | None:
+        """Bind and launch; return what does so again, unless it would reach other memory than arguments and tables."""
         values = self.bind(arguments)
-        *given, device, programs, num_warps = [values[key] for key in self._launched]
         launches[self.name] += 1
+        *given, _, programs, num_warps = [values[key] for key in self._launched]
+        start: Callable[..., None] | None
         if on == "native":
             functions = native.library()
             assert functions is not None
-            functions[self.name].run(programs, given, values.get("blocks", 0), values.get("block_size", BLOCK_SIZES[0]))
-            return
-        # Triton launches on the current device, which need not be the tensors'.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel = functions[self.name]
+            addresses = kernel.checked(given, values.get("blocks", 0), values.get("block_size", BLOCK_SIZES[0]))
+            free = [(kernel.places[i], at) for i, at in self._free]
+            start = partial(kernel.start, programs)
+            start(*addresses)
+        else:
             # A fused multiply-add would round once where rules round twice.
-            self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
+            compiled = self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
+            start = None if compiled is None else compiled[(programs, 1, 1)]  # None of Triton's interpreter
+            addresses, free = [x.data_ptr() if isinstance(x, Tensor) else x for x in given], self._free
+        tables = values.get("tables")
+        kept = [tensor for at in self._tensors_at if (tensor := arguments[at]) is not None]
+        kept += [values[f"{name}.pointers"].table for name in self._lists]
+        kept += [] if tables is None else tables.made()
+        memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        if start is None or any(x.untyped_storage().data_ptr() not in memory for x in given if isinstance(x, Tensor)):
+            return None
+        return None if tables is None else ref(tables), start, addresses, free
 
-    def implementation(self, device_type: str) -> Callable[..., None]:
-        """Return what ``torch.library`` calls for tensors of a device."""
-        written = [i for i, name in enumerate(self.arguments) if name in self.writes and name in self._lists]
+    def run(self, *arguments: Any) -> None:
+        """Run what is chosen for the device of the tensors; ``torch.library`` calls it."""
+        backend = chosen(arguments[self._device_at].device.type)
+        if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
+            self.eager(*arguments)
+            return
+        self.launch(arguments, backend)
+        for at in self._written_at:  # through their addresses, which autograd does not see
+            torch.autograd.graph.increment_version(arguments[at])
 
-        def run(*arguments: Any) -> None:
-            backend = chosen(device_type)
-            if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
-                self.eager(*arguments)
-                return
-            self.launch(arguments, backend)
-            for i in written:  # through their addresses, which autograd does not see
-                torch.autograd.graph.increment_version(arguments[i])
+    def is_direct(self, arguments: Sequence[Any]) -> bool:
+        """Tell whether the dispatcher would only pass these arguments on: nobody follows, and all are plain."""
+        return (
+            not torch.compiler.is_compiling()
+            and not _len_torch_dispatch_stack()
+            and not _profiler_enabled()
+            and len(arguments) == len(self.arguments)
+            and _DIRECT.issuperset(map(type, arguments))
+            and all(type(x := arguments[at]) is Listed or _PLAIN.issuperset(map(type, x)) for at, _ in self._lists_at)
+            and arguments[self._device_at].device.type in ("cpu", "cuda")
+        )
 
-        return run
+
+def _specialised(number: float) -> tuple[Any, ...]:
+    """Return what Triton's launcher compiles for, of a number."""
+    return type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
 
 def _stride(tensor: Tensor | None) -> int:
@@ -283,14 +404,17 @@ def op(
         OPS[declared.name] = declared
         _LIBRARY.define(declared.name + declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
-            _LIBRARY.impl(declared.name, declared.implementation(key.lower()), key)
+            _LIBRARY.impl(declared.name, declared.run, key)
         torch.library.register_fake(f"fusedonebit::{declared.name}", _fake, lib=_LIBRARY)
         native.declare(declared.name, declared.parameters, in_c)
         overload = getattr(torch.ops.fusedonebit, declared.name).default
 
         @wraps(eager)
         def call(*arguments: P.args, **named: P.kwargs) -> None:
-            overload(*arguments, **named)
+            if not named and declared.is_direct(arguments):
+                declared.run(*arguments)
+            else:
+                overload(*arguments, **named)
 
         return call
 

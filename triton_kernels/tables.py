@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from .layout import FlatLayout
 
@@ -37,6 +38,71 @@ def capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):  # torch asks the current one, which need not be it
         return torch.cuda.is_current_stream_capturing()
+
+
+class Pattern:
+    """Tells in one call whether tensors are like others: of their types, dtypes, layouts, devices, shapes and strides.
+
+    Where gradients are enabled, both times, also whether they require them. torch's compiler makes one of its guards of
+    what this does. It keeps no tensor, and each may be given but once.
+    """
+
+    def __init__(self) -> None:
+        self._guards: TensorGuards | None = None
+        self._count = 0
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Tells whether ``tensors`` are like those that ``take`` was given last."""
+        return self._guards is not None and len(tensors) == self._count and self._guards.check(*tensors)
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Takes what ``tensors`` are like."""
+        self._guards, self._count = None, len(tensors)
+        if tensors:
+            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+class Facts:
+    """What kernels are told of a list of tensors, by which their table is found again; it keeps none of them.
+
+    Attributes:
+        numels: Of each.
+        found: The address of each, as torch tells it.
+        addresses: The same, 0 of those that are empty.
+        kinds: The dtype of each, one of ``KINDS``.
+    """
+
+    __slots__ = ("_hash", "addresses", "found", "kinds", "numels")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # ``map``, whose loop is not Python's: there may be thousands.
+        self.numels = tuple(map(Tensor.numel, tensors))
+        self.found = self.addresses = tuple(map(Tensor.data_ptr, tensors))
+        if not all(self.numels):
+            self.addresses = tuple(address if n else 0 for address, n in zip(self.found, self.numels, strict=True))
+        self.kinds = tuple(map(KINDS.__getitem__, map(_DTYPE, tensors)))
+        self._hash = hash((self.addresses, self.kinds))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Facts) and (self.addresses, self.kinds) == (other.addresses, other.kinds)
+
+
+class Listed(list[Tensor]):
+    """Tensors and their ``facts``: what whoever made it has found out need not be found out again by each op."""
+
+    def __init__(self, tensors: Sequence[Tensor], facts: Facts) -> None:
+        super().__init__(tensors)
+        self.facts = facts
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], known: Facts | None = None) -> Listed:
+        """Returns ``tensors``; ``known`` are the facts of such as have these sizes and dtypes, wherever they lie."""
+        if known is not None and tuple(map(Tensor.data_ptr, tensors)) == known.found:
+            return cls(tensors, known)
+        return cls(tensors, Facts(tensors))
 
 
 class Pointers(NamedTuple):
@@ -63,30 +129,29 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         ValueError: for a tensor that is not of its size, nor empty: kernels would not notice.
     """
     cuda = device.type == "cuda"
-    # ``map``, whose loop is not Python's: there may be thousands.
-    numels = tuple(map(Tensor.numel, tensors))
-    addresses = tuple(map(Tensor.data_ptr, tensors))
-    if not all(numels):
-        addresses = tuple(address if n else 0 for address, n in zip(addresses, numels, strict=True))
-    kinds = tuple(map(KINDS.__getitem__, map(_DTYPE, tensors)))
-    if sizes is not None and numels != tuple(sizes) and not _each_or_none(numels, sizes):
-        raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(numels)}")
+    facts = tensors.facts if isinstance(tensors, Listed) else Facts(tensors)
+    if sizes is not None and facts.numels != tuple(sizes) and not _each_or_none(facts.numels, sizes):
+        raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(facts.numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-    what = (addresses, kinds, device)
+    what = (facts, device)
     with _tables_lock:
         if capturing(device):
             # What was uploaded before a capture is there when its graph is replayed. What is uploaded in a capture is
             # there only after a replay of that graph, so that neither another graph nor an uncaptured step may read it.
             uploaded = next((pointers for known, pointers in _tables.items() if known[:-1] == what), None)
-            pointers = uploaded or _make_pointers(addresses, kinds, device)
+            pointers = uploaded or _make_pointers(facts, device)
             _captured.append(pointers)
             return pointers
         key = (*what, stream)
-        pointers = _tables.pop(key) if key in _tables else _make_pointers(addresses, kinds, device)
-        _tables[key] = pointers
-        if len(_tables) > _MOST_TABLES:
-            _tables.popitem(last=False)
+        found = _tables.get(key)
+        if found is None:
+            pointers = _tables[key] = _make_pointers(facts, device)
+            if len(_tables) > _MOST_TABLES:
+                _tables.popitem(last=False)
+        else:
+            pointers = found
+            _tables.move_to_end(key)
     return pointers
 
 
@@ -98,7 +163,8 @@ def _few(numbers: Sequence[int]) -> str:
     return f"{list(numbers[:8])}" if len(numbers) <= 8 else f"{list(numbers[:8])} and {len(numbers) - 8} more"
 
 
-def _make_pointers(addresses: tuple[int, ...], kinds: tuple[int, ...], device: torch.device) -> Pointers:
+def _make_pointers(facts: Facts, device: torch.device) -> Pointers:
+    addresses, kinds = facts.addresses, facts.kinds
     host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
     used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
     stored = used.pop() if len(used) == 1 else _MIXED if used else 0
@@ -209,6 +275,11 @@ class BlockTables:
         """Copies, and what is unpickled, are the shared one."""
         layout = self._layout
         return block_tables, (layout.sizes, layout.world_size, layout.block_size, self._device)
+
+    def made(self) -> list[Tensor]:
+        """Returns what there is of them so far."""
+        found = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
+        return [tensor for each in found for tensor in each if isinstance(tensor, Tensor)]
 
     @cached_property
     def tensor(self) -> Tensor:

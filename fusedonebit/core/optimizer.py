@@ -141,7 +141,7 @@ class DistributedOptimizer(Keeper):
         if not captured:
             self.outcomes.absorb_replays()
         self.begin_step(captured)
-        self._step_number = self._take_number(None if params is None else given, captured)
+        self._step_number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
             self.put_lr_on_the_device()
@@ -178,11 +178,11 @@ class DistributedOptimizer(Keeper):
             self.transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
         return looking and bool(self.averaged_elsewhere)
 
-    def _take_number(self, compiled: Sequence[Tensor] | None, captured: bool) -> int | Tensor:
-        """Count a step; return its number in messages. ``compiled``: the gradients that a compiler passes."""
+    def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
+        """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
         if captured:
             return self.step_count.capture()
-        self._check_repeated(self.step_count.take(self.parameters.owners, compiled))
+        self._check_repeated(self.step_count.take(self.parameters.owners, given, compiled))
         return as_word(self.step_count.total)
 
     def _check_repeated(self, repeated: bool) -> None:

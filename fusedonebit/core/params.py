@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm import checksum
 from ..comm.agreement import Fact
+from ..triton_kernels.tables import Facts, Listed, Pattern
 from .sharding import is_dtensor, like, local, shard_mesh
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # For ``map``, whose loop is not Python's.
-_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_GRAD, _REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -90,7 +90,10 @@ class ParameterList:
         self._strides = [d.stride() for d in self.dense]
         self._pointers = [p.data_ptr() for p in self.params]
         self._kinds = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
-        self._shapes, self._own_strides = [p.shape for p in self.params], [p.stride() for p in self.params]
+        # Parameters and gradients as they were found usable, and where those and ``dense`` lay.
+        self._of_owners, self._of_gradients = Pattern(), Pattern()
+        self._gradient_facts: Facts | None = None
+        self._dense_facts: Facts | None = None
 
     def __len__(self) -> int:
         return len(self.params)
@@ -116,9 +119,13 @@ class ParameterList:
 
     def gradients(self, nothing: Tensor) -> list[Tensor]:
         """Return the gradients as they are, ``nothing`` where there is none; a compiler can follow it."""
-        if self.mesh is None:
+        if self.mesh is not None:
+            return [nothing if p.grad is None else local(p.grad) for p in self.owners]
+        if torch.compiler.is_compiling():
             return [nothing if p.grad is None else p.grad for p in self.params]
-        return [nothing if p.grad is None else local(p.grad) for p in self.owners]
+        # ``map``, whose loop is not Python's.
+        grads = list(map(_GRAD, self.params))
+        return [nothing if g is None else g for g in grads] if type(None) in set(map(type, grads)) else grads
 
     def gradient(self, i: int, nothing: Tensor) -> Tensor:
         """Return that of parameter ``i`` alone; see ``gradients``."""
@@ -127,7 +134,7 @@ class ParameterList:
 
     def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
         """Return of which parameters there is no gradient among what ``gradients`` has returned."""
-        if all(map(Tensor.numel, given)):
+        if all(given.facts.numels if isinstance(given, Listed) else map(Tensor.numel, given)):
             return ()
         empty = (i for i, g in enumerate(given) if not g.numel())
         # Of an empty parameter, or shard, that of no elements is one.
@@ -154,7 +161,7 @@ class ParameterList:
 
     _unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result's
 
-    def usable(self, given: Sequence[Tensor], nothing: Tensor) -> list[Tensor]:
+    def usable(self, given: Sequence[Tensor], nothing: Tensor) -> Listed:
         """Check what ``gradients`` has returned, and bring it into the memory order of ``dense``.
 
         Raises:
@@ -162,8 +169,16 @@ class ParameterList:
             TypeError, ValueError: if a gradient can't be used.
         """
         self._check_unchanged()
-        if self._all_as_dense(given):
-            return list(given)
+        if not self._of_gradients.fits([g for g in given if g is not nothing]):
+            return self._each_usable(given, nothing)
+        listed = Listed.of(given, self._gradient_facts)
+        if listed.facts is not self._gradient_facts and not all(listed.facts.found):  # others may be missing
+            return self._each_usable(given, nothing)
+        self._gradient_facts = listed.facts
+        return listed
+
+    def _each_usable(self, given: Sequence[Tensor], nothing: Tensor) -> Listed:
+        """Do what ``usable`` does, one gradient after the other; take what they are like if none was changed."""
         grads = []
         for i, (p, g) in enumerate(zip(self.params, given, strict=True)):
             if g.numel() == 0:
@@ -177,26 +192,18 @@ class ParameterList:
             if g.stride() != self._strides[i]:
                 g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
             grads.append(g)
-        return grads
-
-    def _all_as_dense(self, given: Sequence[Tensor]) -> bool:
-        """Return whether each gradient is there, and as its parameter's dense memory is: then none needs a look."""
-        return (
-            set(map(_LAYOUT, given)) == {torch.strided}
-            and set(map(_DTYPE, given)) <= set(SUPPORTED_DTYPES)
-            and set(map(_DEVICE, given)) == {self.params[0].device}
-            and list(map(_SHAPE, given)) == self._shapes
-            and list(map(Tensor.stride, given)) == self._strides
-            and all(map(Tensor.data_ptr, given))
-        )
+        listed = Listed.of(grads)
+        if all(map(operator.is_, grads, given)):
+            self._of_gradients.take([g for g in grads if g is not nothing])
+            self._gradient_facts = listed.facts
+        return listed
 
     def _as_before(self) -> bool:
         """Return whether all parameters lie where they did, and the same ones train."""
         return (
             self.mesh is None
+            and self._alike()
             and list(map(Tensor.data_ptr, self.owners)) == self._pointers
-            and list(map(Tensor.stride, self.owners)) == self._own_strides
-            and all(map(_REQUIRES_GRAD, self.owners))
             and not any(map(_REQUIRES_GRAD, self.frozen))
         )
 
@@ -231,6 +238,14 @@ class ParameterList:
                     f"a parameter of shape {tuple(p.shape)} requires gradients now but did not when the optimizer "
                     "was made; construct the optimizer anew"
                 )
+        if self.mesh is None:
+            with torch.enable_grad():
+                self._of_owners.take(self.owners)
+
+    def _alike(self) -> bool:
+        """Return whether all parameters are as they were found usable, and require gradients."""
+        with torch.enable_grad():  # else a pattern leaves out whether they do
+            return self._of_owners.fits(self.owners)
 
     def _current(self, i: int, owner: Tensor) -> Tensor:
         """Return what this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
@@ -246,10 +261,15 @@ class ParameterList:
     @contextmanager
     def standing_in(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Update ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
-        if all(map(operator.is_, tensors, self.params)):
-            yield
-            return
         dense, staged = self.dense, self._staged
+        if tensors is self.params or all(map(operator.is_, tensors, self.params)):
+            self.dense = listed = self._listed(tensors is self.params)
+            self._dense_facts = listed.facts
+            try:
+                yield
+            finally:
+                self.dense = dense
+            return
         own = [d is p for d, p in zip(dense, self.params, strict=True)]
         in_place = [t.stride() == strides for t, strides in zip(tensors, self._strides, strict=True)]
         self.dense = [
@@ -262,6 +282,14 @@ class ParameterList:
             yield
         finally:
             self.dense, self._staged, self._targets = dense, staged, self.params
+
+    def _listed(self, checked: bool) -> Listed:
+        """Return ``dense`` with what is known of it, and of the parameters, where those have just been ``checked``."""
+        known = self._dense_facts
+        own = known is not None and not self._staged and not self.masters and tuple(self._pointers) == known.found
+        if known is not None and own and checked:
+            return Listed(self.dense, known)
+        return Listed.of(self.dense, known)
 
     def before_update(self) -> None:
         """Bring the dense copies up to date."""

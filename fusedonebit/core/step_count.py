@@ -45,20 +45,21 @@ class StepCount:
         """Return what ``total`` will be in a step on the gradients that a backward pass is making."""
         return self.total + 1 + self._dropped
 
-    def take(self, owners: Sequence[Tensor], given: Sequence[Tensor] | None = None) -> bool:
+    def take(self, owners: Sequence[Tensor], given: Sequence[Tensor], compiled: bool = False) -> bool:
         """Count the step that begins; return whether it uses gradients that the last one has used.
 
-        ``given`` are gradients that a compiler has passed: they may not be those of the parameters.
+        ``given`` are the gradients. Where ``compiled``, a compiler has passed them: they may not be ``owners``'.
         """
         first, known = _first(owners), self._all
-        self._all = _signature(owners)
+        looks = compiled or is_dtensor(first)  # what is given of a DTensor is another object in each step
+        self._all = _signature(_gradients(owners) if looks else given)
         fresh = first is not None and not self._is_known(first)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
         self._before = self.total
         # Who clears what is bad and takes part with nothing has skipped none.
         self.total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._dropped = _mark(first), True, False
-        self._unsure = given is not None and not _same_memory(owners, given)
+        self._unsure = compiled and not _same_memory(owners, given)
         self._tell_device(self.total)
         return repeats
 
@@ -135,12 +136,18 @@ def _mark(grad: Tensor | None) -> _Mark | None:
     return None if grad is None or grad.is_inference() else (weakref.ref(grad), local(grad)._version)
 
 
-def _signature(owners: Sequence[Tensor]) -> int:
+def _gradients(owners: Sequence[Tensor]) -> list[Tensor]:
+    return [g for p in owners if (g := p.grad) is not None]
+
+
+def _signature(grads: Sequence[Tensor]) -> int:
     """Return a number that changes when any gradient does."""
-    grads = [g for p in owners if (g := p.grad) is not None]
     parts = [local(g) for g in grads] if grads and is_dtensor(grads[0]) else grads
-    versions = [] if any(map(Tensor.is_inference, parts)) else map(_VERSION, parts)
-    return hash((*map(id, grads), *versions))
+    try:
+        versions = tuple(map(_VERSION, parts))
+    except RuntimeError:  # tensors made in inference mode have none
+        versions = ()
+    return hash((tuple(map(id, grads)), versions))
 
 
 def _same_memory(owners: Sequence[Tensor], given: Sequence[Tensor]) -> bool:

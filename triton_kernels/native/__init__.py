@@ -92,13 +92,23 @@ class Kernel:
     def __init__(self, loaded: ctypes.CDLL, name: str, parameters: Sequence[Parameter]) -> None:
         self._call, self._parameters = getattr(loaded, f"{name}_on_threads"), parameters
         kinds: list[Any] = [ctypes.c_int64, ctypes.c_int64]
+        self.places: list[int] = []  # of each argument of the Triton kernel, among those behind the first two
         for parameter in parameters:
+            self.places.append(len(kinds) - 2)
             kinds.append(_kind(parameter.kind))
             kinds += [ctypes.c_int64] * parameter.several
         self._call.argtypes, self._call.restype = kinds, None
 
-    def run(self, programs: int, given: Sequence[Any], blocks: int, block_size: int) -> None:
+    def start(self, programs: int, *values: Any) -> None:
         """Runs programs 0 to ``programs`` on torch's threads, as many as it has been set to; none depends on another.
+
+        ``values`` are what ``checked`` has returned.
+        """
+        threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS) if _openmp() else 1
+        self._call(threads, programs, *values)
+
+    def checked(self, given: Sequence[Any], blocks: int, block_size: int) -> list[Any]:
+        """Returns what C takes for the arguments of the Triton kernel: addresses, numbers, and dtypes behind some.
 
         Raises TypeError or ValueError for a tensor of another dtype, whose rows have gaps, or that is too short for
         so many blocks: C would not notice that it goes beyond its end.
@@ -113,8 +123,7 @@ class Kernel:
             values.append(value.data_ptr() if isinstance(value, Tensor) else value)
             if parameter.several:
                 values.append(int(value is not None and value.dtype is torch.bfloat16))
-        threads = min(torch.get_num_threads(), programs // _LEAST_PROGRAMS) if _openmp() else 1
-        self._call(threads, programs, *values)
+        return values
 
 
 def _kind(kind: str) -> Any:
