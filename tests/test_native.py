@@ -60,6 +60,15 @@ def test_repr_stats_and_backend_name_the_compiler():
 
 
 @needs_compiler
+def test_backend_and_repr_tell_where_kernels_have_one_thread(monkeypatch):
+    monkeypatch.setattr(native, "_openmp", tuple)
+    told = f"C, {native.compiler()} (cpu), on one thread: torch has no OpenMP whose threads they could share"
+    assert backend(CPU) == told
+    optimizer = OneBitAdam([torch.nn.Parameter(torch.zeros(3))], 1e-2, freeze_step=5)
+    assert f"backend: {told}" in repr(optimizer)
+
+
+@needs_compiler
 def test_without_a_compiler_eager_runs_says_why_and_gives_the_same_bits(tmp_path):
     told, bits = alone()
     nothing = {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}

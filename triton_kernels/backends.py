@@ -62,7 +62,8 @@ def backend(device: torch.device) -> str:
     """Names what runs on a ``device``, for ``repr`` and ``stats()``."""
     which = chosen(device.type)
     if which == "native":
-        return f"C, {native.compiler()} ({device.type})"
+        alone = "" if native.has_threads() else ", on one thread: torch has no OpenMP whose threads they could share"
+        return f"C, {native.compiler()} ({device.type}){alone}"
     if which == "plain":
         why = f": {native.reason()}" if device.type == "cpu" and native.library() is None else ""
         return f"plain torch, eager ({device.type}){why}"

@@ -54,6 +54,11 @@ def reason() -> str:
     return _library()[1]
 
 
+def has_threads() -> bool:
+    """Tells whether kernels can run on the threads of torch's operations, else on one."""
+    return bool(_openmp())
+
+
 def shared_library() -> Path:
     """Returns the path of the C kernels, built if need be; raises as ``build.shared_library``."""
     printed = {"generated.h": header(_parameters), "on_threads.c": on_threads(_parameters)}
