@@ -19,7 +19,7 @@ from benchmarks.registry import CASES, DRY_RUN, Case, Report, Table
 from benchmarks.timing import alternate, summary
 
 TINY = ["--device", "cpu", "--numel", "20000", "--rounds", "2"]
-SLOW = ("averaging", "compiled", "demo", "ranks")  # they start processes or a compiler
+SLOW = ("averaging", "compiled", "demo", "host", "ranks")  # they start processes or a compiler
 DATA = Path(__file__).parent / "data"
 
 
