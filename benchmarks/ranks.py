@@ -6,23 +6,32 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from fusedonebit.apps.transformer import SIZES, ByteTransformer
+from fusedonebit.triton_kernels import native
 
 from . import deepspeed_peer
 from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, THEIRS, Step, adamw, backends, check, note_deepspeed, parameters
-from .registry import Record, Report, case, times
+from .registry import TIMES, Record, Report, case, times
 from .step import NUMEL, TENSORS
 from .timing import Call, on_host, samples_by_turns, summary
 
 WORLD_SIZE = 2
-LIMITS = {"plain": 8.0, "native": 4.0}
-"""Times AdamW(fused=True), by backend."""
+LIMITS = {"OneBitAdam, native": 1.6, "OneBitLamb, native": 2.2, "OneBitAdam, plain": 8.0, "OneBitLamb, plain": 8.0}
+"""Times AdamW(fused=True)."""
+SMALLER = {1 << 20: 2.0, 100_000: 3.0}
+"""The same of OneBitAdam, by parameters."""
+THREADS, LIMIT_OF_THREADS = 2, 0.75
+"""A rank's, and the share of the time of one thread that they may take."""
+MANY, LIMIT_OF_EACH = 3000, 3.0
+"""Tensors, and microseconds of each besides kernels."""
 
 
 def on_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = WORLD_SIZE) -> Any:
@@ -67,14 +76,16 @@ def times_of_all(peers: Mapping[str, Call], rounds: int, warmup: int = 2) -> dic
     return timed
 
 
-def _steps(numel: int, rounds: int) -> dict[str, Record]:
-    def params(tensors: int = TENSORS) -> list[torch.Tensor]:
-        torch.manual_seed(0)  # ranks start from the same values
-        made = parameters(numel, tensors)
-        for p in made:
-            p.grad = p.grad + 0.1 * dist.get_rank() * torch.randn_like(p)  # type: ignore[operator]
-        return made
+def _params(numel: int, tensors: int = TENSORS) -> list[torch.Tensor]:
+    torch.manual_seed(0)  # ranks start from the same values
+    made = parameters(numel, tensors)
+    for p in made:
+        p.grad = p.grad + 0.1 * dist.get_rank() * torch.randn_like(p)  # type: ignore[operator]
+    return made
 
+
+def _steps(numel: int, rounds: int) -> dict[str, Record]:
+    params = partial(_params, numel)
     peers: dict[str, Call] = {FUSED: adamw(params())}
     for backend in backends(torch.device("cpu")):
         peers |= {f"{name}, {backend}": Step(name, params(), backend) for name in ONEBIT}
@@ -82,25 +93,100 @@ def _steps(numel: int, rounds: int) -> dict[str, Record]:
         peers |= {label: deepspeed_peer.make(kind, params()).step for label, kind in THEIRS.items()}
         # Four collectives a tensor otherwise; OnebitLamb flattens by itself.
         peers["DeepSpeed OnebitAdam, one tensor"] = deepspeed_peer.make("OnebitAdam", params(1)).step
+    return _checked(peers, rounds)
+
+
+def _checked(peers: Mapping[str, Call], rounds: int) -> dict[str, Record]:
     timed = times_of_all(peers, rounds)
     for call in peers.values():
         check(call)
     return timed
 
 
+def _of_adam(numel: int, rounds: int) -> dict[str, Record]:
+    return _checked({FUSED: adamw(_params(numel)), ONEBIT[0]: Step(ONEBIT[0], _params(numel))}, rounds)
+
+
+def _by_threads(numel: int, rounds: int) -> dict[str, Record]:
+    """Time the same steps on one thread and on ``THREADS``, by turns."""
+
+    def on(threads: int, step: Step) -> Call:
+        def call() -> None:
+            torch.set_num_threads(threads)
+            step()
+
+        return call
+
+    step = Step(ONEBIT[0], _params(numel))
+    timed = times_of_all({str(threads): on(threads, step) for threads in (1, THREADS)}, rounds)
+    step.check()
+    return timed
+
+
+def _besides_kernels(tensors: int, rounds: int) -> dict[str, float]:
+    """Time steps of tiny tensors, and in them the kernels in C; median milliseconds of both, of this rank."""
+    kernels: list[float] = []
+    start = native.Kernel.start
+
+    def timed(self: native.Kernel, *arguments: Any) -> None:
+        kernels[-1] += on_host(partial(start, self, *arguments))
+
+    whole: list[float] = []
+    with mock.patch.object(native.Kernel, "start", timed):
+        kernels.append(0.0)
+        step = Step(ONEBIT[0], _params(8 * tensors, tensors))
+        for _ in range(rounds + 2):
+            kernels.append(0.0)
+            dist.barrier()
+            whole.append(on_host(step))
+    return {"ms": summary(whole[2:]).median, "kernels": summary(kernels[3:]).median}
+
+
 @case("ranks", "cpu")
 def ranks(report: Report) -> None:
     """The compression-stage step on 2 gloo ranks, messages and all, against AdamW on each; the slower rank counts."""
-    numel = report.numel or NUMEL
-    timed = on_ranks(_steps, numel, report.rounds or 11)
-    columns = AGAINST_ADAMW | {"limit": "<12"}
+    numel, rounds = report.numel or NUMEL, report.rounds or 11
+    timed = on_ranks(_steps, numel, rounds)
+    columns = AGAINST_ADAMW | {"limit": "<14"}
     table = report.table(f"{numel:,} fp32 parameters in {TENSORS} tensors a rank, one thread each", columns)
     base = timed[FUSED]["ms"]
     for name, row in timed.items():
         ratio = row["ms"] / base
-        limit = report.limit(ratio, LIMITS.get(name.partition(", ")[2]))
-        table.add(optimizer=name, **row, **{"x AdamW(fused)": ratio}, limit=limit)
+        table.add(optimizer=name, **row, **{"x AdamW(fused)": ratio}, limit=report.limit(ratio, LIMITS.get(name)))
     note_deepspeed(report)
+    _add_fewer(report, rounds)
+    _add_threads(report, numel, rounds)
+    _add_many(report, rounds)
+
+
+def _add_fewer(report: Report, rounds: int) -> None:
+    limits: dict[int, float | None] = {report.numel: None} if report.numel else dict(SMALLER)
+    found = {numel: on_ranks(_of_adam, numel, 4 * rounds) for numel in limits}
+    table = report.table(f"{TENSORS} tensors", {"parameters": ">10,"} | AGAINST_ADAMW | {"limit": "<14"})
+    for numel, timed in found.items():
+        row, base = timed[ONEBIT[0]], timed[FUSED]["ms"]
+        ratio = row["ms"] / base
+        row |= {"x AdamW(fused)": ratio, "limit": report.limit(ratio, limits[numel])}
+        table.add(parameters=numel, optimizer=ONEBIT[0], **row)
+
+
+def _add_threads(report: Report, numel: int, rounds: int) -> None:
+    timed = on_ranks(_by_threads, numel, rounds)
+    columns = {"threads": ">7"} | TIMES | {"x one": ">7.2f", "limit": "<14"}
+    table = report.table(f"{ONEBIT[0]}, {numel:,} parameters, by threads a rank", columns)
+    for threads, row in timed.items():
+        ratio = row["ms"] / timed["1"]["ms"]
+        limit = report.limit(ratio, LIMIT_OF_THREADS) if threads == str(THREADS) else None
+        table.add(threads=threads, **row, **{"x one": ratio}, limit=limit)
+
+
+def _add_many(report: Report, rounds: int) -> None:
+    found = on_ranks(_besides_kernels, MANY, 2 * rounds)
+    each = 1e3 * (found["ms"] - found["kernels"]) / MANY
+    columns = {"tensors": ">7,", "ms": ">9.2f", "of it C kernels": ">15.2f", "us a tensor": ">11.2f", "limit": "<14"}
+    table = report.table(f"{ONEBIT[0]}, tensors of 8 elements, besides kernels", columns)
+    row = {"ms": found["ms"], "of it C kernels": found["kernels"], "us a tensor": each}
+    table.add(tensors=MANY, **row, limit=report.limit(each, LIMIT_OF_EACH))
 
 
 SEQ_LEN, BATCH = 64, 16
