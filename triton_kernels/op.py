@@ -169,8 +169,7 @@ class Op:
         hints = get_type_hints(eager, include_extras=True)
         given = inspect.signature(eager).parameters
         self.arguments = {name: _argument(hints[name]) for name in given}
-        # The dispatcher leaves out what is last and has its default.
-        self._defaults = {name: p.default for name, p in given.items() if p.default is not p.empty}
+        self._defaults = tuple(p.default for p in given.values() if p.default is not p.empty)
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -267,15 +266,21 @@ class Op:
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """Return the op's arguments and all that the kernel needs of them, by name."""
-        values = self._defaults | dict(zip(self.arguments, arguments, strict=False))
+        values = dict(zip(self.arguments, self._whole(arguments), strict=True))
         for key, (function, needed) in self._steps.items():
             values[key] = function(*[values[name] for name in needed])
         return values
+
+    def _whole(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return arguments with those at their end that have a default, which the dispatcher leaves out."""
+        missing = len(self.arguments) - len(arguments)
+        return (*arguments, *self._defaults[-missing:]) if missing else arguments
 
     # ------------------------------------------------------------ running
 
     def launch(self, arguments: Sequence[Any], on: str) -> None:
         """Launch the kernel, Triton's or that in C, on the device of its tensors, and count it."""
+        arguments = self._whole(arguments)
         device = arguments[self._device_at].device
         if device.type != "cuda":
             self._launch(arguments, on, device)
@@ -356,7 +361,7 @@ class Op:
             not torch.compiler.is_compiling()
             and not _len_torch_dispatch_stack()
             and not _profiler_enabled()
-            and len(arguments) == len(self.arguments)
+            and 0 <= len(self.arguments) - len(arguments) <= len(self._defaults)
             and _DIRECT.issuperset(map(type, arguments))
             and all(type(x := arguments[at]) is Listed or _PLAIN.issuperset(map(type, x)) for at, _ in self._lists_at)
             and arguments[self._device_at].device.type in ("cpu", "cuda")
