@@ -100,7 +100,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         \text{ and } [r_{min}, r_{max}], \\
         x \leftarrow x - \gamma \, r_t \, c_{avg} \left( \frac{m_t}{\sqrt{v_{T_w}} + \epsilon} + \lambda x \right)
 
-    so that the layers' learning rates go on adapting although only bits are known. Seven kernels and
+    so that the layers' learning rates go on adapting although only bits are known. Eight kernels and
     two collectives a step, whatever the number of tensors.
 
     Args:
