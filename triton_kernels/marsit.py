@@ -25,6 +25,13 @@ def _write_header(header, number, tag, told, digest):
     tl.atomic_or(header + FLAGS, told)
 
 
+@jit()
+def _clear(scale, limit):
+    """Notes that a block's compensation is formed."""
+    tl.store(scale, 0.0)
+    tl.store(limit, rules.INFINITY)
+
+
 @jit(do_not_specialize=("number", "tag", "told"))
 def local_update_kernel(
     params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef,
@@ -80,6 +87,7 @@ def local_update_kernel(
         finite = finite & rules.finite(v)
     held = tl.load(hold) != 0
     bad = io.any_of(~finite)
+    tl.debug_barrier()  # all warps have read what the last round has taken
     if (bad != 0) & (not held):
         tl.atomic_or(words + b // blocks_per_chunk * words_stride + FLAGS, io.NONFINITE)
     counts = finite & (not held)
@@ -93,13 +101,12 @@ def local_update_kernel(
     if MOVES:
         # Looked up again, so that no register holds it meanwhile.
         io.store_user(io.place_of(params_table, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
+        _clear(scale + b, limit + b)
     else:
+        _clear(scale + b, limit + b)  # in either branch, where no register spills for it
         tl.store(byte, io.bytes_of(c >= 0))
         if b % blocks_per_chunk == 0:
             _write_header(words + b // blocks_per_chunk * words_stride, number, tag, told, digest)
-    tl.debug_barrier()  # all warps have read what the last round has taken
-    tl.store(scale + b, 0.0)
-    tl.store(limit + b, rules.INFINITY)
 
 
 @op(
