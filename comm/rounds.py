@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
-from ..triton_kernels.headers import Flag, Word, union
+from ..triton_kernels.headers import Flag, Word, agreed_flags, union
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
@@ -284,6 +284,16 @@ class RoundAllReduce(Reducer):
     def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
         """Make the global update; return all headers, int32 [M, 8], and this rank's, [8]."""
         raise NotImplementedError
+
+    def _step_of(self, told: Told) -> Tensor:
+        """Return how far each coordinate goes in a round of signs (eta_s), float32 [B]."""
+        assert told.goes is not None
+        step: Tensor = rules.global_step(told.goes[self.block_tensor], told.steps, math.inf)[0]
+        return step.view(-1)
+
+    def _is_taken(self, words: Tensor, own: Tensor, told: Told) -> Tensor:
+        """Tell whether ranks with these headers take the round, bool [1], before it is closed."""
+        return agreed_flags(words, own, told.hold) == 0
 
     def _gather_inside(self, some_missing: bool) -> None:
         """Gather what the parts of a node's other ranks have left."""

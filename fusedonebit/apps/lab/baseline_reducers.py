@@ -12,7 +12,6 @@ that numbers grow: after j workers a sum has one of j + 1 values, which takes ce
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,7 @@ from ...comm.message import Told
 from ...comm.ring_topology import Hop, Stage, Topology, stages
 from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
-from ...triton_kernels import FlatLayout, rules
-from ...triton_kernels.headers import agreed_flags
+from ...triton_kernels import FlatLayout
 from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
 
 Coding = Literal["elias", "fixed"]
@@ -60,14 +58,11 @@ class HopBaseline(RoundAllReduce):
         self._stages = stages(topology, layout.world_size, self.transport.rank)
 
     def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
-        assert told.goes is not None
         prepare(self.everything)
         words, own = self._gather_headers()
-        step, _ = rules.global_step(told.goes[self.block_tensor], told.steps, math.inf)
-        update, kept = self._aggregate(self.compensated, step.view(-1))
+        update, kept = self._aggregate(self.compensated, self._step_of(told))
         self.values = update * self._live.mask()
-        taken = agreed_flags(words, own, told.hold) == 0
-        self.compensated.copy_(torch.where(taken, kept, self.compensated))
+        self.compensated.copy_(torch.where(self._is_taken(words, own, told), kept, self.compensated))
         return words, own
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
