@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizers", metavar="A,B", help="some of the optimizers (default: those of the headline)")
     add("--seeds", type=whole(1, 1000), default=5, help="paired seeds, from 0; others find the rates")
     add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs")
-    add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates")
+    add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates, of 0.5, 1, 2")
     add("--parents", action="store_true", help="at the rates tuned for what each compresses, not searched for itself")
     add("--report", action="store_true", help="make no runs: print the tables of all that are there; with --out alone")
     add("--out", default="runs/lab", metavar="DIR", help="for runs.jsonl, tables and picture; what is there stays")
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             that can't be written.
     """
     from .contenders import CONTENDERS, HEADLINE
+    from .report import MULTIPLES
     from .tasks import TASKS
 
     if arguments.list:
@@ -47,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.report:
         _check_alone(arguments)
+    for name in ("tasks", "optimizers", "out"):
+        if getattr(arguments, name) == "":
+            raise InputError(f"--{name} must not be empty, got ''; or leave it out")
     tasks, optimizers = listed(arguments.tasks) or list(TASKS), listed(arguments.optimizers) or list(HEADLINE)
     for flag, given, known in (("--tasks", tasks, TASKS), ("--optimizers", optimizers, CONTENDERS)):
         for name in given:
@@ -57,6 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         if n not in WORKERS:
             raise InputError(f"--workers must be of {', '.join(map(str, WORKERS))}, got {n:g}")
     by = _numbers("--rates", arguments.rates)
+    for multiple in by:
+        if multiple not in MULTIPLES:
+            raise InputError(f"--rates must be of {', '.join(f'{m:g}' for m in MULTIPLES)}, got {multiple:g}")
     need("rich", "sklearn")
     from .launch import make
     from .publish import publish

@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 
@@ -64,10 +64,15 @@ def _each(keys: Sequence[Key]) -> Iterator[tuple[Key, Record]]:
     """Make runs in spawned processes, of one thread each, since steps are short; give each as it ends."""
     context = mp.get_context("spawn")
     pool = ProcessPoolExecutor(_cores(), mp_context=context, initializer=_prepare, initargs=(os.getpid(),))
+    waiting = list(reversed(keys))
+    running: dict[Future[Record], Key] = {}
     try:
-        futures = {pool.submit(_recorded, key): key for key in keys}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        while waiting or running:
+            while waiting and len(running) < _cores():  # what has been handed over can't be called back
+                key = waiting.pop()
+                running[pool.submit(_recorded, key)] = key
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -35,7 +35,10 @@ def publish(records: Records, out: Path) -> None:
     elif len(tables) > 1:
         from .plots import plot
 
-        plot(records, out / "worse.png")
+        try:
+            plot(records, out / "worse.png")
+        except OSError as error:
+            raise InputError(f"{out / 'worse.png'} can't be written: {error.strerror}") from None
         written.append(out / "worse.png")
     console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True)
 

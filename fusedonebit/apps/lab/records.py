@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..arguments import InputError
 from . import tuning
@@ -36,48 +38,84 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.found: dict[Key, Record] = {}
+        self._of_cell: dict[Cell, dict[Key, Record]] = defaultdict(dict)
         try:
             text = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise InputError(f"{path} can't be read: {error.strerror}") from None
-        whole = text.rfind(b"\n") + 1
-        self._torn_at = None if whole == len(text) else whole
-        for number, line in enumerate(text[:whole].splitlines(), 1):
+        for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
             try:
                 self._take(json.loads(line))
-            except (ValueError, KeyError, TypeError):  # JSON's and Unicode's errors are the first's
+            except (ValueError, KeyError, TypeError, RecursionError):  # JSON's and Unicode's errors are the first's
                 raise InputError(f"{path}, line {number}, is no run of the lab: mend or remove it") from None
 
     def add(self, record: Record) -> None:
-        """Keep a run, in the file as well."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            if self._torn_at is not None:
-                file.truncate(self._torn_at)
-                self._torn_at = None
-            file.write(json.dumps(record) + "\n")
+        """Keep a run, in the file as well, where other processes may add theirs.
+
+        Raises:
+            InputError: for a file that can't be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                _cut_torn_line(file)
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            raise InputError(f"{self.path} can't be written: {error.strerror}") from None
         self._take(record)
 
     def _take(self, record: Record) -> None:
         key = Key(*(record[field.name] for field in fields(Key)))
-        numbers = [key.seed, key.workers, key.lr, record["initial"], record["sent"], record["metric"] or 0.0]
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError(f"{numbers} must be numbers")
-        known = key.task in TASKS and key.optimizer in CONTENDERS
-        if known and record["defaults"] == fingerprint(key.task, key.optimizer):
-            self.found[key] = record
+        if key.task not in TASKS or key.optimizer not in CONTENDERS:
+            return
+        _check(key, record)
+        if record["defaults"] == fingerprint(key.task, key.optimizer):
+            self.found[key] = self._of_cell[key.task, key.optimizer][key] = record
+
+    def of(self, task: str, optimizer: str) -> dict[Key, Record]:
+        """Return the runs of a task with an optimizer."""
+        return self._of_cell.get((task, optimizer), {})
 
     def metrics(self, task: str, optimizer: str) -> dict[float, float]:
         """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""
         by_rate = defaultdict(list)
-        for key, record in self.found.items():
-            if (key.task, key.optimizer, key.workers) == (task, optimizer, TUNED_AT) and key.seed in tuning.SEEDS:
+        for key, record in self.of(task, optimizer).items():
+            if key.workers == TUNED_AT and key.seed in tuning.SEEDS:
                 by_rate[key.lr].append(math.inf if diverged(record) else record["metric"])
         return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
 
     def tuned(self, task: str, optimizer: str) -> float | None:
         """Return the best rate, the smallest tried where all diverged; None where the search is not over."""
         return tuning.best(start(task, optimizer), self.metrics(task, optimizer))
+
+
+def _check(key: Key, record: Record) -> None:
+    """Raise TypeError or ValueError for a field that no run has."""
+    if type(key.seed) is not int or type(key.workers) is not int:
+        raise TypeError("seed and workers must be whole numbers")
+    metric = record["metric"]
+    numbers = [key.lr, record["initial"], record["sent"], *([] if metric is None else [metric])]
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise TypeError("lr, initial, sent and metric must be finite numbers")
+    if min(numbers[:3]) <= 0 or (metric is not None and metric <= 0):
+        raise ValueError("lr, initial, sent and metric must be > 0")
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    """Cut off what follows the last whole line."""
+    size = file.seek(0, os.SEEK_END)
+    kept = size
+    while kept:
+        begin = max(0, kept - 4096)
+        file.seek(begin)
+        found = file.read(kept - begin).rfind(b"\n")
+        if found >= 0:
+            kept = begin + found + 1
+            break
+        kept = begin
+    if kept < size:
+        file.truncate(kept)
 
 
 def start(task: str, optimizer: str) -> float:

@@ -15,6 +15,9 @@ from .tuning import SEEDS, rounded
 PERCENT, DECADES = 1.0, 0.05
 """By how much a mean may be worse: percent of the parent's metric, or decades of it where there is no noise floor."""
 
+MULTIPLES = (1.0, 0.5, 2.0)
+"""Of tuned rates, of which there are tables."""
+
 Rows = list[list[str]]
 
 
@@ -44,8 +47,8 @@ class View:
         if lr is None:
             return {}
         lr = rounded(lr * self.by)
-        wanted = (task, optimizer, self.workers, lr)
-        runs = {k.seed: r for k, r in records.found.items() if (k.task, k.optimizer, k.workers, k.lr) == wanted}
+        wanted = (self.workers, lr)
+        runs = {k.seed: r for k, r in records.of(task, optimizer).items() if (k.workers, k.lr) == wanted}
         return {seed: record for seed, record in runs.items() if seed not in SEEDS}
 
 
@@ -75,9 +78,9 @@ class Difference:
         return self.diverged > 0 or self._above > 0
 
     @property
-    def undecided(self) -> bool:
-        """Whether it is within two standard errors of what is allowed; one seed decides nothing."""
-        return not self.diverged and not abs(self._above) > 2 * self.error
+    def certain(self) -> bool:
+        """Whether it is worse than allowed by more than two standard errors, or diverged; one seed tells nothing."""
+        return self.diverged > 0 or self._above > 2 * self.error
 
     @property
     def _above(self) -> float:
@@ -136,9 +139,9 @@ def sent(records: Records, view: View, optimizer: str) -> float | None:
 def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
     """Return a table, its head first: a row per task, a column per optimizer; parents by their metric, others worse by.
 
-    The last rows are how many tasks each misses, how many of its tasks are undecided, and the bytes that it sends.
+    The last rows are how many tasks each misses, how many of those by more than errors, and the bytes that it sends.
     """
-    shown = [name for name in optimizers if any(view.runs(records, task, name) for task in TASKS)]
+    shown = [name for name in optimizers if _has_column(records, view, name)]
     found = {(task, name): difference(records, view, task, name) for task in TASKS for name in shown}
     table = [["task", *shown]]
     for task in TASKS:
@@ -147,11 +150,19 @@ def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
             table.append([f"{task}, {TASKS[task].metric}", *cells])
     told = {name: [d for task in TASKS if (d := found[task, name]) and d.seeds] for name in shown}
     limits = f"worse by more than {PERCENT:g} % ({DECADES} dec)"
-    for title, count in ((limits, lambda d: d.misses), ("within two errors of that", lambda d: d.undecided)):
+    for title, count in ((limits, lambda d: d.misses), ("of those by two standard errors", lambda d: d.certain)):
         counts = [f"{sum(map(count, told[name]))} of {len(told[name])}" for name in shown]
         table.append([title, *("" if _is_parent(n) else text for n, text in zip(shown, counts, strict=True))])
     table.append(["bytes per parameter and step", *(f"{sent(records, view, n) or 0:.2f}" for n in shown)])
     return table
+
+
+def _has_column(records: Records, view: View, optimizer: str) -> bool:
+    """Tell whether a view has runs that are not merely those at an own rate that happens to be the view's."""
+    own = View(view.workers)
+    runs = [(view.runs(records, task, optimizer), own.runs(records, task, optimizer)) for task in TASKS]
+    alike = view != own and not _is_parent(optimizer)
+    return any(here and not (alike and here == there) for here, there in runs)
 
 
 def _is_parent(optimizer: str) -> bool:
@@ -187,8 +198,10 @@ def _rate(records: Records, task: str, optimizer: str) -> str:
 def views(records: Records) -> list[View]:
     """Return the tables that there are runs for, beginning with the headline's."""
     workers = sorted({key.workers for key in records.found if key.seed not in SEEDS})
-    every = [View(w, parents, by) for by in (1.0, 0.5, 2.0) for parents in (False, True) for w in workers]
-    cells = [(task, name) for name in CONTENDERS if not _is_parent(name) for task in TASKS]
+    every = [View(w, parents, by) for by in MULTIPLES for parents in (False, True) for w in workers]
+    recorded = [name for name in CONTENDERS if any(records.of(task, name) for task in TASKS)]
+    compared = [name for name in recorded if not _is_parent(name)] or recorded
+    cells = [(task, name) for name in compared for task in TASKS]
     told = {view: [view.runs(records, *cell) for cell in cells] for view in every}
 
     def says_more(view: View) -> bool:
