@@ -13,7 +13,7 @@ from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags
 from fusedonebit.triton_kernels.receive import SPAN, checksum_of
 
 SOME = (300, 0, 5, 2048, 129)
-BACKENDS = ("plain", "triton", "native")
+BACKENDS = ("plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler))
 
 
 def arguments_of(*given: object, sizes: tuple[int, ...] = SOME, world_size: int = 3, **more: object) -> tuple:

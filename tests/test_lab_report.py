@@ -229,8 +229,8 @@ def broken(key: Key) -> dict[str, object]:
     return record(key, 1.0)
 
 
-@pytest.mark.parametrize(("kills", "ended"), [(1, [0, 1, 2]), (2, [0])])
-def test_what_is_killed_begins_again_unless_no_run_ends(tmp_path, capsys, monkeypatch, kills, ended):
+@pytest.mark.parametrize("kills", [1, 2])
+def test_what_is_killed_begins_again_unless_no_run_ends(tmp_path, capsys, monkeypatch, kills):
     records, left = Records(tmp_path / "runs.jsonl"), [None] * kills
 
     def killed(key: Key) -> dict[str, object]:
@@ -245,7 +245,8 @@ def test_what_is_killed_begins_again_unless_no_run_ends(tmp_path, capsys, monkey
     refused = pytest.raises(InputError, match="killed before any run ended") if kills == 2 else nullcontext()
     with refused:
         assert launch.make(records, lambda: keys, "runs") == 0
-    assert [key.seed for key in records.found][: len(ended)] == ended
+    ended = {key.seed for key in records.found}
+    assert ended == {0, 1, 2} if kills == 1 else ended in ({0}, {0, 2})
     assert "a run's process was killed: what was not over begins again" in capsys.readouterr().out
 
 

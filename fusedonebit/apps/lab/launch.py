@@ -71,7 +71,8 @@ def _each(keys: Sequence[Key]) -> Iterator[tuple[Key, Record]]:
             while waiting and len(running) < _cores():  # what has been handed over can't be called back
                 key = waiting.pop()
                 running[pool.submit(_recorded, key)] = key
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            for future in sorted(done, key=lambda each: each.exception() is not None):  # what ended well is kept
                 yield running.pop(future), future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
