@@ -200,7 +200,7 @@ def spoil(optimizer: Any, what: str) -> None:
     if what == "layout":
         optimizer.layout.__dict__["fingerprint"] = optimizer.layout.fingerprint ^ 1
     reduce = getattr(optimizer, "reducer", None)
-    for messages in filter(None, (getattr(reduce, key, None) for key in ("to_servers", "messages"))):
+    for messages in {getattr(reduce, key, None) for key in ("to_servers", "messages", "_sent")} - {None}:
         messages.words[:, Word.LAYOUT] ^= what == "layout"
     if what == "server's layout":
         reduce.served.words[:, Word.LAYOUT] ^= 1
