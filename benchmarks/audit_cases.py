@@ -103,12 +103,18 @@ CASES = {
     "momentum_compress, preconditioned": Case("momentum_compress", VARIANCE),
     "momentum_compress, preconditioned, bf16 variance": Case("momentum_compress", FROZEN_BF16),
     "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
-    "server_reduce, W=2": Case("server_reduce", loops=(0, 0, 0, 2), cached=HEADERS, num_warps=1),
-    "server_reduce, W=8": Case("server_reduce", loops=(0, 0, 1, 0), cached=HEADERS, num_warps=1),
-    "server_reduce, W=64": Case("server_reduce", loops=(3, 0, 8, 0), cached=4 * HEADERS, num_warps=1),
-    "server_reduce, W=2, majority": Case("server_reduce", MAJORITY, loops=(0, 0, 0, 2), cached=HEADERS, num_warps=1),
-    "server_reduce, W=8, majority": Case("server_reduce", MAJORITY, loops=(0, 0, 1, 0), cached=HEADERS, num_warps=1),
-    "server_reduce, W=2, ternary": Case("server_reduce", {"TERNARY": True}, loops=(0, 0, 0, 2), cached=HEADERS),
+    "server_reduce, W=2": Case("server_reduce", loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1),
+    "server_reduce, W=8": Case("server_reduce", loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1),
+    "server_reduce, W=64": Case("server_reduce", loops=(4, 0, 8, 0), halves=1, cached=4 * HEADERS, num_warps=1),
+    "server_reduce, W=2, majority": Case(
+        "server_reduce", MAJORITY, loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1
+    ),
+    "server_reduce, W=8, majority": Case(
+        "server_reduce", MAJORITY, loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1
+    ),
+    "server_reduce, W=2, ternary": Case(
+        "server_reduce", {"TERNARY": True}, loops=(1, 0, 0, 2), halves=1, cached=HEADERS
+    ),
     "apply_momentum": Case("apply_momentum", VARIANCE),
     "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16),
     "apply_momentum, preconditioned": Case("apply_momentum"),
@@ -116,9 +122,9 @@ CASES = {
     "apply_momentum, ternary": Case("apply_momentum", VARIANCE | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, 1, *[0] * 9), num_warps=1),
-    "receive": Case("receive", loops=(0, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1),
+    "receive": Case("receive", loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1),
     "receive, guarded": Case(
-        "receive", GUARD, loops=(0, 4, 1, *[0] * 4), share=128, halves=1, cached=HEADERS, num_warps=1
+        "receive", GUARD, loops=(1, 4, 1, *[0] * 4), share=128, halves=1, cached=HEADERS, num_warps=1
     ),
     "lamb_update": Case("lamb_update"),
     "lamb_coefficient": Case("lamb_coefficient"),
@@ -136,7 +142,7 @@ CASES = {
     "local_update, Adam, bf16": Case("local_update", ADAM | BF16),
     "merge_signs": Case("merge_signs"),
     "close_round": Case(
-        "close_round", {"SIGNS": True}, loops=(0, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1
+        "close_round", {"SIGNS": True}, loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1
     ),
     "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
     "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
@@ -163,7 +169,9 @@ VARIANTS = {
     "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
     "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS),
     "finish, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=1),
-    "server_reduce, W=64, ternary": Case("server_reduce", {"TERNARY": True}, loops=(3, 0, 8, 0), cached=4 * HEADERS),
+    "server_reduce, W=64, ternary": Case(
+        "server_reduce", {"TERNARY": True}, loops=(4, 0, 8, 0), halves=1, cached=4 * HEADERS
+    ),
     "flatten, mixed, scaled": Case("flatten", {"TENSORS": 7, "unscale": "*fp32"}),
     "gradient_squares, mixed": Case("gradient_squares", {"TENSORS": 3}),
     "momentum_compress, fp16": Case("momentum_compress", {"GRADS": 6}),

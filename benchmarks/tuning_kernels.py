@@ -11,9 +11,10 @@ import triton.language as tl
 from fusedonebit.triton_kernels import block_io, reduce
 
 bits_of, elements = block_io.bits_of.triton, block_io.elements.triton
-add_four, load_four, load_four_scales, moved = (
-    function.triton for function in (reduce.add_four, reduce.load_four, reduce.load_four_scales, reduce.moved)
+add_four, load_four, load_four_scales = (
+    function.triton for function in (reduce.add_four, reduce.load_four, reduce.load_four_scales)
 )
+moved, zeros_like = reduce.moved.triton, reduce.zeros_like.triton
 
 TYPES = {
     "arrived_bits": "*u8",
@@ -46,7 +47,7 @@ def four_in_a_word(arrived, arrived_stride, scales, scales_stride, world_size, p
     for _ in range(world_size // 4):
         four = load_four(arrived, arrived_stride, 0, False)
         of_four = load_four_scales(scales, scales_stride, per_worker)
-        total = add_four(total, four, of_four, False)
+        total = add_four(total, four, of_four, 0, False)
         arrived = moved(arrived, arrived_stride, 4)
         scales = moved(scales, scales_stride, 4)
     return total
@@ -62,14 +63,14 @@ def next_four_first(arrived, arrived_stride, scales, scales_stride, world_size, 
         arrived = tl.where(at + 4 < world_size, moved(arrived, arrived_stride, 4), arrived)
         coming, _ = load_four(arrived, arrived_stride, 0, False)
         of_four = load_four_scales(scales, scales_stride, per_worker)
-        total = add_four(total, (four, four), of_four, False)
+        total = add_four(total, (four, four), of_four, 0, False)
         scales = moved(scales, scales_stride, 4)
     return total
 
 
 @triton.jit
 def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, per_worker, total):
-    """Bytes and scales of eight ranks are loaded before any is added: the kernel's."""
+    """Bytes and scales of eight ranks are loaded before any is added, by the threads that have c: the kernel's."""
     for _ in range(world_size // 8):
         first = load_four(arrived, arrived_stride, 0, False)
         of_first = load_four_scales(scales, scales_stride, per_worker)
@@ -79,8 +80,8 @@ def eight_under_way(arrived, arrived_stride, scales, scales_stride, world_size, 
         of_second = load_four_scales(scales, scales_stride, per_worker)
         arrived = moved(arrived, arrived_stride, 4)
         scales = moved(scales, scales_stride, 4)
-        total = add_four(total, first, of_first, False)
-        total = add_four(total, second, of_second, False)
+        total = add_four(total, first, of_first, 3, False)
+        total = add_four(total, second, of_second, 3, False)
     return total
 
 
@@ -100,7 +101,10 @@ def walk(
     b = tl.program_id(0).to(tl.int64)
     at = compensated + b * BLOCK + elements(BLOCK)
     arrived = arrived_bits + b * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    c = tl.load(at)
     total = tl.zeros([BLOCK // 8, 8], tl.float32)
+    if WALK == 4:
+        total = zeros_like(c)
     given = (arrived, arrived_bits_stride, arrived_scales, scales_stride, world_size, per_worker, total)
     if WALK == 0:
         total = one_by_one(*given, 1)
@@ -112,4 +116,4 @@ def walk(
         total = next_four_first(*given)
     else:
         total = eight_under_way(*given)
-    tl.store(at, tl.load(at) + total)
+    tl.store(at, c + total)

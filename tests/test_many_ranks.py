@@ -24,6 +24,26 @@ def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_siz
     assert_equal_backends("server_reduce", make)
 
 
+@pytest.mark.parametrize("world_size", [16, 40])
+def test_programs_of_server_reduce_keep_all_headers_between_them(world_size):
+    def make() -> tuple:  # a chunk of one block and of several: less work than programs, and more
+        return problem((1000 if world_size == 40 else 5000,), world_size, 128).server_arguments()
+
+    assert_equal_backends("server_reduce", make)
+
+
+def test_server_reduce_of_zero_scales_has_eagers_zeros():
+    def make() -> tuple:
+        given = list(problem((3000,), 9, 128).server_arguments())
+        given[0][:, ::2] = 0  # nothing but minus signs
+        given[1].zero_()
+        given[6].zero_()[::2] = -0.0
+        given[7].zero_()
+        return tuple(given)
+
+    assert_equal_backends("server_reduce", make)
+
+
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 @pytest.mark.parametrize("world_size", [1, 3, 40])

@@ -76,25 +76,27 @@ def agreed_flags(arrived: Tensor, own: Tensor, hold: Tensor | None = None) -> Te
 
 
 @jit()
-def _told(words, stride, own, first, world_size):
-    """What RANKS headers tell, int32 [RANKS]: their flags, and MISMATCH where a checked word differs."""
-    rank = first + tl.arange(0, RANKS)
-    there = rank < world_size
-    header = words + rank.to(tl.int64) * stride
-    flags = tl.load(header + FLAGS, mask=there, other=0)
-    for word in tl.static_range(CHECKED):
-        mine = tl.load(own + word)
-        flags |= tl.where(tl.load(header + word, mask=there, other=mine) != mine, MISMATCH, 0)
-    return flags
+def _header(words, rank, stride):
+    """Where ranks' headers begin: no number is negative, and of two of 32 bits one multiplication makes 64."""
+    if stride.dtype == tl.int32:
+        stride = stride.to(tl.uint32)
+    return words + rank.to(tl.uint32).to(tl.int64) * stride.to(tl.int64)
 
 
 @jit()
 def count_flags(words, stride, own, world_size):
     """Counts, BITS to each, in how many places of RANKS each flag of ``agreed_flags`` is told; int32, 0 if none."""
     tl.static_assert(KNOWN * BITS < 32)
-    found = _told(words, stride, own, 0, world_size)
-    for first in range(RANKS, world_size, RANKS):
-        found |= _told(words, stride, own, first, world_size)
+    found = tl.zeros([RANKS], tl.int32)
+    differ = tl.zeros([RANKS], tl.int32)
+    for first in range(0, world_size, RANKS):
+        # Behind the last rank the last once more, which changes nothing: no load is masked.
+        rank = tl.minimum(first + tl.arange(0, RANKS), world_size - 1)
+        header = _header(words, rank, stride)
+        found |= tl.load(header + FLAGS)
+        for word in tl.static_range(CHECKED):
+            differ |= tl.load(header + word) ^ tl.load(own + word)
+    found |= tl.where(differ != 0, MISMATCH, 0)
     counted = tl.zeros([RANKS], tl.int32)
     for bit in tl.static_range(KNOWN):
         counted |= ((found >> bit) & 1) << (BITS * bit)
@@ -112,10 +114,11 @@ def flags_of(counts):
 
 
 @jit()
-def keep_words(words, stride, kept, world_size):
-    """Copies headers to ``kept`` int32 [W, 8]."""
-    for first in range(0, world_size, RANKS):
-        rank = first + tl.arange(0, RANKS).to(tl.int64)[:, None]
+def keep_words(b, words, stride, kept, world_size):
+    """Copies headers to ``kept`` int32 [W, 8]: program ``b`` RANKS of them, and goes on behind those of all others."""
+    if b * RANKS < world_size:
         word = tl.arange(0, WORDS)[None, :]
-        there = rank < world_size
-        tl.store(kept + rank * WORDS + word, tl.load(words + rank * stride + word, mask=there), mask=there)
+        step = tl.minimum(tl.num_programs(0), world_size) * RANKS
+        for first in range((b * RANKS).to(tl.int32), world_size, step):
+            rank = tl.minimum(first + tl.arange(0, RANKS)[:, None], world_size - 1)
+            tl.store(kept + rank.to(tl.int64) * WORDS + word, tl.load(_header(words, rank, stride) + word))

@@ -10,6 +10,8 @@ from .eager import compress, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Headers, Indices, PerBlock, PerElement, op
 
+SIGN = 0x80000000  # of a float32's bits
+
 
 @jit()
 def moved(pointer, stride, times: tl.constexpr):
@@ -48,24 +50,46 @@ def load_four_scales(scales, stride, per_worker):
 
 
 @jit()
-def add_one(total, four, four_nonzero, place: tl.constexpr, scale, TERNARY: tl.constexpr):
-    """Adds what the bytes at bit ``place`` stand for."""
-    bit = tl.arange(0, 8)[None, :] + place
-    x = tl.where(((four[:, None] >> bit) & 1) != 0, scale, rules.negative(scale))
-    if TERNARY:
-        x = tl.where(((four_nonzero[:, None] >> bit) & 1) != 0, x, 0.0)
-    return total + x
+def zeros_like(x):
+    """Zeros that the same threads have as x, float32, so that sums that begin with them need not change hands.
+
+    Made of x, of a bit that is never set: it is only after threads are chosen that the compiler knows them for zeros.
+    """
+    return ((x.to(tl.uint32, bitcast=True) >> 31) & 2).to(tl.float32, bitcast=True)
 
 
 @jit()
-def add_four(total, fours, scales, TERNARY: tl.constexpr):
-    """Adds four ranks, in their order."""
-    signs, nonzero = fours
+def add_one(total, signs, nonzero, place: tl.constexpr, scale, LOW: tl.constexpr, TERNARY: tl.constexpr):
+    """Adds what the bytes at bit ``place`` stand for, as ``add_four`` has shifted them.
+
+    A bit becomes the sign of what is subtracted, in two integer operations; of one rank in four it is compared, on
+    another unit. Comparing all would fill AMD's scalar registers with results, and none costs registers elsewhere.
+    """
+    left = 24 + LOW - place - (tl.arange(0, 8)[None, :] & LOW)
+    if place == 16:
+        x = tl.where((signs << left) >= SIGN, rules.negative(scale), scale)
+    else:
+        x = (((signs << left) & SIGN) ^ scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+    if TERNARY:
+        x = tl.where((nonzero << left) >= SIGN, x, 0.0)
+    return total - x
+
+
+@jit()
+def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
+    """Adds four ranks, in their order.
+
+    A thread has LOW + 1 neighbouring elements of a byte. First it shifts the byte by where these begin: all shifts
+    that follow are constants.
+    """
+    left = 7 - LOW - (tl.arange(0, 8)[None, :] & (7 - LOW))
+    signs = fours[0].to(tl.uint32, bitcast=True)[:, None] << left
+    nonzero = fours[1].to(tl.uint32, bitcast=True)[:, None] << left
     first, second, third, fourth = scales
-    total = add_one(total, signs, nonzero, 0, first, TERNARY)
-    total = add_one(total, signs, nonzero, 8, second, TERNARY)
-    total = add_one(total, signs, nonzero, 16, third, TERNARY)
-    return add_one(total, signs, nonzero, 24, fourth, TERNARY)
+    total = add_one(total, signs, nonzero, 0, first, LOW, TERNARY)
+    total = add_one(total, signs, nonzero, 8, second, LOW, TERNARY)
+    total = add_one(total, signs, nonzero, 16, third, LOW, TERNARY)
+    return add_one(total, signs, nonzero, 24, fourth, LOW, TERNARY)
 
 
 @jit()
@@ -75,7 +99,7 @@ def server_reduce_kernel(
     hold, flags, kept_words, world_size, per_worker,
     TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of the chunk; each compares the headers, the first stores what they say.
+    """Grid: blocks of the chunk; each compares the headers, the first stores what they say, all of them keep some.
 
     Bytes per element: W/8 in, 4 + 4 for c if any, 1/8 out; bits twice where TERNARY. Sums in rank order.
     """
@@ -84,7 +108,7 @@ def server_reduce_kernel(
     bad = headers.count_flags(arrived_words, arrived_words_stride, own_words, world_size)
     if b == 0:
         tl.store(flags, headers.flags_of(bad) | held)
-        headers.keep_words(arrived_words, arrived_words_stride, kept_words, world_size)
+    headers.keep_words(b, arrived_words, arrived_words_stride, kept_words, world_size)
     if held != 0:
         return
     i = io.elements(BLOCK_SIZE)
@@ -95,8 +119,9 @@ def server_reduce_kernel(
     if compensated is not None:
         c = rules.residual(tl.load(compensated + b * BLOCK_SIZE + i), tl.load(server_scale + b), TERNARY)
     # Each backend has its own sum over ranks: rules are elementwise.
-    total = tl.zeros(i.shape, tl.float32)
+    total = zeros_like(c)
     if bad == 0:
+        LOW: tl.constexpr = 0 if compensated is None else 3
         # Pointers that move on: w * stride would need 64 bits.
         arrived = arrived_bits + b * (BLOCK_SIZE // 8) + byte
         scales = arrived_scales + at
@@ -109,9 +134,9 @@ def server_reduce_kernel(
             second_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
             arrived = moved(arrived, arrived_bits_stride, 4)
             scales = moved(scales, arrived_scales_stride, 4)
-            total = add_four(total, first, first_scales, TERNARY)
-            total = add_four(total, second, second_scales, TERNARY)
-        for _ in range(world_size % 8):
+            total = add_four(total, first, first_scales, LOW, TERNARY)
+            total = add_four(total, second, second_scales, LOW, TERNARY)
+        for _ in range(world_size // 8 * 8, world_size):
             scale = tl.load(scales) * per_worker
             signs, nonzero = io.load_bits(arrived, plane, TERNARY)
             total += io.scaled(signs, nonzero, scale, TERNARY)
@@ -121,8 +146,8 @@ def server_reduce_kernel(
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
         tl.store(compensated + b * BLOCK_SIZE + i, c)
-    io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY)
-    io.store_partials(partials, partials_stride, b, c, tl.zeros(i.shape, tl.int32), TERNARY)
+    io.store_partials(partials, partials_stride, b, c, None, TERNARY)
+    io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
 
 
 @op(
