@@ -46,7 +46,9 @@ def local_step_kernel(
             if LEAKS:
                 added = rules.leaking(added, x, d, k)
             finite = rules.finite(c + added) & rules.finite(u)
-            counts = finite & mask & (not held)
+            counts = finite & mask
+            if held:  # a branch: the assembler would keep a scalar's register for each thread, and spill
+                counts = i < 0
             io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
             c = tl.where(counts, c + added, c)
