@@ -30,6 +30,7 @@ COUNTS = {"steps": "*fp64", "absent": "*u8", "updates": "*i64", "number": "*i32"
 CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2}
+ALONE = FINISH | RENEWS | {"weight": "*fp32"} | dict.fromkeys(("limit", "update_norm"), "*fp64")
 COUNTER = {"counter": "*i32", "COUNTS": True}
 MAJORITY = {"compensated": None, "server_scale": None}
 GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
@@ -102,6 +103,10 @@ CASES = {
     "momentum_compress, bf16": Case("momentum_compress", BF16),
     "momentum_compress, preconditioned": Case("momentum_compress", VARIANCE),
     "momentum_compress, preconditioned, bf16 variance": Case("momentum_compress", FROZEN_BF16),
+    "momentum_compress, preconditioned, in place": Case("momentum_compress", VARIANCE | {"IN_PLACE": True}),
+    "momentum_compress, preconditioned, bf16 variance, in place": Case(
+        "momentum_compress", FROZEN_BF16 | {"IN_PLACE": True}
+    ),
     "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
     "server_reduce, W=2": Case("server_reduce", loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1),
     "server_reduce, W=8": Case("server_reduce", loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1),
@@ -122,6 +127,7 @@ CASES = {
     "apply_momentum, ternary": Case("apply_momentum", VARIANCE | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, 1, *[0] * 9), num_warps=1),
+    "finish_alone": Case("finish_alone", ALONE, loops=(0, 0, 1, 1, 1, 0, 0, 1, *[0] * 4), num_warps=1),
     "receive": Case("receive", loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1),
     "receive, guarded": Case(
         "receive", GUARD, loops=(1, 4, 1, *[0] * 4), share=128, halves=1, cached=HEADERS, num_warps=1
@@ -167,6 +173,9 @@ VARIANTS = {
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
     "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
     "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
+    "finish_alone, counts": Case("finish_alone", FINISH | COUNTER, num_warps=1),
+    "finish_alone, ternary": Case("finish_alone", ALONE | COUNTER | {"TERNARY": True}, num_warps=1),
+    "momentum_compress, ternary, in place": Case("momentum_compress", {"TERNARY": True, "IN_PLACE": True}),
     "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS),
     "finish, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=1),
     "server_reduce, W=64, ternary": Case(
@@ -220,10 +229,12 @@ VARIANTS = {
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-PER_LAYER = ("finish", "lamb_coefficient", "lamb_rescale")
+PER_LAYER = ("finish", "finish_alone", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")
+ALONE_STEP = ("momentum_compress, preconditioned, in place", "finish_alone", "apply_momentum, preconditioned")
+HALF_ALONE_STEP = ("momentum_compress, preconditioned, bf16 variance, in place", *ALONE_STEP[1:])
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
 PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
 
@@ -269,6 +280,11 @@ STEPS = {
         (*HALF_STEP, "lamb_ratio, preconditioned, bf16 variance", "lamb_rescale"),
         33.3,
     ),
+    "1-bit Adam, alone, preconditioned": Step(ALONE_STEP, 24.6, served=()),
+    "1-bit LAMB, alone, preconditioned": Step(
+        (*ALONE_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.0, served=()
+    ),
+    "1-bit Adam, alone, preconditioned, bf16 variance": Step(HALF_ALONE_STEP, 22.6, served=()),
     "1-bit Adam, plain": Step(PLAIN_STEP, 24.9),
     "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.3),
     "1-bit LAMB, frozen, plain": Step(PLAIN_STEP, 24.9),
@@ -277,7 +293,8 @@ STEPS = {
     **{f"ZeroOneAdam, mean over a round of {steps}": zero_one_round(steps) for steps in (2, 4, 16)},
     "OneBitLion": Step(("lion_compress", "receive", "apply_momentum, preconditioned"), 20.7, served=("server_reduce",)),
 }
-"""A compression-stage step of each optimizer. "preconditioned": ``precondition=True``; "plain": without.
+"""A compression-stage step of each optimizer; "alone": of one rank. "preconditioned": ``precondition=True``; "plain":
+without.
 
 Lion's ``finish``, which writes headers only, moves nothing per parameter, as don't counts and coefficients.
 """

@@ -110,9 +110,9 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 2 * 8 * count
     # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
     scratch = 28 * blocks + 28 * served + (ranks + 1) * message
-    # Each scale; what a program leaves of 128 of them, five float64; and the programs' ticket.
+    # Each scale; what a program leaves of 128 of them, six float64; and the programs' ticket.
     scratch += 4 * total + 4 * own
-    scratch += 40 * -(-total // 128) + 40 * -(-own // 128) + 2 * 4
+    scratch += 48 * -(-total // 128) + 48 * -(-own // 128) + 2 * 4
     # What each program that takes messages up gives to the norm of the update.
     scratch += 8 * ranks * -(-(message - HEADER_BYTES) // (8 * SPAN))
     if lamb:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ..triton_kernels.headers import Flag, Word
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce, FeedbackReducer
+from .alone import make_all_reduce
 from .marsit import MarsitAllReduce
 from .message import Limit, Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
@@ -50,6 +51,7 @@ __all__ = [
     "agree",
     "checksum",
     "describe_mismatch",
+    "make_all_reduce",
     "make_transport",
     "torus_rows",
 ]

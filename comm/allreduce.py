@@ -54,6 +54,7 @@ class FeedbackReducer(Reducer):
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
         server_residual: That of the chunks which it serves: float32.
         kept: What ``restore`` puts back.
+        serves: Whether this rank is a server besides, with residuals of its own.
     """
 
     gathered: Messages
@@ -62,6 +63,7 @@ class FeedbackReducer(Reducer):
     worker_residual: Tensor
     server_residual: Tensor
     kept: list[Kept]
+    serves: bool = True
 
     @property
     @abstractmethod
@@ -113,14 +115,15 @@ class FeedbackReducer(Reducer):
 
     def settle(self) -> None:
         for part in self.parts:
-            part.worker.settle()
-            part.server.settle()
+            for side in part.sides:
+                side.settle()
 
     def norms(self) -> tuple[float, float, float]:
         """Return |c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
-        norms = [(*part.worker.norms(), part.server.norms()[1]) for part in self.parts]
-        compensated, worker, server = (math.hypot(*column) for column in zip(*norms, strict=True))
-        return compensated, worker, server
+        workers = [part.worker.norms() for part in self.parts]
+        servers = [side.norms()[1] for part in self.parts for side in part.sides[1:]]
+        compensated, worker = (math.hypot(*column) for column in zip(*workers, strict=True))
+        return compensated, worker, math.hypot(*servers)
 
     def residual_ratio(self) -> float:
         """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
@@ -155,7 +158,7 @@ class FeedbackReducer(Reducer):
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
         if limit is None:
             return
-        coef, weight, largest, norm = limit.without(self.absent)
+        coef, weight, largest, norm = limit.without(self.absent, self.block_tensor)
         unbias = coef[:, Coef.UNBIAS1].double()[self.block_tensor]
         squares = rules.update_square(self.scale.double(), unbias, weight.double())
         norm.copy_(self.shards.sum(squares.sum()).sqrt())
@@ -174,12 +177,12 @@ class FeedbackReducer(Reducer):
     def wire_bytes(self) -> int:
         nbytes = 0
         for part in self.parts:
-            scratch = (part.to_servers.buffer, part.served.buffer, *part.scratch)
+            scratch = (*(sent.buffer for sent in part.sent), *part.scratch)
             nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
         return nbytes
 
     def state(self) -> list[Tensor]:
-        held = [self, *self.parts, *(side for part in self.parts for side in (part.worker, part.server))]
+        held = [self, *self.parts, *(side for part in self.parts for side in part.sides)]
         scratch = {id(each) for part in self.parts for each in part.scratch}
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
         return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]
@@ -253,13 +256,16 @@ class CompressedAllReduce(FeedbackReducer):
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
-        served = torch.zeros(layout.chunk_numel, device=device) if served is None else served
+        served = torch.zeros(layout.chunk_numel if self.serves else 0, device=device) if served is None else served
         self.worker_residual, self.server_residual = compensated, served
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
-        self.server = ErrorFeedback(served, slot[self._own], norm, ternary, measures[1])
-        self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
-        self.served = Messages(1, slots, layout, device, ternary)
+        if self.serves:
+            self.server = ErrorFeedback(served, slot[self._own], norm, ternary, measures[1])
+            self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
+            self.served = Messages(1, slots, layout, device, ternary)
+        else:
+            self.to_servers = self.served = self.gathered
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
         words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4))
@@ -268,7 +274,7 @@ class CompressedAllReduce(FeedbackReducer):
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
         programs = layout.world_size * spans_of(self.gathered.payload)
         self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
-        self.arrived_words = torch.zeros_like(self.gathered.words)
+        self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
         self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
@@ -278,7 +284,8 @@ class CompressedAllReduce(FeedbackReducer):
     def set_live(self, live: LiveTable) -> None:
         self.live = live
         self.worker.set_live(live)
-        self.server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
+        for server in self.sides[1:]:
+            server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
 
     def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **told: Any) -> None:
         """Average tensors.
@@ -366,17 +373,17 @@ class CompressedAllReduce(FeedbackReducer):
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         # A header damaged on its way here is seen here only: pass on what was seen.
-        self.server.finish(self.served, *self._header(told, 0, self._agreed, counts=False))
+        header = self._header(told, 0, self._agreed, counts=False)
+        self.server.finish(self.served, *header, self.served.digest, self.hold)
 
     def receive(self, told: Told) -> None:
         """Take up the servers' messages in ``gathered``: m of line 13.
 
         Where this step is held back the bits of the last result are here again: servers have kept them.
         """
-        # What lies in several shards is judged when all are known.
         limit: tuple[Tensor | None, ...] = (None,) * 6
-        if told.limit is not None and self.shards.count == 1:
-            coef, *rest = told.limit.without(self.absent)
+        if (judged := self._limit(told)) is not None:
+            coef, *rest = judged
             limit = (coef, self.block_tensor, *rest, self._squares)
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
@@ -401,6 +408,16 @@ class CompressedAllReduce(FeedbackReducer):
             self._ticket,
             *limit,
         )
+        self._end(told)
+
+    def _limit(self, told: Told) -> Limit | None:
+        """Return what a launch judges by; what lies in several shards is judged when all are known."""
+        if told.limit is None or self.shards.count > 1:
+            return None
+        return told.limit.without(self.absent, self.block_tensor)
+
+    def _end(self, told: Told) -> None:
+        """Take note of what the last launch of a synchronisation has found."""
         self.flags = self._received
         self.hold = self._no_flags
         if self.shards.count > 1:
@@ -411,47 +428,47 @@ class CompressedAllReduce(FeedbackReducer):
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
         on_cuda = self.device.type == "cuda"
         if missing != self._missing or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
             self.served.absent.zero_()
+            self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
             self._missing = missing
         self.kept = []
         if not missing:
             return
-        worker, server = self.worker, self.server
-        rows = absence(self.layout, missing, self.device).rows
-        served = absence(self.layout, missing, self.device, self._own).rows
-        of_worker = [worker.scale, worker.settled, worker.partials, self.scale]
-        own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
-        self.kept = [
-            Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=of_worker),
-            Kept(served, self.block_tensor[self._own], own, tables=[server.scale, server.settled, server.partials]),
-        ]
+        worker, rows = self.worker, absence(self.layout, missing, self.device).rows
+        tables = [worker.scale, worker.settled, worker.partials, self.scale]
+        self.kept = [Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=tables)]
+        for server in self.sides[1:]:
+            rows = absence(self.layout, missing, self.device, self._own).rows
+            own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
+            tables = [server.scale, server.settled, server.partials]
+            self.kept.append(Kept(rows, self.block_tensor[self._own], own, tables=tables))
 
     def _finish(self, told: Told) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
         pending = self._no_flags if told.pending is None else told.pending
         header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
-        self.worker.finish(self.to_servers, *header, *told.renewal)
+        self.worker.finish(self.to_servers, *header, self.served.digest, self.hold, *told.renewal)
 
     def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:
-        """Return the last arguments of the op ``finish``."""
+        """Return arguments of the op ``finish``, from ``number`` on."""
         number: int | Tensor = self.synchronisations if told.number is None else told.number
         step = (0, number) if isinstance(number, Tensor) else (number, None)
-        return (*step, counts, told.tag, flags, pending, self.served.digest, self.hold)
+        return (*step, counts, told.tag, flags, pending)
 
     def refuse(self, flags: Tensor) -> None:
         kept = ((self.flags != 0) | (flags == 0)).float()
         self.flags |= flags
-        for scale in (self.scale, self.server.scale):
+        for scale in (self.scale, self.sides[-1].scale):
             scale *= kept
 
     def take_residuals(self, out: Tensor) -> None:
         self.settle()
         torch.mul(self.worker.compensated, 1.0 / self.transport.world_size, out=out)
         rank, chunk = self.transport.rank, self.layout.chunk_numel
-        out[rank * chunk : (rank + 1) * chunk] += self.server.compensated
+        for server in self.sides[1:]:
+            out[rank * chunk : (rank + 1) * chunk] += server.compensated
         self.transport.all_reduce(out)
-        for side in (self.worker, self.server):
+        for side in self.sides:
             side.forget()
 
     def squares_of_result(self) -> Tensor:
@@ -463,9 +480,19 @@ class CompressedAllReduce(FeedbackReducer):
         return (self,)
 
     @property
+    def sides(self) -> tuple[ErrorFeedback, ...]:
+        """Return the worker, and the server where there is one; what the last compresses is the result."""
+        return (self.worker, self.server) if self.serves else (self.worker,)
+
+    @property
+    def sent(self) -> tuple[Messages, ...]:
+        """Return what is sent."""
+        return (self.to_servers, self.served) if self.serves else ()
+
+    @property
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads, besides messages."""
-        return *self.worker.scratch, *self.server.scratch, self._squares
+        return *(tensor for side in self.sides for tensor in side.scratch), self._squares
 
     def plain_coefficients(self) -> Tensor:
         """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import LiveTable, finish, rules, settle
+from ..triton_kernels import LiveTable, finish, finish_alone, rules, settle
 from ..triton_kernels.finish import Segments
 from .message import Messages
 
@@ -71,6 +71,28 @@ class ErrorFeedback:
             messages.scales,
             messages.words,
             *header,
+        )
+
+    def finish_alone(self, scale: Tensor, words: Tensor, *told: Any) -> None:
+        """Make ``scale`` float32 [blocks], this one's and the result's, from ``partials``, and a header.
+
+        ``told``: The last arguments of the op ``finish_alone``, from ``number`` on.
+        """
+        finish_alone(
+            self.partials,
+            self._start,
+            self._single,
+            self._pieces,
+            self._count,
+            self._norm,
+            self._sums,
+            self._tickets,
+            self.measured,
+            scale,
+            self.scale,
+            self.settled,
+            words,
+            *told,
         )
 
     def settle(self) -> None:

@@ -43,9 +43,9 @@ class Limit(NamedTuple):
     largest: Tensor
     norm: Tensor
 
-    def without(self, absent: Tensor | None) -> Limit:
-        """Return one that does not count ``absent`` tensors, bool [tensors]."""
-        return self if absent is None else self._replace(coef=self.coef * ~absent[:, None])
+    def without(self, absent: Tensor | None, block_tensor: Tensor) -> Limit:
+        """Return one that does not count ``absent`` tensors, bool [tensors]; ``block_tensor`` int32 [B]."""
+        return self if absent is None else self._replace(weight=self.weight * ~absent[block_tensor])
 
 
 class Told(NamedTuple):

@@ -31,6 +31,7 @@ from ..triton_kernels.headers import CHECKED, Word, union
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce, FeedbackReducer
+from .alone import make_all_reduce
 from .message import Messages, Told
 from .partition import NodePart, Part
 from .reducer import Compress
@@ -46,6 +47,7 @@ class PartedAllReduce(FeedbackReducer):
         count: How many parts there are.
         here: Those parts that this rank averages.
         transport: Between the ranks that average a part.
+        serve_alone: See ``make_all_reduce``.
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
@@ -63,8 +65,10 @@ class PartedAllReduce(FeedbackReducer):
         live: LiveTable | None = None,
         ternary: bool = False,
         shards: ShardGroup | None = None,
+        serve_alone: bool = True,
     ) -> None:
         self.layout, self.device, self.count = layout, device, count
+        self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
         slots = [Part(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
         self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
@@ -72,13 +76,14 @@ class PartedAllReduce(FeedbackReducer):
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self.block_tensor = tables_of(layout, device).tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.server_residual = torch.zeros(len(here), layout.chunk_numel, device=device)
+        self.server_residual = torch.zeros(len(here), layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._parts = [
-            CompressedAllReduce(
+            make_all_reduce(
                 part.layout,
                 transport,
+                serve_alone=serve_alone,
                 device=device,
                 scale_norm=scale_norm,
                 scale_scope=scale_scope,

@@ -77,7 +77,7 @@ def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
     header, layout, names = header_of(saved), optimizer.layout, [n for n in states[0] if n in LINES]
     lines = {name: local(states[0].pop(name)).reshape(-1) for name in names}
     own = int(lines["rank"]) // header["shards"] * layout.chunk_numel
-    served = lines["server_error"]
+    served = lines.get("server_error", torch.zeros(layout.chunk_numel))  # there may be no server
     for i, state in enumerate(states):
         size, offset, (first, end) = layout.sizes[i], layout.offset(i), layout.first_block[i : i + 2]
         for name in names:

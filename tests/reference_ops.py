@@ -156,6 +156,23 @@ class Problem:
             *(7, at, counter is not None, 2**31 - 1, 0, pending, digest, held),
         )
 
+    def alone_arguments(
+        self, scope: str, norm: str, told: int = 0, hold: int = 0, limit: float | None = None, renewal: tuple = ()
+    ) -> tuple:
+        """Of ``finish_alone``; ``renewal`` as ``finish`` takes it."""
+        partials, _, start, single, pieces, count, kind, sums, tickets, scale, *_ = self.finish_arguments(scope, norm)
+        counter, pending, held, flags = (torch.tensor([n], dtype=torch.int32) for n in (4, 0, hold, -1))
+        judged: tuple[Tensor | None, ...] = (None,) * 3
+        if limit is not None:
+            numbers = (torch.tensor(limit, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
+            judged = (self.normal(self.layout.n_blocks).abs(), *numbers)
+        return (
+            *(partials, start, single, pieces, count, kind, sums, tickets, scale),
+            *(torch.full((self.layout.n_blocks,), torch.nan) for _ in range(3)),
+            *(self.headers()[0][0], 7, counter, True, 2**31 - 1, told, pending, held, flags, self.block_tensor),
+            *(*judged, *(renewal or (*(None,) * 5, self.coef))),
+        )
+
     def receive_arguments(
         self, scope: str, rank: int = 0, flags: int = 0, hold: int = 0, limit: float | None = None
     ) -> tuple:

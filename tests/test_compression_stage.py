@@ -235,9 +235,11 @@ def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
 # ---------------------------------------------------------------- one process
 
 
-def test_one_process_without_a_group_compresses_on_both_sides_as_algorithm_1_says():
+@pytest.mark.parametrize("serve_alone", [False, True])
+def test_one_process_without_a_group_compresses_as_algorithm_1_says(serve_alone):
+    """With or without a server: what a worker has compressed with one scale, another compression leaves as it is."""
     (p,) = make((70, 30))
-    options = PAPER | {"scale_norm": "l1"}
+    options = PAPER | {"scale_norm": "l1", "serve_alone": serve_alone}
     optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, **objects(freeze_step=5, **options))
     train(optimizer, 0, 5)
     worst = 0.0
@@ -262,6 +264,7 @@ def test_one_process_without_a_group_compresses_on_both_sides_as_algorithm_1_say
         after = observe(optimizer)
         worst = max(worst, float(np.abs(after["m"] / spec.m - 1).max()), float(np.abs(after["x"] - spec.x).max()))
     assert optimizer.phase == "compression"
+    assert optimizer.reducer.serves == serve_alone
     stats = optimizer.stats()
     print(f"W=1: deviation from Algorithm 1 in 20 steps: {worst:.1e} (limit 1e-6)")
     assert worst <= 1e-6

@@ -57,8 +57,8 @@ class Case(NamedTuple):
 SEVERAL: dict[str, Any] = {"rounds": Rounds(local_steps=4)}
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
-    "OneBitAdam": Case(*ADAM, 4, "compression", (9, 9), (9, 4)),
-    "OneBitLamb": Case(*LAMB, 4, "compression", (11, 11), (11, 6)),
+    "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
+    "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (9, 9), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 9), (9, 9)),

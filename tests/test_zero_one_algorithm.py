@@ -215,7 +215,8 @@ def compare(ranks: list, rounds: tuple[int, ...], options: dict, what: str, mask
         for rank, seen in enumerate(now):
             chunk = slice(rank * layout.chunk_numel, (rank + 1) * layout.chunk_numel)
             least = 0.01 * float(np.sqrt(np.mean(reference.u**2))) + 1e-30  # of one rank nothing but rounding is left
-            worst["served"] = max(worst["served"], off(seen["served"], reference.served[chunk], live[chunk], least))
+            served = seen["served"] if seen["served"].size else np.zeros(layout.chunk_numel)  # there may be no server
+            worst["served"] = max(worst["served"], off(served, reference.served[chunk], live[chunk], least))
             worst["v"] = max(worst["v"], off(seen["v"], reference.v, live))
             for key in ("x", "m", "u"):
                 ahead = reference.ahead() if phases[step : step + 2] == ["local", "one-bit"] else {}

@@ -6,6 +6,7 @@ registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its k
 
 from . import rules
 from .advance import advance
+from .alone import finish_alone
 from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
@@ -48,6 +49,7 @@ __all__ = [
     "close_round",
     "exponents",
     "finish",
+    "finish_alone",
     "flatten",
     "freeze",
     "gradient_squares",

@@ -41,7 +41,7 @@ Integers = Annotated[Tensor, Spec(torch.int32)]
 
 
 @jit()
-def _power(x, t):
+def power(x, t):
     """beta^t, 0 where t is as good as infinite, float64 [WIDTH]."""
     few = t < MOST_STEPS
     n = tl.where(few, t, 0.0).to(tl.int64)
@@ -93,7 +93,7 @@ def renew_kernel(p, groups, lr, group_of, tensors, steps, mean_sq, coef, WIDTH: 
     else:
         rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
     done = tl.load(steps + t, mask=inside, other=0.0)
-    power1 = _power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
+    power1 = power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
     decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
     step_size, kept, _, unbias = rules.coefficients(rate, decay, power1, power1 * 0.0)
     if mean_sq is not None:
@@ -162,8 +162,8 @@ def advance_kernel(
         rate = tl.load(row + LR, mask=inside, other=0.0)
     else:
         rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
-    power1 = _power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
-    power2 = _power(tl.load(row + CORRECTION2, mask=inside, other=0.0), made)
+    power1 = power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
+    power2 = power(tl.load(row + CORRECTION2, mask=inside, other=0.0), made)
     decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
     step_size, kept, root, unbias = rules.coefficients(rate, decay, power1, power2)
     share = tl.load(row + ONE_MINUS_BETA1, mask=inside, other=0.0)

@@ -23,7 +23,8 @@ def momentum_compress_kernel(
     grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
     block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, hold,
     blocks_per_chunk,
-    GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
@@ -53,11 +54,17 @@ def momentum_compress_kernel(
     finite = rules.finite(c)
     c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK_SIZE + i, c)
+    if IN_PLACE:
+        tl.debug_barrier()  # all warps have read the last step's
     io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
     io.store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
 
 
-@op(momentum_compress_kernel, writes=("compensated", "bits", "partials"))
+@op(
+    momentum_compress_kernel,
+    writes=("compensated", "bits", "partials"),
+    derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
+)
 def momentum_compress(
     grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
@@ -77,7 +84,7 @@ def momentum_compress(
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last step, float32 [B].
-        exp_avg_bits, exp_avg_scale: m of the last step.
+        exp_avg_bits, exp_avg_scale: m of the last step; the bits may be ``bits``, which a worker alone sends nobody.
         exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
         live, live_row: The active mask: elements that count; others get c = 0.
         bits: As ``exp_avg_bits``, written.

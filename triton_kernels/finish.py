@@ -29,7 +29,8 @@ PIECE = 1024  # blocks
 STEP, TAG, FLAGS, DIGEST, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.DIGEST, headers.SIGNAL
 NONFINITE = headers.NONFINITE
 ERROR = 4  # row of what programs have summed, behind those of ``eager``
-SUMS = ERROR + 1
+UPDATE = ERROR + 1  # only of a worker alone
+SUMS = UPDATE + 1
 OF_A_PIECE = 5  # numbers
 
 
@@ -66,12 +67,12 @@ class Segments(NamedTuple):
 
 
 @jit()
-def _finish_short(
-    p, single, singles, segment_start, rows, to, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr
-):
-    """Makes the scales of some short segments, a lane to each."""
-    partials, partials_stride, count = rows
-    segment, scale, message_scales, message_scales_stride, blocks_per_message = to
+def sum_shorts(p, single, singles, segment_start, partials, partials_stride, count, TERNARY: tl.constexpr):
+    """Sums some short segments, a lane to each.
+
+    Returns their numbers, whether there are any, their first blocks and those behind their last, the sums of |c|, of
+    c^2 and of what was dropped, how many elements they have, and the length of the longest.
+    """
     index = p * LANES + tl.arange(0, LANES)
     some = index < singles
     j = tl.load(single + index, mask=some, other=0)
@@ -91,26 +92,37 @@ def _finish_short(
         dropped += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
         if TERNARY:
             n += tl.load(at + 3 * partials_stride, mask=inside, other=0.0)
-    s = rules.scale_of(absolute, squares, n, NORM)
-    tl.store(scale + j, s, mask=some)
-    for k in range(longest):
-        # A message tells of a segment where that begins, or where the message itself does.
-        block = begin + k
-        chunk = block // blocks_per_message
-        first = chunk * blocks_per_message
-        told = (block < end) & ((k == 0) | (block == first))
-        slot = j - tl.load(segment + first, mask=told, other=0)
-        tl.store(message_scales + chunk * message_scales_stride + slot, s, mask=told)
+    return j, some, begin, end, absolute, squares, dropped, n, longest
+
+
+@jit()
+def leave_shorts(p, some, absolute, squares, dropped, s, n, sums, sums_stride):
+    """Leaves for the last program what it needs of short segments with scales ``s``."""
     tl.store(sums + DROPPED * sums_stride + p, io.tree_sum(dropped))
     error = tl.where(some, rules.residual_square(absolute, squares, s, n), 0.0)
     tl.store(sums + ERROR * sums_stride + p, io.tree_sum(error))
 
 
 @jit()
-def _finish_long(j, begin, end, first, number, rows, to, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
-    """Makes the scale of a segment from the sums of its pieces, by all lanes together."""
-    _, _, count = rows
-    segment, scale, message_scales, message_scales_stride, blocks_per_message = to
+def sum_piece(p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY: tl.constexpr):
+    """Sums a piece of a segment.
+
+    Returns whether all its pieces are there now; the segment, the program of its first piece, and how many there are.
+    """
+    piece = pieces + (p - groups) * OF_A_PIECE
+    j = tl.load(piece)
+    begin = tl.load(piece + 1)
+    end = tl.load(piece + 2)
+    first = tl.load(piece + 3)
+    number = tl.load(piece + 4)
+    for row in tl.static_range(3 + TERNARY):
+        tl.store(sums + row * sums_stride + p, io.ordered_sum(partials + row * partials_stride, begin, end))
+    return io.is_last(tickets + 1 + first, number), j, groups + first, number
+
+
+@jit()
+def long_scale(j, first, number, count, scale, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
+    """Makes and stores the scale of a segment from the sums of its pieces, by all lanes together."""
     n = tl.load(count + j)
     if TERNARY:
         n = io.ordered_sum(sums + NONZERO * sums_stride, first, first + number)
@@ -119,6 +131,27 @@ def _finish_long(j, begin, end, first, number, rows, to, sums, sums_stride, NORM
     s = rules.scale_of(absolute, squares, n, NORM)
     tl.store(scale + j, s)
     tl.store(sums + ERROR * sums_stride + first, rules.residual_square(absolute, squares, s, n))
+    return s
+
+
+@jit()
+def _tell_shorts(j, begin, end, longest, s, to):
+    """Writes short segments' scales into messages."""
+    segment, message_scales, message_scales_stride, blocks_per_message = to
+    for k in range(longest):
+        # A message tells of a segment where that begins, or where the message itself does.
+        block = begin + k
+        chunk = block // blocks_per_message
+        first = chunk * blocks_per_message
+        told = (block < end) & ((k == 0) | (block == first))
+        slot = j - tl.load(segment + first, mask=told, other=0)
+        tl.store(message_scales + chunk * message_scales_stride + slot, s, mask=told)
+
+
+@jit()
+def _tell_long(j, begin, end, s, to):
+    """Writes a long segment's scale into messages."""
+    segment, message_scales, message_scales_stride, blocks_per_message = to
     last = (end - 1) // blocks_per_message + 1
     # A lane to a message: one after the other, thousands of ranks would each wait for a load.
     for at in range(begin // blocks_per_message, last, LANES):
@@ -129,23 +162,22 @@ def _finish_long(j, begin, end, first, number, rows, to, sums, sums_stride, NORM
 
 
 @jit()
-def _finish_piece(
-    p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM: tl.constexpr, TERNARY: tl.constexpr
-):
-    """Sums a piece of a segment; the last of its programs to do so makes the segment's scale."""
-    partials, partials_stride, _ = rows
-    piece = pieces + (p - groups) * OF_A_PIECE
-    j = tl.load(piece)
-    begin = tl.load(piece + 1)
-    end = tl.load(piece + 2)
-    first = tl.load(piece + 3)
-    number = tl.load(piece + 4)
-    for row in tl.static_range(3 + TERNARY):
-        tl.store(sums + row * sums_stride + p, io.ordered_sum(partials + row * partials_stride, begin, end))
-    if io.is_last(tickets + 1 + first, number):
-        begin = tl.load(segment_start + j)
-        end = tl.load(segment_start + j + 1)
-        _finish_long(j, begin, end, groups + first, number, rows, to, sums, sums_stride, NORM, TERNARY)
+def step_of(number, counter, COUNTS: tl.constexpr):
+    """Returns the step's number, counted up where it lies on the device."""
+    step = number
+    if counter is not None:
+        step = tl.load(counter)
+        if COUNTS:
+            step += 1
+            tl.store(counter, step)
+    return step
+
+
+@jit()
+def signal_of(sums, sums_stride, parts):
+    """Returns the norm of what the scales leave, float32."""
+    error = io.ordered_sum(sums + ERROR * sums_stride, 0, parts)
+    return tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32)
 
 
 @jit()
@@ -188,26 +220,32 @@ def finish_kernel(
     if p < parts:
         held = tl.load(hold)
         if held == 0:
-            rows = partials, partials_stride, count
-            to = segment, scale, message_scales, message_scales_stride, blocks_per_message
+            to = segment, message_scales, message_scales_stride, blocks_per_message
             groups = tl.cdiv(singles, LANES)
             if p < groups:
-                _finish_short(p, single, singles, segment_start, rows, to, sums, sums_stride, NORM, TERNARY)
+                j, some, begin, end, absolute, squares, dropped, n, longest = sum_shorts(
+                    p, single, singles, segment_start, partials, partials_stride, count, TERNARY
+                )
+                s = rules.scale_of(absolute, squares, n, NORM)
+                tl.store(scale + j, s, mask=some)
+                _tell_shorts(j, begin, end, longest, s, to)
+                leave_shorts(p, some, absolute, squares, dropped, s, n, sums, sums_stride)
             elif p < groups + longs:
-                _finish_piece(p, groups, pieces, segment_start, rows, to, sums, sums_stride, tickets, NORM, TERNARY)
+                all_there, j, first, pieces_of_it = sum_piece(
+                    p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY
+                )
+                if all_there:
+                    begin = tl.load(segment_start + j)
+                    end = tl.load(segment_start + j + 1)
+                    s = long_scale(j, first, pieces_of_it, count, scale, sums, sums_stride, NORM, TERNARY)
+                    _tell_long(j, begin, end, s, to)
         if io.is_last(tickets, parts):
-            step = number
-            if counter is not None:
-                step = tl.load(counter)
-                if COUNTS:
-                    step += 1
-                    tl.store(counter, step)
+            step = step_of(number, counter, COUNTS)
             flags = told | tl.load(pending)
             if held == 0:
                 dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0
                 flags |= dropped.to(tl.int32) * NONFINITE
-                error = io.ordered_sum(sums + ERROR * sums_stride, 0, parts)
-                _write_signal(words, words_stride, messages, tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32))
+                _write_signal(words, words_stride, messages, signal_of(sums, sums_stride, parts))
             tl.store(pending, 0)
             _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
     elif group_rows is not None:
@@ -274,20 +312,19 @@ def finish(
     flags, digest = pending | told, digest.clone()  # it may lie in a header
     pending.zero_()
     if not hold:
-        _finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
+        finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
         if len(count):
             by_message = segment.view(len(words), -1)
             slot = by_message - by_message[:, :1]
             message = torch.arange(len(words), device=segment.device)[:, None]
             message_scales[message, slot] = scale[segment].view_as(slot)
         flags = flags | (ordered_sum(sums[DROPPED]) > 0) * int(NONFINITE)
-        norm_left = ordered_sum(sums[ERROR]).clamp(min=0).sqrt().float()
-        words[:, SIGNAL] = norm_left.view(torch.int32)
+        words[:, SIGNAL] = norm_left(sums).view(torch.int32)
     for word, value in ((STEP, step), (DIGEST, digest), (TAG, tag), (FLAGS, flags)):
         words[:, word] = value
 
 
-def _finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, scale: Tensor) -> None:
+def finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, scale: Tensor) -> None:
     """Make the scales, and leave what programs leave in ``sums``."""
     sums, ternary = work.sums, len(partials) > NONZERO
     j = work.single.long()
@@ -310,6 +347,11 @@ def _finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int,
             n = nonzero[0] if ternary else count[segment]
             scale[segment] = rules.scale_of(absolute, squares, n, norm)
             sums[ERROR, groups + first] = rules.residual_square(absolute, squares, scale[segment], n)
+
+
+def norm_left(sums: Tensor) -> Tensor:
+    """Return the norm of what the scales leave, float32 []."""
+    return ordered_sum(sums[ERROR]).clamp(min=0).sqrt().float()
 
 
 def ordered_sum(values: Tensor) -> Tensor:

@@ -105,7 +105,13 @@ class FeedbackOptimizer(CompressingOptimizer):
         StateSpec("exp_avg_scale", "block", "reducer.scale", stage="compressed", not_negative=True),
         # In the memory that exp_avg has in the warm-up.
         StateSpec("worker_error", "part", "reducer.worker_residual", stage="compressed", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", stage="compressed", of_rank=True),
+        StateSpec(
+            *("server_error", "chunk", "reducer.server_residual"),
+            stage="compressed",
+            of_rank=True,
+            when="reducer.serves",
+            taken_by="worker_error",
+        ),
     )
     phases: ClassVar[dict[Phase, bool]] = {"one-bit": True}
     header_fields: ClassVar[Fields] = COMPRESSED

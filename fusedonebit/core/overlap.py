@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import (
     BucketedAllReduce,
     CollectiveError,
-    CompressedAllReduce,
     FeedbackReducer,
     HierarchicalAllReduce,
     Told,
     TorchTransport,
     Transport,
+    make_all_reduce,
 )
 from ..comm.reducer import Compress
 from .compressing import FeedbackOptimizer
@@ -44,8 +44,9 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
     }
     if optimizer.levels is not None:
         return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
+    shared["serve_alone"] = options.serve_alone
     if not options.overlap and options.bucket_count == 1:
-        return CompressedAllReduce(layout, optimizer.transport, **shared)
+        return make_all_reduce(layout, optimizer.transport, **shared)
     if not options.overlap:
         return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
     if isinstance(before, OverlappedAllReduce):

@@ -68,6 +68,9 @@ class Numerics:
             LAMB, whose equation (2) has none.
         eps_inside_sqrt: sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps; with ``OneBitAdam``
             in the compression stage (Tarasov & Ershov, eq. 2).
+        serve_alone: With world size 1 compress twice, as a worker and as a server, which keeps a residual, too; else
+            once. With more ranks, or a ``hierarchy``, there are servers anyway. None: False, but True with DeepSpeed's
+            presets.
         frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many fewer in
             each step; denominators are then off by at most 0.2 %, alike on all ranks. The freeze allocates those 2
             bytes per parameter and frees 4.
@@ -90,6 +93,7 @@ class Numerics:
     dead_coordinates: DeadCoordinates | None = None
     bias_correction: bool | None = None
     eps_inside_sqrt: bool = False
+    serve_alone: bool | None = None
     frozen_dtype: torch.dtype = torch.float32
     master_weights: bool = False
     stochastic_rounding: bool = False
@@ -256,6 +260,7 @@ class Options(Numerics, Wire, Faults):
     precondition: bool = False
     dead_coordinates: DeadCoordinates = "mean"
     bias_correction: bool = False
+    serve_alone: bool = False
     guard: Guard = "rewarm"
     max_grad_norm: float | None = None
 

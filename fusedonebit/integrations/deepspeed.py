@@ -32,7 +32,12 @@ _LAMB_KEYS = {
 _T = TypeVar("_T", Numerics, Faults)
 
 NUMERICS_OF_ALL = Numerics(
-    scale_norm="l2", scale_scope="global", precondition=False, variance_floor=0.0, bias_correction=False
+    scale_norm="l2",
+    scale_scope="global",
+    precondition=False,
+    variance_floor=0.0,
+    bias_correction=False,
+    serve_alone=True,
 )
 """DeepSpeed's numerics."""
 

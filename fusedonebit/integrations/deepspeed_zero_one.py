@@ -49,8 +49,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
             self.reducer.settle()
-            self.reducer.worker.forget()
-            self.reducer.server.forget()
+            for side in self.reducer.sides:
+                side.forget()
         self._was_frozen = self._is_frozen()
 
     def build(self) -> None:

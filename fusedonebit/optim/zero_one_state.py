@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import CompressedAllReduce
+from ..comm import CompressedAllReduce, make_all_reduce
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import CoefficientTable, Made, check_choice, stated
 from ..core.settings import Options
@@ -58,7 +58,7 @@ class ZeroOneOptions(RoundOptions):
     variance_floor: float = 1e-3
 
     takes: ClassVar = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
-        *("scale_norm", "scale_scope", "precondition", "variance_floor", "hierarchy")
+        *("scale_norm", "scale_scope", "precondition", "variance_floor", "serve_alone", "hierarchy")
     }
     told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
 
@@ -108,7 +108,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._anchor = self._grad[: layout.numel + TAIL]
         self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
-        self.reducer = CompressedAllReduce(layout, self.transport, device=device, live=self.live, **scale)
+        scale |= {"serve_alone": options.serve_alone, "live": self.live}
+        self.reducer = make_all_reduce(layout, self.transport, device=device, **scale)
         tensors = max(1, len(layout.sizes))
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._confirmed = Progress(0, 0, 0, 0)  # what was done in rounds of which all ranks know how they ended

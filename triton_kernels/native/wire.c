@@ -2,7 +2,7 @@
 
 #include "clock.h"
 
-enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, RECEIVE_SPAN = 2048 };
+enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, RECEIVE_SPAN = 2048 };
 enum { ABS, SQUARE, DROPPED, NONZERO };
 
 /* Neighbouring lanes, again and again. */
@@ -41,6 +41,53 @@ static void tell(int64_t j, int64_t begin, int64_t end, float s, const int32_t *
         message_scales[chunk * stride + j - segment[chunk * blocks_per_message]] = s;
 }
 
+struct segment {
+    int64_t number, begin, end;
+    double absolute, squares, n, dropped;
+};
+
+/* A short segment, from its blocks. */
+static struct segment short_segment(int64_t j, const int32_t *start, const double *partials, int64_t stride,
+                                    const double *count, int64_t ternary)
+{
+    struct segment s = {j, start[j], start[j + 1], 0, 0, ternary ? 0 : count[j], 0};
+    for (int64_t b = s.begin; b < s.end; b++) {
+        s.absolute += partials[b];
+        s.squares += partials[SQUARE * stride + b];
+        s.dropped += partials[DROPPED * stride + b];
+        if (ternary)
+            s.n += partials[NONZERO * stride + b];
+    }
+    return s;
+}
+
+/* Sums a piece of a segment, for program p of which the first such is groups; whether all of its pieces are there. */
+static int add_piece(const int32_t *piece, int64_t p, const double *partials, int64_t partials_stride, double *sums,
+                     int64_t sums_stride, int32_t *tickets, int64_t ternary)
+{
+    for (int row = 0; row < 3 + ternary; row++)
+        sums[row * sums_stride + p] = ordered_sum(partials + row * partials_stride, piece[1], piece[2]);
+    return is_last(tickets + 1 + piece[3], piece[4]);
+}
+
+/* A long segment, from the sums of its pieces, the first of which program `first` has made. */
+static struct segment long_segment(const int32_t *piece, int64_t first, const int32_t *start, const double *sums,
+                                   int64_t stride, const double *count, int64_t ternary)
+{
+    int64_t j = piece[0], last = first + piece[4];
+    return (struct segment){
+        j, start[j], start[j + 1], ordered_sum(sums + ABS * stride, first, last),
+        ordered_sum(sums + SQUARE * stride, first, last),
+        ternary ? ordered_sum(sums + NONZERO * stride, first, last) : count[j], 0};
+}
+
+/* The norm of what the scales leave. */
+static float norm_left(const double *sums, int64_t stride, int64_t parts)
+{
+    double error = ordered_sum(sums + ERROR * stride, 0, parts);
+    return sqrt(error > 0 ? error : 0);
+}
+
 KERNEL(finish)
 {
     int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
@@ -52,36 +99,25 @@ KERNEL(finish)
         if (!*hold && p < groups) {
             double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0};
             for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
-                int64_t j = single[p * SUM_LANES + l];
-                double absolute = 0, squares = 0, n = 0;
-                for (int64_t b = segment_start[j]; b < segment_start[j + 1]; b++) {
-                    absolute += partials[b];
-                    squares += partials[SQUARE * partials_stride + b];
-                    dropped[l] += partials[DROPPED * partials_stride + b];
-                    if (TERNARY)
-                        n += partials[NONZERO * partials_stride + b];
-                }
-                n = TERNARY ? n : count[j];
-                scale[j] = scale_of(absolute, squares, n, NORM);
-                error[l] = residual_square(absolute, squares, scale[j], n);
-                tell(j, segment_start[j], segment_start[j + 1], scale[j], segment, message_scales,
-                     message_scales_stride, blocks_per_message);
+                struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
+                                                 count, TERNARY);
+                scale[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
+                dropped[l] = s.dropped;
+                error[l] = residual_square(s.absolute, s.squares, scale[s.number], s.n);
+                tell(s.number, s.begin, s.end, scale[s.number], segment, message_scales, message_scales_stride,
+                     blocks_per_message);
             }
             sums[DROPPED * sums_stride + p] = tree_sum(dropped);
             sums[ERROR * sums_stride + p] = tree_sum(error);
         } else if (!*hold && p < groups + longs) {
             const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
-            int64_t j = piece[0], first = groups + piece[3];
-            for (int row = 0; row < 3 + TERNARY; row++)
-                sums[row * sums_stride + p] = ordered_sum(partials + row * partials_stride, piece[1], piece[2]);
-            if (is_last(tickets + 1 + piece[3], piece[4])) {
-                double absolute = ordered_sum(sums + ABS * sums_stride, first, first + piece[4]);
-                double squares = ordered_sum(sums + SQUARE * sums_stride, first, first + piece[4]);
-                double n = TERNARY ? ordered_sum(sums + NONZERO * sums_stride, first, first + piece[4]) : count[j];
-                scale[j] = scale_of(absolute, squares, n, NORM);
-                sums[ERROR * sums_stride + first] = residual_square(absolute, squares, scale[j], n);
-                tell(j, segment_start[j], segment_start[j + 1], scale[j], segment, message_scales,
-                     message_scales_stride, blocks_per_message);
+            if (add_piece(piece, p, partials, partials_stride, sums, sums_stride, tickets, TERNARY)) {
+                int64_t first = groups + piece[3];
+                struct segment s = long_segment(piece, first, segment_start, sums, sums_stride, count, TERNARY);
+                scale[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
+                sums[ERROR * sums_stride + first] = residual_square(s.absolute, s.squares, scale[s.number], s.n);
+                tell(s.number, s.begin, s.end, scale[s.number], segment, message_scales, message_scales_stride,
+                     blocks_per_message);
             }
         }
         if (!is_last(tickets, parts))
@@ -92,8 +128,7 @@ KERNEL(finish)
             *counter = step;
         if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0)
             flags |= NONFINITE;
-        double error = *hold ? 0 : ordered_sum(sums + ERROR * sums_stride, 0, parts);
-        float signal = sqrt(error > 0 ? error : 0);
+        float signal = *hold ? 0 : norm_left(sums, sums_stride, parts);
         for (int64_t w = 0; w < messages; w++) {
             int32_t *header = words + w * words_stride;
             header[STEP] = step;
@@ -103,6 +138,98 @@ KERNEL(finish)
             if (!*hold)
                 memcpy(header + SIGNAL, &signal, sizeof signal);
         }
+    }
+}
+
+struct of_update {
+    const int32_t *block_tensor;
+    const float *weight; /* or NULL */
+    const double *groups;
+    const int32_t *group_of;
+    const double *steps;
+    const float *coef;
+};
+
+/* UNBIAS1 of a tensor in the step that is being taken: other programs of the launch are only writing it. */
+static double unbias_of(const struct of_update *u, int64_t t)
+{
+    if (!u->groups)
+        return u->coef[t * COLUMNS + UNBIAS1];
+    double beta = u->groups[u->group_of[t] * GROUP_COLUMNS + CORRECTION1];
+    return (float)coefficients(0, 0, power(beta, u->steps[t] + 1), 0).x3;
+}
+
+/* Hands a segment's scale to its blocks, and adds to `width` lanes what they add to the update's norm. */
+static void hand_out(struct segment s, float size, float *scale, float *worker_scale, float *worker_settled,
+                     const struct of_update *u, double *lanes, int64_t width)
+{
+    for (int64_t b = s.begin; b < s.end; b++) {
+        scale[b] = worker_scale[b] = size;
+        worker_settled[b] = 0;
+        if (u->weight)
+            lanes[(b - s.begin) % width] += update_square(size, unbias_of(u, u->block_tensor[b]), u->weight[b]);
+    }
+}
+
+KERNEL(finish_alone)
+{
+    int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
+    struct of_update of_update = {block_tensor, weight, group_rows, group_of, steps, coef};
+    for (int64_t p = begin; p < end; p++) {
+        if (p >= parts) {
+            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH);
+            continue;
+        }
+        if (!*hold && p < groups) {
+            double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0}, update[SUM_LANES] = {0};
+            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
+                struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
+                                                 count, TERNARY);
+                measured[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
+                dropped[l] = s.dropped;
+                error[l] = residual_square(s.absolute, s.squares, measured[s.number], s.n);
+                hand_out(s, measured[s.number], scale, worker_scale, worker_settled, &of_update, update + l, 1);
+            }
+            sums[DROPPED * sums_stride + p] = tree_sum(dropped);
+            sums[ERROR * sums_stride + p] = tree_sum(error);
+            sums[UPDATE * sums_stride + p] = tree_sum(update);
+        } else if (!*hold && p < groups + longs) {
+            const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
+            if (add_piece(piece, p, partials, partials_stride, sums, sums_stride, tickets, TERNARY)) {
+                double update[SUM_LANES] = {0};
+                int64_t first = groups + piece[3];
+                struct segment s = long_segment(piece, first, segment_start, sums, sums_stride, count, TERNARY);
+                measured[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
+                sums[ERROR * sums_stride + first] = residual_square(s.absolute, s.squares, measured[s.number], s.n);
+                hand_out(s, measured[s.number], scale, worker_scale, worker_settled, &of_update, update, SUM_LANES);
+                sums[UPDATE * sums_stride + first] = tree_sum(update);
+            }
+        }
+        if (!is_last(tickets, parts))
+            continue;
+        int32_t own = told | *pending, found = own | *hold;
+        *pending = 0;
+        words[STEP] = counter ? *counter + COUNTS : number;
+        if (counter && COUNTS)
+            *counter = words[STEP];
+        if (!*hold) {
+            if (ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0)
+                own |= NONFINITE;
+            found = own;
+            if (limit) {
+                *update_norm = own ? 0 : sqrt(ordered_sum(sums + UPDATE * sums_stride, 0, parts));
+                found |= *update_norm <= *limit ? 0 : VETO;
+            }
+            if (found) {
+                memset(scale, 0, blocks * sizeof *scale);
+                memset(worker_scale, 0, blocks * sizeof *worker_scale);
+            }
+            float signal = norm_left(sums, sums_stride, parts);
+            memcpy(words + SIGNAL, &signal, sizeof signal);
+        }
+        words[TAG] = tag;
+        words[FLAGS] = own;
+        *flags = found;
     }
 }
 

@@ -27,9 +27,13 @@ Header = Mapping[str, Any]
 State = Mapping[str, Any]
 
 
-def of(keeper: Keeper, compressed: bool) -> list[tuple[StateSpec, int]]:
-    """Return all entries in a stage but ``step``, each with the parameter that it is saved with."""
+def of(keeper: Keeper, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateSpec, int]]:
+    """Return all entries in a stage but ``step``, each with the parameter that it is saved with.
+
+    Of a checkpoint, which has entries of these ``names``, also what another takes up here.
+    """
     tensors, specs = range(len(keeper.parameters)), keeper.specs(compressed)
+    specs += [spec for spec in keeper.kept if spec.taken_by and spec.name in names and spec not in specs]
     if any(spec.of_rank for spec in specs):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (tensors if spec.by_parameter else tensors[:1])]
@@ -73,7 +77,7 @@ def check(keeper: Keeper, states: Sequence[State], header: Header, required: Col
 
     ``required`` are the parameters that must have a state.
     """
-    found = of(keeper, is_compressed(header))
+    found = of(keeper, is_compressed(header), header["names"])
     for spec, i in found:
         if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(keeper, spec, header)):
             _check_entry(keeper, spec, i, states, header)
@@ -82,7 +86,9 @@ def check(keeper: Keeper, states: Sequence[State], header: Header, required: Col
     # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
     if header["line"] < FlatLayout(keeper.parameters.sizes, 1, header["block_size"]).numel:
         raise ValueError(f"checkpoint of another model: its flat index space has only {header['line']} elements")
-    flat = [spec for spec, _ in found if not spec.by_parameter]
+    flat = [
+        spec for spec, _ in found if not (spec.by_parameter or (spec.taken_by and spec.name not in header["names"]))
+    ]
     for spec in flat:
         _check_entry(keeper, spec, 0, states, header)
     chunks = [states[0][spec.name] for spec in flat if spec.per == "chunk"]
@@ -100,9 +106,14 @@ def take(keeper: Keeper, spec: StateSpec, i: int, state: State, header: Header) 
     part = _for_this_rank(keeper, spec, state[spec.name], header) if spec.name in state else None
     if spec.name == "master":
         keeper.parameters.load_master(i, part)
+    elif spec.taken_by and not spec.wanted(keeper):
+        target = _here(keeper, declared(keeper)[spec.taken_by], i)
+        target += _found(part).to(target.device).view(target.shape)
     elif part is not None:
         target = _here(keeper, spec, i)
         target.copy_(part.to(target.device).view(target.shape))
+    elif spec.taken_by:
+        _here(keeper, spec, i).zero_()
 
 
 def _master(keeper: Keeper) -> StateSpec:

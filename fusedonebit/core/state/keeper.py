@@ -206,8 +206,8 @@ class Keeper(torch.optim.Optimizer):
 
     def publish_state(self) -> None:
         """Put views of the flat buffers into ``self.state``, under torch's names; leave what others keep there."""
-        specs = [spec for spec in self.specs() if spec.per == "element" and spec.shown(self.compressed)]
-        visible = {spec.name: spec.tensor(self) for spec in specs}
+        shown = [spec for spec in self.kept if spec.per == "element" and spec.shown(self.compressed)]
+        visible = {spec.name: spec.tensor(self) for spec in shown if spec.applies(self, self.compressed)}
         before, self.published = self.published, {"step", "master", *visible}
         for i, p in enumerate(self.parameters.owners):
             parts = {name: self.parameters.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}

@@ -333,7 +333,7 @@ def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: 
     keeper.transport.traffic.bytes_total = header.get("bytes_total", 0)
     keeper.resume(header)
     compressed = is_compressed(header)
-    for spec, i in entries.of(keeper, compressed):
+    for spec, i in entries.of(keeper, compressed, header["names"]):
         entries.take(keeper, spec, i, states[i], header)
     if not compressed and "masks" in header and _masked_otherwise(keeper, header):
         _forget_masked(keeper)

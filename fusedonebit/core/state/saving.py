@@ -138,7 +138,8 @@ def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
     packed = _packed(keeper)
     states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in keeper.parameters.index_of}
-    for spec, i in entries.of(keeper, header is not None and is_compressed(header)):
+    told = header or {}
+    for spec, i in entries.of(keeper, bool(header) and is_compressed(told), told.get("names", ())):
         states[keeper.parameters.index_of[i]][spec.name] = entries.room(keeper, spec, i, header)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""

@@ -40,6 +40,7 @@ class StateSpec:
         when: An attribute of the optimizer that must be true for it to be kept at all.
         only: A key of the checkpoint's header that must be true, or something else says what it would.
         published: Whether users see it in ``optimizer.state``, and in which stage.
+        taken_by: What it is added to where only the checkpoint has it; where only the optimizer has, it is zero.
         optional: Whether the checkpoint of another optimizer may lack it.
         holds_parameters: Whether it is a copy of parameters, which a mask leaves as they are.
         not_negative: Whether its values are at least 0; or a key of the header that must be true for that.
@@ -56,6 +57,7 @@ class StateSpec:
     when: str = ""
     only: str = ""
     published: bool | Literal["full"] = False
+    taken_by: str = ""
     optional: bool = False
     holds_parameters: bool = False
     not_negative: bool | str = False

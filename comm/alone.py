@@ -1,0 +1,54 @@
+"""Error feedback without anybody else: what one worker compresses is the result.
+
+    per rank  1. compress the local tensors  (momentum_compress)
+              2. scales, whether the step is skipped, the guard's verdict  (finish_alone)
+
+A server would change nothing: what has one magnitude per scale, a second compression leaves as it is, but for
+rounding, and has nothing left to keep. Nothing is sent either: new bits go where those of the last step lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..triton_kernels import FlatLayout
+from ..triton_kernels.headers import Flag
+from .absent import absent_on_all
+from .allreduce import CompressedAllReduce
+from .message import Told
+from .reducer import Compress
+from .transport import Transport
+
+
+class AloneAllReduce(CompressedAllReduce):
+    """Compress once, as the worker that one rank is; arguments as of ``CompressedAllReduce``."""
+
+    serves = False
+
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        self.write(compress, told)
+        self._end(told)
+
+    def _finish(self, told: Told) -> None:
+        # No other rank has a gradient of what this one misses.
+        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.kept else None
+        pending = self._no_flags if told.pending is None else told.pending
+        header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
+        coef, *judged = self._limit(told) or (None,) * 4
+        verdict = (self.hold, self._received, self.block_tensor, *judged)
+        renewal = told.renewal or (*(None,) * 5, coef)
+        self.worker.finish_alone(self.scale, self.gathered.words[0], *header, *verdict, *renewal)
+
+
+def make_all_reduce(
+    layout: FlatLayout, transport: Transport, *, serve_alone: bool = True, **options: Any
+) -> CompressedAllReduce:
+    """Return what averages in one piece.
+
+    Args:
+        layout, transport: See ``CompressedAllReduce``.
+        serve_alone: Whether one rank alone has a server, too.
+        options: See ``CompressedAllReduce``.
+    """
+    alone = transport.world_size == 1 and not serve_alone
+    return (AloneAllReduce if alone else CompressedAllReduce)(layout, transport, **options)
