@@ -66,7 +66,7 @@ static inline int32_t word_of(const uint8_t *bits)
 }
 
 /* yes where a bit is set, no where not. */
-static void choose(float *restrict x, const uint8_t *restrict bits, float yes, float no, int64_t n)
+static inline void choose(float *restrict x, const uint8_t *restrict bits, float yes, float no, int64_t n)
 {
     EACH_LINE(i, n) {
         int32_t word = word_of(bits + i / 8);
@@ -85,7 +85,7 @@ static void store_set(uint8_t *restrict bits, const uint8_t *restrict set, int64
 }
 
 /* What bits stand for: scale and -scale, and 0 for zeros where ternary. */
-static void scaled(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, int64_t ternary,
+static inline void scaled(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, int64_t ternary,
                    int64_t n)
 {
     choose(x, bits, scale, -scale, n);
@@ -198,6 +198,18 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
         for (int64_t i = 0; i < n; i++)
             x[i] = from[i];
     }
+}
+
+/* Whether a block lies as kernels work on it: all of it counts, in float32. */
+static int is_plain(struct place at, int64_t row) { return at.base && row == FULL && at.kind == FP32; }
+
+/* A block of a user's tensor: where it lies, or as load_user has it in `room`. */
+static const float *user_block(float *restrict room, struct place at, const uint8_t *live, int64_t row, int64_t n)
+{
+    if (is_plain(at, row))
+        return (const float *)at.base + at.start;
+    load_user(room, at, live, row, n);
+    return room;
 }
 
 static void store_one(struct place at, int64_t i, float x, uint32_t more)

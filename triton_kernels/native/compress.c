@@ -32,23 +32,50 @@ KERNEL(gradient_squares)
     }
 }
 
-/* c = g*(1 - beta1)*unit + kept; unit = 1/denominator where there is v. */
-static void compensate(float *restrict c, float *restrict kept, const float *restrict g, const float *v,
-                       const float *restrict m, const float *row, float s, int64_t eps_inside, int64_t ternary, int64_t n)
+/* Sums of |c| and of c^2, as store_partials makes them, line by line. */
+struct sums {
+    double absolute[LINE], square[LINE];
+};
+
+static inline void add_line(struct sums *restrict sums, const float *restrict c)
+{
+    LANES {
+        double wide = c[j];
+        sums->absolute[j] += fabs(wide);
+        sums->square[j] += wide * wide;
+    }
+}
+
+/* Stores the sums of a block of which all counts; returns whether they are finite, as then is all of it. */
+static int store_sums(double *partials, int64_t stride, int64_t b, const struct sums *sums)
+{
+    partials[b] = sum_lanes(sums->absolute);
+    partials[stride + b] = sum_lanes(sums->square);
+    partials[2 * stride + b] = 0;
+    return isfinite(partials[stride + b]);
+}
+
+/* c = g*(1 - beta1)*unit + kept; unit = 1/denominator where there is v. In one pass with the sums: what waits for
+   memory and what for arithmetic overlap. */
+static inline void compensate(float *restrict c, float *restrict kept, const float *restrict g,
+                              const float *restrict v, const uint8_t *bits, int64_t plane, float scale,
+                              const float *row, float s, struct sums *restrict sums, int64_t eps_inside,
+                              int64_t ternary, int64_t n)
 {
     KEEP(k, row);
     EACH_LINE(i, n) {
+        float m[LINE];
         PREFETCH(c + i, n);
-        LANES kept[i + j] = carried(m[i + j], c[i + j], s, k, ternary);
-        if (!v) {
+        PREFETCH(g + i, n);
+        scaled(m, bits + i / 8, plane, scale, ternary, LINE);
+        LANES kept[i + j] = carried(m[j], c[i + j], s, k, ternary);
+        if (v) {
+            PREFETCH(v + i, n);
+            LANES c[i + j] = with_preconditioned(kept[i + j], g[i + j], v[i + j], k, eps_inside);
+        } else {
             LANES c[i + j] = with_gradient(kept[i + j], g[i + j], k);
-            continue;
         }
-        PREFETCH(v + i, n);
-        if (eps_inside)
-            LANES c[i + j] = with_preconditioned(kept[i + j], g[i + j], v[i + j], k, 1);
-        else
-            LANES c[i + j] = with_preconditioned(kept[i + j], g[i + j], v[i + j], k, 0);
+        add_line(sums, c + i);
     }
 }
 
@@ -65,27 +92,50 @@ static int64_t drop_bad(float *restrict c, const float *restrict kept, int64_t n
 
 KERNEL(momentum_compress)
 {
-    float m[MOST], kept[MOST], g[MOST], wide[MOST];
+    float kept[MOST], room[MOST], wide[MOST];
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
         float *c = compensated + b * BLOCK_SIZE;
-        scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), plane,
-               exp_avg_scale[b], TERNARY, BLOCK_SIZE);
-        load_user(g, at, live, live_row[b], BLOCK_SIZE);
+        const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+        const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE) : NULL;
-        compensate(c, kept, g, v, m, at.k, worker_scale[b], EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
-        only_live(c, live, live_row[b], BLOCK_SIZE);
-        int64_t dropped = drop_bad(c, kept, BLOCK_SIZE);
+        struct sums sums = {0};
+        if (!v) /* constants: each a loop of its own */
+            compensate(c, kept, g, NULL, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
+        else if (EPS_INSIDE_SQRT)
+            compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 1, TERNARY, BLOCK_SIZE);
+        else
+            compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
+        if (TERNARY || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
+            only_live(c, live, live_row[b], BLOCK_SIZE);
+            store_partials(partials, partials_stride, b, c, drop_bad(c, kept, BLOCK_SIZE), TERNARY, BLOCK_SIZE);
+        }
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), plane, c, TERNARY, BLOCK_SIZE);
-        store_partials(partials, partials_stride, b, c, dropped, TERNARY, BLOCK_SIZE);
+    }
+}
+
+/* total += what bits stand for. */
+static void add_scaled(float *restrict total, const uint8_t *restrict bits, int64_t plane, float scale,
+                       int64_t ternary, int64_t n)
+{
+    if (ternary) {
+        float x[MOST];
+        scaled(x, bits, plane, scale, 1, n);
+        EACH_LINE(i, n)
+            LANES total[i + j] += x[i + j];
+        return;
+    }
+    EACH_LINE(i, n) {
+        int32_t word = word_of(bits + i / 8);
+        LANES total[i + j] += word >> j & 1 ? scale : -scale;
     }
 }
 
 KERNEL(server_reduce)
 {
-    float total[MOST], worker[MOST], own[MOST];
+    float total[MOST], own[MOST];
     int32_t found = agreed_flags(arrived_words, arrived_words_stride, own_words, world_size) | *hold;
     if (begin == 0) {
         *flags = found;
@@ -101,19 +151,23 @@ KERNEL(server_reduce)
         memset(total, 0, sizeof total);
         for (int64_t w = 0; w < (found ? 0 : world_size); w++) { /* in rank order */
             float scale = arrived_scales[w * arrived_scales_stride + slot[b]] * per_worker;
-            scaled(worker, arrived_bits + w * arrived_bits_stride + b * (BLOCK_SIZE / 8), plane, scale, TERNARY,
-                   BLOCK_SIZE);
-            for (int64_t i = 0; i < BLOCK_SIZE; i++)
-                total[i] += worker[i];
+            add_scaled(total, arrived_bits + w * arrived_bits_stride + b * (BLOCK_SIZE / 8), plane, scale, TERNARY,
+                       BLOCK_SIZE);
         }
+        struct sums sums = {0};
         EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(c + i, BLOCK_SIZE);
             LANES c[i + j] = residual(c[i + j], s, TERNARY);
             if (!found)
                 LANES c[i + j] += total[i + j];
+            add_line(&sums, c + i);
         }
-        only_live(c, live, live_row[b], BLOCK_SIZE);
+        if (TERNARY || live_row[b] != FULL) {
+            only_live(c, live, live_row[b], BLOCK_SIZE);
+            store_partials(partials, partials_stride, b, c, 0, TERNARY, BLOCK_SIZE);
+        } else {
+            store_sums(partials, partials_stride, b, &sums);
+        }
         store_bits(bits + b * (BLOCK_SIZE / 8), plane, c, TERNARY, BLOCK_SIZE);
-        store_partials(partials, partials_stride, b, c, 0, TERNARY, BLOCK_SIZE);
     }
 }

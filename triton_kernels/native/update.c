@@ -8,12 +8,29 @@
 static void move(struct place at, const float *restrict update, int64_t b, const int64_t *rounding,
                  const uint8_t *live, int64_t row, int64_t n)
 {
-    float x[MOST];
+    float room[MOST], *x = is_plain(at, row) ? (float *)at.base + at.start : room;
     KEEP(k, at.k);
-    load_user(x, at, live, row, n);
-    EACH_LINE(i, n)
+    if (x == room)
+        load_user(x, at, live, row, n);
+    EACH_LINE(i, n) {
+        PREFETCH(x + i, n);
         LANES x[i + j] = moved(x[i + j], update[i + j], k);
-    store_user(at, x, b, rounding, live, row, n);
+    }
+    if (x == room)
+        store_user(at, x, b, rounding, live, row, n);
+}
+
+/* Moves a block by what bits stand for, in one pass. */
+static void move_by_bits(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, const float *row,
+                         int64_t ternary, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n) {
+        float update[LINE];
+        PREFETCH(x + i, n);
+        scaled(update, bits + i / 8, plane, scale, ternary, LINE);
+        LANES x[i + j] = moved(x[i + j], update[j], k);
+    }
 }
 
 /* m and v of a block, in place, and the sum of v if asked. */
@@ -45,7 +62,12 @@ KERNEL(apply_momentum)
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
-        scaled(update, packed, plane, plain_scale(exp_avg_scale[b], at.k), TERNARY, BLOCK_SIZE);
+        float scale = plain_scale(exp_avg_scale[b], at.k);
+        if (!exp_avg_sq && is_plain(at, live_row[b])) {
+            move_by_bits((float *)at.base + at.start, packed, plane, scale, at.k, TERNARY, BLOCK_SIZE);
+            continue;
+        }
+        scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
         if (exp_avg_sq)
             precondition(update, update, variance_of(exp_avg_sq, exp_avg_sq_kind, b, v, BLOCK_SIZE), at.k,
                          EPS_INSIDE_SQRT, BLOCK_SIZE);
