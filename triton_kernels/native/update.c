@@ -20,15 +20,20 @@ static void move(struct place at, const float *restrict update, int64_t b, const
         store_user(at, x, b, rounding, live, row, n);
 }
 
-/* Moves a block by what bits stand for, in one pass. */
-static void move_by_bits(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale, const float *row,
-                         int64_t ternary, int64_t n)
+/* Moves a block by what bits stand for, over the denominators where there is v, in one pass. */
+static inline void move_by_bits(float *restrict x, const uint8_t *restrict bits, int64_t plane, float scale,
+                                const float *restrict v, const float *row, int64_t eps_inside, int64_t ternary,
+                                int64_t n)
 {
     KEEP(k, row);
     EACH_LINE(i, n) {
         float update[LINE];
         PREFETCH(x + i, n);
         scaled(update, bits + i / 8, plane, scale, ternary, LINE);
+        if (v) {
+            PREFETCH(v + i, n);
+            LANES update[j] = preconditioned(update[j], v[i + j], k, eps_inside);
+        }
         LANES x[i + j] = moved(x[i + j], update[j], k);
     }
 }
@@ -55,7 +60,7 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
 
 KERNEL(apply_momentum)
 {
-    float update[MOST], v[MOST];
+    float update[MOST], room[MOST];
     for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
         count_tensors(p - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH);
     end = end < blocks ? end : blocks;
@@ -63,15 +68,21 @@ KERNEL(apply_momentum)
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         float scale = plain_scale(exp_avg_scale[b], at.k);
-        if (!exp_avg_sq && is_plain(at, live_row[b])) {
-            move_by_bits((float *)at.base + at.start, packed, plane, scale, at.k, TERNARY, BLOCK_SIZE);
+        const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE) : NULL;
+        if (!is_plain(at, live_row[b])) {
+            scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
+            if (v)
+                precondition(update, update, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+            move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
             continue;
         }
-        scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
-        if (exp_avg_sq)
-            precondition(update, update, variance_of(exp_avg_sq, exp_avg_sq_kind, b, v, BLOCK_SIZE), at.k,
-                         EPS_INSIDE_SQRT, BLOCK_SIZE);
-        move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
+        float *x = (float *)at.base + at.start;
+        if (!v) /* constants: each a loop of its own */
+            move_by_bits(x, packed, plane, scale, NULL, at.k, 0, TERNARY, BLOCK_SIZE);
+        else if (EPS_INSIDE_SQRT)
+            move_by_bits(x, packed, plane, scale, v, at.k, 1, TERNARY, BLOCK_SIZE);
+        else
+            move_by_bits(x, packed, plane, scale, v, at.k, 0, TERNARY, BLOCK_SIZE);
     }
 }
 
@@ -149,12 +160,34 @@ static void blend(struct place at, const float *restrict m, const float *restric
     norms[norms_stride + b] = norm_of(adam, n);
 }
 
-/* The largest element above 0; 0/0 and inf/inf don't count. */
-static float largest_of(const float *x, int64_t n)
+/* v and its largest ratio above 0, of a line of which `word` says what counts; 0/0 and inf/inf don't. */
+static inline void ratio_line(float *restrict v, const float *restrict frozen, float *restrict m, float *restrict last,
+                              float *restrict most, int32_t word, const float *restrict k, int started,
+                              int64_t preconditioned, int64_t eps_inside, int64_t deepspeed)
 {
-    float most[LINE] = {0}, found = 0;
-    EACH_LINE(i, n)
-        LANES most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+    float ratio[LINE];
+    if (preconditioned)
+        LANES {
+            float d = denominator(frozen[j], k, eps_inside);
+            m[j] *= d;
+            last[j] *= d;
+        }
+    if (started)
+        LANES v[j] = variance(v[j], rebuilt_gradient(m[j], last[j], k), k);
+    else
+        LANES v[j] = variance(frozen[j], rebuilt_gradient(m[j], v[j], k), k);
+    LANES v[j] = word >> j & 1 ? v[j] : 0.0f;
+    if (deepspeed)
+        LANES ratio[j] = denominator(frozen[j], k, eps_inside) / denominator(v[j], k, eps_inside);
+    else
+        LANES ratio[j] = frozen[j] / v[j];
+    LANES ratio[j] = word >> j & 1 ? ratio[j] : 0.0f;
+    LANES most[j] = ratio[j] > most[j] ? ratio[j] : most[j];
+}
+
+static float largest_of(const float *most)
+{
+    float found = 0;
     for (int j = 0; j < LINE; j++)
         found = most[j] > found ? most[j] : found;
     return found;
@@ -162,43 +195,30 @@ static float largest_of(const float *x, int64_t n)
 
 KERNEL(lamb_ratio)
 {
-    float m[MOST], last[MOST], d[MOST], ratio[MOST], wide[MOST];
+    float m[MOST], wide[MOST];
     for (int64_t b = begin; b < end && !*skip; b++) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         KEEP(k, at.k);
         const float *frozen = variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE);
-        float *v = fresh + b * BLOCK_SIZE;
         const uint8_t *now_at = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         /* Where ternary, the chunks before have a second plane each. */
         uint8_t *last_at = last_bits + b * (BLOCK_SIZE / 8) + (TERNARY ? b / blocks_per_chunk * plane : 0);
-        scaled(m, now_at, plane, plain_scale(exp_avg_scale[b], k), TERNARY, BLOCK_SIZE);
-        scaled(last, last_at, plane, plain_scale(last_scale[b], k), TERNARY, BLOCK_SIZE);
-        if (PRECONDITIONED) {
-            denominators(d, frozen, k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-            for (int64_t i = 0; i < BLOCK_SIZE; i++) {
-                m[i] *= d[i];
-                last[i] *= d[i];
-            }
-        }
-        const float *before = *started ? last : v, *old = *started ? v : frozen;
+        const uint8_t *counting = live_row[b] == FULL ? NULL : live + live_row[b] * (BLOCK_SIZE / 8);
+        float *v = fresh + b * BLOCK_SIZE, now_scale = plain_scale(exp_avg_scale[b], k), most[LINE] = {0};
+        float before = plain_scale(last_scale[b], k);
         EACH_LINE(i, BLOCK_SIZE) {
+            float last[LINE];
+            int32_t word = counting ? word_of(counting + i / 8) : -1;
             PREFETCH(v + i, BLOCK_SIZE);
-            LANES v[i + j] = variance(old[i + j], rebuilt_gradient(m[i + j], before[i + j], k), k);
-        }
-        only_live(v, live, live_row[b], BLOCK_SIZE);
-        if (DEEPSPEED) {
-            denominators(ratio, frozen, k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-            denominators(d, v, k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-        }
-        EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(frozen + i, BLOCK_SIZE);
-            if (DEEPSPEED)
-                LANES ratio[i + j] /= d[i + j];
+            scaled(m + i, now_at + i / 8, plane, now_scale, TERNARY, LINE);
+            scaled(last, last_at + i / 8, plane, before, TERNARY, LINE);
+            if (EPS_INSIDE_SQRT)
+                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 1, DEEPSPEED);
             else
-                LANES ratio[i + j] = frozen[i + j] / v[i + j];
+                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 0, DEEPSPEED);
         }
-        only_live(ratio, live, live_row[b], BLOCK_SIZE);
-        largest[b] = largest_of(ratio, BLOCK_SIZE);
+        largest[b] = largest_of(most);
         memcpy(last_at, now_at, BLOCK_SIZE / 8);
         if (TERNARY)
             memcpy(last_at + plane, now_at + plane, BLOCK_SIZE / 8);
