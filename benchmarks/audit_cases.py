@@ -32,7 +32,7 @@ CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2}
 ALONE = FINISH | RENEWS | {"weight": "*fp32"} | dict.fromkeys(("limit", "update_norm"), "*fp64")
 COUNTER = {"counter": "*i32", "COUNTS": True}
-MAJORITY = {"compensated": None, "server_scale": None}
+MAJORITY = {"compensated": None, "server_scale": None, "header": "*i32"}
 GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
 GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
 WEIGHED = {"weights": "*fp32"}
@@ -40,6 +40,9 @@ BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | VARIANCE
 OWN_STEP = {"PRECONDITION": True, "MOVES": True}
+FIRST = {"anchor": "*fp32"}
+OF_A_ROUND = {"summed": "*fp32", "mean_sq": "*fp64"}
+MOVED = {"moved": "*fp32"}
 ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
 
 Loops = int | tuple[int, ...]
@@ -158,10 +161,12 @@ CASES = {
     "add_values, replaces": Case("add_values", {"REPLACES": True}),
     "local_step": Case("local_step", OWN_STEP | {"PRECONDITION": False}),
     "local_step, preconditioned": Case("local_step", OWN_STEP),
+    "local_step, preconditioned, first": Case("local_step", OWN_STEP | FIRST),
     "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"LAST": True}),
+    "local_step, preconditioned, first and last": Case("local_step", OWN_STEP | FIRST | {"LAST": True}),
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
     "rebuild_momentum": Case("rebuild_momentum"),
-    "rebuild_momentum, preconditioned": Case("rebuild_momentum", VARIANCE),
+    "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
     "lion_compress": Case("lion_compress", WEIGHED, halves=2),
     "lion_compress, bf16": Case("lion_compress", WEIGHED | BF16, halves=2),
 }
@@ -170,12 +175,16 @@ VARIANTS = {
     "advance, counts": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "RENEWS": True}),
     "advance, captured": Case("advance", CLOCK | CAPTURED),
     "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
+    "advance, adds up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"} | MOVED),
+    "advance, begins to add up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "BEGINS": True} | MOVED),
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
     "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
     "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
     "finish_alone, counts": Case("finish_alone", FINISH | COUNTER, num_warps=1),
     "finish_alone, ternary": Case("finish_alone", ALONE | COUNTER | {"TERNARY": True}, num_warps=1),
     "momentum_compress, ternary, in place": Case("momentum_compress", {"TERNARY": True, "IN_PLACE": True}),
+    "finish, renews, of a round": Case("finish", FINISH | RENEWS | MOVED, num_warps=1),
+    "finish_alone, of a round": Case("finish_alone", ALONE | MOVED, num_warps=1),
     "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS),
     "finish, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=1),
     "server_reduce, W=64, ternary": Case(
@@ -203,9 +212,11 @@ VARIANTS = {
     "local_update, no momentum": Case("local_update", {}),
     "local_update, decays": Case("local_update", LOCAL | {"DECAYS": True}),
     "local_update, moves": Case("local_update", LOCAL | {"MOVES": True}),
+    "local_update, moves, first": Case("local_update", LOCAL | FIRST | {"MOVES": True}),
     "local_update, mixed": Case("local_update", LOCAL | MIXED | {"DECAYS": True, "MOVES": True}),
     "local_update, Adam, moves": Case("local_update", ADAM | {"DECAYS": True, "MOVES": True}),
     "local_update, Adam, mixed": Case("local_update", ADAM | MIXED | {"DECAYS": True, "MOVES": True}),
+    "local_update, Adam, mixed, first": Case("local_update", ADAM | FIRST | MIXED | {"DECAYS": True, "MOVES": True}),
     "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
     "close_round, floats": Case("close_round", num_warps=1),
@@ -222,9 +233,13 @@ VARIANTS = {
     "local_step, mixed": Case(
         "local_step", OWN_STEP | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True, "LAST": True}
     ),
+    "local_step, mixed, first": Case(
+        "local_step", OWN_STEP | FIRST | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True}
+    ),
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
-    "rebuild_momentum, eps inside": Case("rebuild_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
-    "rebuild_momentum, small blocks": Case("rebuild_momentum", VARIANCE | {"BLOCK_SIZE": 128}),
+    "rebuild_momentum, of a round": Case("rebuild_momentum", OF_A_ROUND),
+    "rebuild_momentum, eps inside": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
+    "rebuild_momentum, small blocks": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"BLOCK_SIZE": 128}),
     "lion_compress, mixed": Case("lion_compress", {"GRADS": 3}),
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
@@ -259,7 +274,7 @@ class Step(NamedTuple):
         return self.limit + 8.2 / world_size / self.steps * bool(self.served)
 
 
-LAST_STEP = "local_step, preconditioned, last"
+FIRST_STEP, LAST_STEP = "local_step, preconditioned, first", "local_step, preconditioned, last"
 
 
 def zero_one_round(steps: int) -> Step:
@@ -267,8 +282,11 @@ def zero_one_round(steps: int) -> Step:
 
     The momentum is made of the last round's bits, the parameters are kept, and restored before the move.
     """
-    before = ("rebuild_momentum, preconditioned", "flatten", *["local_step, preconditioned"] * (steps - 2), LAST_STEP)
-    return Step((*before, *PRECONDITIONED_STEP, "add_values, replaces"), 32.1 + 12.9 / steps, steps=steps)
+    own: tuple[str, ...] = (f"{FIRST_STEP} and last",)
+    if steps > 2:
+        own = (FIRST_STEP, *["local_step, preconditioned"] * (steps - 3), LAST_STEP)
+    before = ("rebuild_momentum, preconditioned", *own)
+    return Step((*before, *PRECONDITIONED_STEP, "add_values, replaces"), 32.1 + 9.0 / steps, steps=steps)
 
 
 STEPS = {

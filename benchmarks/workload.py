@@ -309,7 +309,7 @@ class Workload:
             *(self.params, self.grads, layout.sizes, layout.block_size, 0, self.world_size, m, None, c),
             *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef, self.block_tensor),
             *(self.table.bits, self.table.row, torch.ones(1, device=self.device), 1.0, self.skip, False, False),
-            *(messages.words, 0, 0, 0, self.skip),
+            *(None, messages.words, 0, 0, 0, self.skip),
         )
         return partial(ops.local_update, *arguments)
 
@@ -348,7 +348,7 @@ class Workload:
         arguments = (
             *(self.params, self.grads, layout.sizes, layout.block_size, m, v, False, self.preconditioned),
             *(torch.zeros(layout.numel, device=self.device), self._scale(5.0, layout.n_blocks), self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, flags),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, None, flags),
         )
         return partial(ops.local_step, *arguments)
 
@@ -356,8 +356,8 @@ class Workload:
         m, v = self._moments()
         arguments = (
             *(self.layout.sizes, self.layout.block_size, self._bytes(self.world_size)),
-            *(self._scale(0.1, self.layout.n_blocks), v if self.preconditioned else None, False, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, m),
+            *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False, self.coef),
+            *(self.block_tensor, self.table.bits, self.table.row, m, self._scale(0.0, self.layout.n_blocks)),
         )
         return partial(ops.rebuild_momentum, *arguments)
 
@@ -384,7 +384,7 @@ class Workload:
         entered = torch.full_like(steps, torch.inf)
         arguments = (
             *(groups, None, group_of, self.skip, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH)),
-            *(steps, entered, False, None, None, self.coef.clone()),
+            *(steps, entered, False, None, None, None, False, self.coef.clone()),
         )
         return partial(ops.advance, *arguments)
 

@@ -351,6 +351,9 @@ class CompressedAllReduce(FeedbackReducer):
 
     def serve(self, told: Told) -> None:
         """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
+        # A header damaged on its way here is seen here only: pass on what was seen.
+        header = self._header(told, 0, self._agreed, counts=False)
+        number, counter, _, tag, *_ = header
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
@@ -367,14 +370,14 @@ class CompressedAllReduce(FeedbackReducer):
             self.hold,
             self._agreed,
             self.arrived_words,
+            *(() if self.server.measures else (self.served.words, number, counter, tag)),
         )
         self.flags = self._agreed
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
-        # A header damaged on its way here is seen here only: pass on what was seen.
-        header = self._header(told, 0, self._agreed, counts=False)
-        self.server.finish(self.served, *header, self.served.digest, self.hold)
+        if self.server.measures:
+            self.server.finish(self.served, *header, self.served.digest, self.hold)
 
     def receive(self, told: Told) -> None:
         """Take up the servers' messages in ``gathered``: m of line 13.

@@ -27,6 +27,7 @@ class ErrorFeedback:
     Attributes:
         scale: float32 [blocks], s.
         measured: float32 [segments], what ``finish`` has measured; ``receive`` makes ``scale`` of it.
+        measures: As given.
         settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
         partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
@@ -36,7 +37,7 @@ class ErrorFeedback:
         self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False, measures: bool = True
     ) -> None:
         device, blocks = compensated.device, len(segment)
-        self.compensated = compensated
+        self.compensated, self.measures = compensated, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
         self._norm, self._ternary = norm, ternary

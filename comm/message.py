@@ -78,7 +78,7 @@ class Told(NamedTuple):
     goes: Tensor | None = None
     steps: int = 1
     limit: Limit | None = None
-    renewal: tuple[Tensor | None, ...] = ()
+    renewal: tuple[Tensor | int | None, ...] = ()
 
 
 class Messages:

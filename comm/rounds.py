@@ -166,6 +166,7 @@ class RoundAllReduce(Reducer):
         hold: Tensor,
         decays: bool,
         moves: bool = False,
+        anchor: Tensor | None = None,
     ) -> None:
         """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of whole tensors."""
         layout, here = self.layout, self.part.elements
@@ -191,6 +192,7 @@ class RoundAllReduce(Reducer):
             hold,
             decays,
             moves,
+            anchor,
             self._headers(moves),
             *self._header,
             self.digest,

@@ -22,8 +22,13 @@ def advance_arguments(
     entered: bool = True,
     renews: bool = False,
     tables: bool = False,
+    moved: bool = False,
+    begins: bool = False,
 ) -> tuple[Any, ...]:
-    """Counts of up to 2^17 updates; ``captured``: rates and counters on the device; ``tables``: LAMB's, 0/1 Adam's."""
+    """Counts of up to 2^17 updates; ``captured``: rates and counters on the device; ``tables``: LAMB's, 0/1 Adam's.
+
+    ``moved``: what a round has gone before this step, whose table is random then.
+    """
     generator = torch.Generator().manual_seed(tensors)
 
     def random(*shape: int) -> torch.Tensor:
@@ -53,5 +58,7 @@ def advance_arguments(
         renews,
         random(tensors).float() if tables else None,
         random(tensors) - 0.2 if tables else None,
-        torch.full((tensors, len(Coef)), math.nan),
+        random(2, tensors).float() if moved else None,
+        begins,
+        random(tensors, len(Coef)).float() if moved else torch.full((tensors, len(Coef)), math.nan),
     )

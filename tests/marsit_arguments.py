@@ -35,17 +35,19 @@ def local_arguments(
     limit: float = torch.inf,
     chunks: slice | None = None,
     share: float = 1.0,
+    begins: bool = False,
 ) -> tuple:
     """``kind``: "plain" (no moments), "sgd" or "adam"."""
     first, last = (0, p.layout.world_size) if chunks is None else (chunks.start, chunks.stop)
     messages, blocks = rows_of(p, p.layout.world_size), p.layout.n_blocks
     exp_avg, exp_avg_sq = p.normal(p.layout.numel), p.exp_avg_sq
+    anchor = torch.full((p.layout.numel,), torch.nan) if moves and begins else None
     return (
         *(p.params, p.grads, p.layout.sizes, p.layout.block_size, first, last),
         *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None, p.compensated),
         *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef, p.block_tensor),
         *(p.table.bits, p.table.row, torch.tensor([1.25]), share, torch.tensor([hold], dtype=torch.int32)),
-        *(decays, moves, messages.words, *HEADER),
+        *(decays, moves, anchor, messages.words, *HEADER),
     )
 
 

@@ -28,6 +28,8 @@ WAYS = [
     {"flags": 0, "renews": True, "absent": True, "tables": True},
     {"flags": 8, "renews": True, "captured": True},
     {"flags": 3, "absent": True, "captured": True, "tables": True},
+    {"flags": 0, "moved": True, "begins": True},
+    {"flags": 8, "moved": True, "tables": True},
 ]
 
 
@@ -105,7 +107,10 @@ MANY = (300, *[3] * 70)  # tensors of two programs
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
-    groups, lr, group_of, *_, steps, entered, _, unit, mean_sq, made = advance_arguments(len(MANY), **way)
+    arguments = dict(zip(NAMES, advance_arguments(len(MANY), **way), strict=True))
+    groups, lr, group_of, steps, entered, unit, mean_sq, made = (
+        arguments[name] for name in ("groups", "lr", "group_of", "steps", "entered", "unit", "mean_sq", "coef")
+    )
 
     def make() -> tuple:
         p = problem(MANY, 2, 128)
@@ -116,10 +121,45 @@ def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
     assert_equal_backends("finish", make)
     arguments = make()
     torch.ops.fusedonebit.finish(*arguments)
-    advance(groups, lr, group_of, None, None, None, None, None, 0, 0, steps, entered, False, unit, mean_sq, made)
+    counted = (None, None, None, None, None, 0, 0)
+    advance(groups, lr, group_of, *counted, steps, entered, False, unit, mean_sq, None, False, made)
     assert torch.equal(arguments[-1][:, RENEWED], made[:, RENEWED])
     others = [column for column in Coef if column not in RENEWED]
     assert arguments[-1][:, others].isnan().all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize("length", [2, 3, 16])
+def test_finish_renews_the_last_step_of_a_round_as_the_mean_of_all_its_steps(length, tables):
+    """Steps before it are added up where they end, whether or not they are skipped."""
+    groups, _, group_of, *_, steps, entered, _, _, mean_sq, _, _, table = advance_arguments(
+        len(MANY), flags=0, tables=tables, moved=True
+    )
+    moved, expected = torch.full((2, len(MANY)), math.nan), torch.tensor([[0.0], [1.0]]).expand(2, len(MANY)).clone()
+    for i in range(length - 1):
+        flags = torch.tensor([i % 2], dtype=torch.int32)
+        expected[0] += table[:, Coef.STEP_SIZE]
+        expected[1] *= table[:, Coef.DECAY]
+        counted = (flags, None, torch.tensor(0), None, None, 0, 0)
+        advance(groups, None, group_of, *counted, steps, entered, False, None, mean_sq, moved, i == 0, table)
+        assert torch.equal(moved, expected)
+
+    def make() -> tuple:
+        p = problem(MANY, 2, 128)
+        p.partials.zero_()
+        how = groups.clone(), None, group_of, steps.clone(), mean_sq, torch.full_like(table, math.nan), moved.clone()
+        return *p.finish_arguments("layer", "l2"), *how, length
+
+    assert_equal_backends("finish", make)
+    *_, coef, summed, _ = arguments = make()
+    torch.ops.fusedonebit.finish(*arguments)
+    expected[0] += table[:, Coef.STEP_SIZE]  # as the last step before it has made it for this one
+    expected[1] *= table[:, Coef.DECAY]
+    assert torch.equal(summed, expected)
+    assert torch.equal(coef[:, Coef.STEP_SIZE], expected[0] / length)
+    assert torch.equal(coef[:, Coef.DECAY], expected[1])
+    assert torch.equal(coef[:, Coef.LR], table[:, Coef.LR])
 
 
 @pytest.mark.kernels
@@ -202,29 +242,39 @@ def test_with_stochastic_rounding_which_reads_the_count_the_step_ends_with_a_lau
 
 @pytest.mark.parametrize("name", MAKE)
 def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginning(name):
-    """Where the step renews it, when it has been exchanged; until then all columns but those that are renewed."""
+    """Where the step renews it, when it has been exchanged; until then all columns but those that are renewed.
+
+    In the last step of a longer round it is then that of the round: the mean step size, and the product of decays.
+    """
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (40, 7)]
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    compared, renewed = [], []
+    compared, renewed, of_round = [], [], []
     table, synchronise = type(optimizer).coefficient_table, CompressingOptimizer._synchronise
 
-    def compare(kept, but=()):
-        made = optimizer.coefficients.fresh(optimizer._taken, optimizer.coefficients._made)
+    def compare(kept, made, but=()):
         columns = [column for column in Coef if column not in but]
         compared.append((kept[:, columns].clone(), made[:, columns]))
 
     def begun(self):
         kept = table(self)
-        compare(kept, RENEWED if self.coefficients.renews else ())
+        made = self.coefficients.fresh(self._taken, self.coefficients._made)
+        compare(kept, made, RENEWED if self.coefficients.renews else ())
+        if not getattr(self, "_local", 0):
+            of_round.clear()
+        of_round.append(made)
         return kept
 
     def exchanged(self, compress, told, coef):
         result = synchronise(self, compress, told, coef)
         if self.coefficients.renews:
-            compare(coef)
-            renewed.append(True)
+            made = self.coefficients.fresh(self._taken, self.coefficients._made)
+            if len(of_round) > 1:
+                made[:, Coef.STEP_SIZE] = sum(each[:, Coef.STEP_SIZE] for each in of_round) / len(of_round)
+                made[:, Coef.DECAY] = math.prod(each[:, Coef.DECAY] for each in of_round)
+            compare(coef, made)
+            renewed.append(len(of_round))
         return result
 
     with pytest.MonkeyPatch.context() as patch:
@@ -238,6 +288,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
             scheduler.step()
     assert len(compared) >= 9
     assert bool(renewed) == (name in ("OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"))
+    assert (max(renewed, default=1) > 1) == (name == "ZeroOneAdam")
     for kept, made in compared:
         assert torch.equal(kept, made)
 

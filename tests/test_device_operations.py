@@ -59,19 +59,19 @@ ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
     "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
-    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (9, 9), (8, 8)),
+    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 9), (9, 9)),
-    "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (22, 22), (2, 2)),
-    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (4, 4), (2, 2)),
-    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (15, 15), (11, 11)),
-    "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (9, 5), (9, 5)),
-    "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (8, 8), (7, 7)),
+    "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (4, 4), (2, 2)),
+    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (2, 2), (2, 2)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (10, 10), (10, 10)),
+    "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4), (8, 4)),
+    "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (7, 7), (7, 7)),
     "MarsitAdam": Case(MarsitAdam, {}, 4, "one-bit", (9, 5), (9, 5)),
     "MarsitSGD, full precision": Case(
         MarsitSGD, {"rounds": Rounds(full_precision_every=1)}, 4, "uncompressed", (7, 6), (7, 7)
     ),
-    "MarsitSGD, first local step": Case(MarsitSGD, SEVERAL, 4, "local", (3, 3), (2, 2)),
+    "MarsitSGD, first local step": Case(MarsitSGD, SEVERAL, 4, "local", (2, 2), (2, 2)),
     "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2), (2, 2)),
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
+from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import PAPER, objects
@@ -20,6 +20,8 @@ from fusedonebit.triton_kernels import (
     TAIL,
     using,
 )
+from fusedonebit.triton_kernels.finish import Segments
+from fusedonebit.triton_kernels.headers import Word
 from fusedonebit.triton_kernels.op import OPS, launches
 
 pytestmark = pytest.mark.kernels
@@ -103,6 +105,39 @@ def test_server_reduce_equals_eager(sizes, world_size, skip):
         return p.server_arguments("layer", world_size - 1, skip)
 
     assert_equal_backends("server_reduce", make)
+
+
+@pytest.mark.parametrize("counter", [None, 2**31 - 1])
+@pytest.mark.parametrize(("flags", "hold"), [(0, 0), (2, 0), (0, 16)])
+def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finish_would(flags, hold, counter):
+    own = torch.randint(-9, 9, (1, len(Word)), dtype=torch.int32)
+    own[0, Word.SIGNAL] = 0  # as it is from the start, and stays
+    number, tag = -(2**31), 2**31 - 1
+    step = None if counter is None else torch.tensor(counter, dtype=torch.int32)
+
+    def make(*header) -> tuple:
+        arguments = list(problem((3000, 70), 4, 128).server_arguments(skip=flags, hold=hold))
+        arguments[6] = torch.empty(0)
+        return *arguments, *header
+
+    def given() -> tuple:
+        return own.clone(), number, None if step is None else step.clone(), tag
+
+    assert_equal_backends("server_reduce", lambda: make(*given()))
+    alone, together = make(), make(*given())
+    torch.ops.fusedonebit.server_reduce(*alone)
+    torch.ops.fusedonebit.server_reduce(*together)
+    written, nothing = own.clone(), torch.zeros(0, dtype=torch.int64)
+    work = Segments.of(nothing, torch.device("cpu"))
+    torch.ops.fusedonebit.finish(
+        *(torch.zeros(3, 6, dtype=torch.float64), torch.zeros(6, dtype=torch.int32), *work[:3]),
+        *(torch.zeros(0, dtype=torch.float64), 2, *work[3:], torch.ones(6), torch.ones(1, 6), written),
+        *(number, step, False, tag, 0, alone[13].clone(), own[0, Word.DIGEST :][:1], torch.tensor([hold]).int()),
+    )
+    assert torch.equal(together[15], written)
+    for one, other in zip(tensors(alone), tensors(together), strict=False):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -49,8 +49,9 @@ def test_local_update_equals_eager(sizes, world_size):
         if i % 15 != 3 * world_size - 1 - len(sizes) // 2:  # each world size has others, in each dtype
             continue
 
-        def make(k=i // 15, way=(kind, decays, moves, 0, limit)) -> tuple:
-            return local_arguments(problem(sizes, world_size, block_of(sizes), DTYPES[k % 3], k % 2 == 1), *way)
+        def make(k=i // 15, way=(kind, decays, moves, 0, limit), begins=i % 2 == 1) -> tuple:
+            p = problem(sizes, world_size, block_of(sizes), DTYPES[k % 3], k % 2 == 1)
+            return local_arguments(p, *way, begins=begins)
 
         assert_equal_backends("local_update", make)
 
@@ -141,15 +142,15 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_eager():
-    for kind, moves in itertools.product(KINDS, (False, True)):
+    for kind, (moves, begins) in itertools.product(KINDS, ((False, False), (True, False), (True, True))):
 
-        def make(kind=kind, moves=moves) -> tuple:
+        def make(kind=kind, moves=moves, begins=begins) -> tuple:
             p = problem((1024, 300, 130, 256), 2, 128)
             storage = torch.zeros(1025)
             storage[1:] = p.params[0]
             p.params = [storage[1:], p.params[1].bfloat16(), p.params[2].half(), p.params[3]]
             p.grads = [p.grads[0].half(), p.grads[1].bfloat16(), p.grads[2], torch.empty(0)]
-            return local_arguments(p, kind, decays=True, moves=moves)
+            return local_arguments(p, kind, decays=True, moves=moves, begins=begins)
 
         assert_equal_backends("local_update", make)
 
@@ -162,14 +163,19 @@ def test_what_does_not_count_has_no_compensation_does_not_move_and_may_have_bad_
     p = Problem((700, 300), 2, 128, masks={0: mask})
     p.grads[0][~mask] = torch.nan
     before = [x.clone() for x in p.params]
-    arguments = local_arguments(p, kind, decays=True, moves=moves)
+    arguments = local_arguments(p, kind, decays=True, moves=moves, begins=True)
     for backend in ("plain", "triton"):
+        now = [x.clone() for x in p.params]
         with using(backend):
             torch.ops.fusedonebit.local_update(*arguments)
         assert not p.compensated[~p.live_mask].any()
         assert torch.equal(p.params[0][~mask], before[0][~mask])
         assert not (arguments[WORDS][:, Word.FLAGS] & NONFINITE).any()
         assert all(t is None or t.isfinite().all() for t in arguments[6:8])
+    if moves:
+        for i in range(len(before)):
+            start = p.layout.offset(i)
+            assert torch.equal(arguments[WORDS - 1][start : start + len(before[i])], now[i])
     assert p.compensated[p.live_mask].all()
     assert (not torch.equal(p.params[0], before[0])) == moves
 
@@ -182,7 +188,7 @@ def local_updates(draw: st.DrawFn) -> tuple:
     first = draw(st.integers(0, world_size - 1))
     chunks = slice(first, draw(st.integers(first + 1, world_size)))
     options = {"kind": draw(st.sampled_from(KINDS)), "limit": draw(st.sampled_from(LIMITS)), "chunks": chunks}
-    options |= {name: draw(st.booleans()) for name in ("decays", "moves")} | {"hold": draw(st.integers(0, 1))}
+    options |= {name: draw(st.booleans()) for name in ("decays", "moves", "begins")} | {"hold": draw(st.integers(0, 1))}
     return sizes, world_size, block, masked, draw(st.sampled_from(DTYPES)), draw(st.booleans()), options
 
 

@@ -29,7 +29,7 @@ def test_local_step_equals_eager(sizes, world_size, dtype):
         def make(way=way, inside=inside, special=special):
             masks = {0: torch.arange(sizes[0]) % 5 != 0}
             p = problem(sizes, world_size, dtype=dtype, special=special, masks=masks)
-            return local_step_arguments(p, way, inside)
+            return local_step_arguments(p, way, inside, begins=inside != special)
 
         assert_equal_backends("local_step", make)
 
@@ -78,11 +78,11 @@ def test_no_momentum_is_added_that_would_leave_the_buffer_not_finite_and_that_is
 
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
 def test_rebuild_momentum_equals_eager(sizes, world_size):
-    for precondition, inside in itertools.product((False, True), (False, True)):
+    for way in itertools.product((False, True), (False, True), (False, True)):
 
-        def make(precondition=precondition, inside=inside):
+        def make(way=way):
             masks = {0: torch.arange(sizes[0]) % 5 != 0}
-            return rebuild_arguments(problem(sizes, world_size, masks=masks), precondition, inside)
+            return rebuild_arguments(problem(sizes, world_size, masks=masks), *way)
 
         assert_equal_backends("rebuild_momentum", make)
 
@@ -164,8 +164,10 @@ def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_eager():
         p.grads = [p.grads[0], p.grads[1].half(), p.grads[2].bfloat16(), torch.empty(0)]
         return p
 
-    for way in WAYS:
-        assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way))
+    for way, begins in itertools.product(WAYS, (False, True)):
+        assert_equal_backends(
+            "local_step", lambda way=way, begins=begins: local_step_arguments(some(), way, begins=begins)
+        )
     assert_equal_backends("lion_compress", lambda: lion_arguments(some()))
 
 
@@ -175,8 +177,8 @@ def test_several_tiles_equal_eager():
         return problem((70_000, 40, 30_000), 1, special=True, masks={2: torch.arange(30_000) % 7 > 0})
 
     for way in WAYS[1:3]:
-        assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way))
-    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), True))
+        assert_equal_backends("local_step", lambda way=way: local_step_arguments(some(), way, begins=way[1]))
+    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), True, of_rounds=True))
     assert_equal_backends("lion_compress", lambda: lion_arguments(some(), 12_345))
 
 
@@ -186,8 +188,10 @@ layouts = st.tuples(
 
 
 @settings(max_examples=15)
-@given(layouts, st.sampled_from(WAYS), st.booleans(), st.integers(0, 1), st.randoms(use_true_random=False))
-def test_any_layout_and_mask_equals_eager(layout, way, inside, hold, random):
+@given(
+    layouts, st.sampled_from(WAYS), st.booleans(), st.booleans(), st.integers(0, 1), st.randoms(use_true_random=False)
+)
+def test_any_layout_and_mask_equals_eager(layout, way, inside, begins, hold, random):
     sizes, world_size, block = layout
     masks = {i: torch.rand(n) < random.random() for i, n in enumerate(sizes) if n and random.random() < 0.4}
     excluded = [i for i in range(len(sizes)) if random.random() < 0.2 and i not in masks]
@@ -200,6 +204,6 @@ def test_any_layout_and_mask_equals_eager(layout, way, inside, hold, random):
         p.exp_avg_sq[::7], p.exp_avg_sq[::11] = 1e-42, 0.0
         return p
 
-    assert_equal_backends("local_step", lambda: local_step_arguments(some(), way, inside, hold))
-    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), way[3], inside))
+    assert_equal_backends("local_step", lambda: local_step_arguments(some(), way, inside, hold, begins))
+    assert_equal_backends("rebuild_momentum", lambda: rebuild_arguments(some(), way[3], inside, begins))
     assert_equal_backends("lion_compress", lambda: lion_arguments(some(), hold=hold))

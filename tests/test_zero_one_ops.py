@@ -113,6 +113,24 @@ def test_an_empty_gradient_stands_for_zeros_and_padding_never_enters():
         assert not arguments[-1].any()
 
 
+@EACH_WAY
+def test_the_first_step_of_a_round_keeps_all_parameters_as_they_were_those_that_do_not_move_included(way):
+    p, other = (Problem(MIXED, 2, masks=MASKS) for _ in range(2))
+    before = [x.clone() for x in p.params]
+    arguments, others = local_step_arguments(p, way, begins=True), local_step_arguments(other, way)
+    ops.local_step(*arguments)
+    ops.local_step(*others)
+    assert all(map(same_bits, p.params, other.params))
+    assert same_bits(p.compensated, other.compensated)
+    anchor = arguments[-2]
+    assert (anchor is not None) == way[0]
+    if way[0]:
+        kept = torch.zeros(p.layout.numel)
+        for i, x in enumerate(before):
+            kept[p.layout.offset(i) :][: x.numel()] = x.float()
+        assert same_bits(anchor, kept)
+
+
 def test_a_local_step_counts_as_a_change_of_the_parameters():
     p = Problem((300,))
     p.params = [torch.nn.Parameter(x) for x in p.params]
@@ -129,9 +147,9 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
     p = Problem(MIXED, 2, masks=MASKS)
     p.coef[:, Coef.UNIT] = 1.0
     d = denom(p, wide(p.exp_avg_sq), False) if precondition else 1.0
-    arguments = list(rebuild_arguments(p, precondition))
+    arguments = rebuild_arguments(p, precondition)
     ops.rebuild_momentum(*arguments)
-    exp_avg = arguments[-1]
+    exp_avg = arguments[-2]
     m, old = wide(exp_avg), wide(p.compensated)
     expected = old - p.by_element(p.worker_scale) * sign(old)
     size = np.abs(old) + p.by_element(p.worker_scale)
@@ -143,9 +161,9 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
             own = list(local_step_arguments(p, (True, step + 2 == steps, False, precondition)))
             own[EXP_AVG] = exp_avg
             ops.local_step(*own)
-            p.worker_scale.zero_()
-    if steps > 1:
-        p.exp_avg_scale.zero_()  # beta1*m is in the buffer
+            assert not p.worker_scale.any()  # the residual is formed
+    if steps == 1:  # else beta1*m is in the buffer, and the bits stand for nothing
+        p.exp_avg_scale.copy_(arguments[-1])
     ops.momentum_compress(*p.momentum_arguments(p.exp_avg_sq if precondition else None))
     assert (np.abs(wide(p.compensated) - np.where(p.live, expected, 0.0)) <= 32 * steps * EPS32 * size).all()
 
@@ -160,10 +178,15 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
 def test_rebuild_momentum_is_its_formula(world_size, precondition, inside):
     for sizes, block, live in [*((MIXED, 128, live) for live in LIVE), *(((size,), 1024, {}) for size in SIZES)]:
         p = Problem(sizes, world_size, block, **live)
-        arguments = rebuild_arguments(p, precondition, inside)
-        expected = reference.rebuild_momentum(p, inside, precondition)
-        ops.rebuild_momentum(*arguments)
-        np.testing.assert_allclose(wide(arguments[-1]), expected, rtol=8 * EPS32, atol=0)
+        scale = p.exp_avg_scale.clone()
+        for of_rounds in (False, True):
+            p.exp_avg_scale.copy_(scale)
+            arguments = rebuild_arguments(p, precondition, inside, of_rounds)
+            expected = reference.rebuild_momentum(p, inside, precondition, *arguments[4:6])
+            ops.rebuild_momentum(*arguments)
+            np.testing.assert_allclose(wide(arguments[-2]), expected, rtol=8 * EPS32, atol=0)
+            assert same_bits(arguments[-1], scale)
+            assert not p.exp_avg_scale.any()  # the bits stand for nothing any more
 
 
 # ---------------------------------------------------------------- lion_compress

@@ -17,21 +17,28 @@ WAYS = [
 """Of calling ``local_step``: moves, last, leaks, precondition."""
 
 
-def local_step_arguments(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> tuple:
+def local_step_arguments(
+    p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0, begins: bool = False
+) -> tuple:
     moves, last, leaks, precondition = way
     exp_avg = p.normal(p.layout.numel)
+    anchor = torch.full((p.layout.numel,), torch.nan) if begins and moves else None
     return (
         *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
         *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, torch.zeros(1, dtype=torch.int32)),
+        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, anchor),
+        torch.zeros(1, dtype=torch.int32),
     )
 
 
-def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False) -> tuple:
+def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False, of_rounds: bool = False) -> tuple:
+    """``of_rounds``: bits are sums of several steps, and every third tensor waits for a variance."""
+    tensors = torch.arange(max(1, len(p.layout.sizes)))
+    summed, mean_sq = (3.0 + tensors, (tensors % 3).double()) if of_rounds else (None, None)
     return (
-        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale),
+        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale, summed, mean_sq),
         *(p.exp_avg_sq if precondition else None, inside, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        torch.full((p.layout.numel,), torch.nan),
+        *(torch.full((p.layout.numel,), torch.nan), torch.full((p.layout.n_blocks,), torch.nan)),
     )
 
 

@@ -82,8 +82,25 @@ def count_kernel(
 
 
 @jit()
-def renew_kernel(p, groups, lr, group_of, tensors, steps, mean_sq, coef, WIDTH: tl.constexpr):
-    """Makes LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew."""
+def _add_up(moved, stride, t, inside, step_size, decay, BEGINS: tl.constexpr):
+    """Adds a step to those of a round; returns how far all of them go, and how much they leave of the parameters."""
+    total = tl.zeros([WIDTH], tl.float32)
+    kept = total + 1.0
+    if not BEGINS:
+        total = tl.load(moved + t, mask=inside, other=0.0)
+        kept = tl.load(moved + stride + t, mask=inside, other=1.0)
+    total = total + step_size
+    kept = kept * decay
+    tl.store(moved + t, total, mask=inside)
+    tl.store(moved + stride + t, kept, mask=inside)
+    return total, kept
+
+
+@jit()
+def renew_kernel(
+    p, groups, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Makes LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew; where ``moved``, for all steps of the round."""
     t = p * WIDTH + tl.arange(0, WIDTH)
     inside = t < tensors
     group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
@@ -98,10 +115,14 @@ def renew_kernel(p, groups, lr, group_of, tensors, steps, mean_sq, coef, WIDTH: 
     step_size, kept, _, unbias = rules.coefficients(rate, decay, power1, power1 * 0.0)
     if mean_sq is not None:
         step_size = rules.seen(step_size, tl.load(mean_sq + t, mask=inside, other=0.0))
+    far, left = step_size.to(tl.float32), kept.to(tl.float32)
+    if moved is not None:
+        total, left = _add_up(moved, moved_stride, t, inside, far, left, False)
+        far = tl.div_rn(total, length.to(tl.float32))
     k = coef + t.to(tl.int64) * COLUMNS
     tl.store(k + LR, rate.to(tl.float32), mask=inside)
-    tl.store(k + STEP_SIZE, step_size.to(tl.float32), mask=inside)
-    tl.store(k + DECAY, kept.to(tl.float32), mask=inside)
+    tl.store(k + STEP_SIZE, far, mask=inside)
+    tl.store(k + DECAY, left, mask=inside)
     tl.store(k + UNBIAS1, unbias.to(tl.float32), mask=inside)
 
 
@@ -110,9 +131,18 @@ def programs_of(tensors: Tensor | None) -> int:
     return 0 if tensors is None else max(1, -(-len(tensors) // WIDTH))
 
 
+def _add_up_plainly(moved: Tensor, coef: Tensor, begins: bool) -> None:
+    """Add the step of ``coef`` to those of a round."""
+    if begins:
+        moved[0], moved[1] = 0.0, 1.0
+    moved[0] += coef[:, STEP_SIZE]
+    moved[1] *= coef[:, DECAY]
+
+
 def renew_plainly(
-    groups: Tensor, lr: Tensor | None, group_of: Tensor, steps: Tensor, mean_sq: Tensor | None, coef: Tensor
-) -> None:
+    groups: Tensor, lr: Tensor | None, group_of: Tensor, steps: Tensor, mean_sq: Tensor | None, coef: Tensor,
+    moved: Tensor | None, length: int,
+) -> None:  # fmt: skip
     """Do what ``renew_kernel`` does, for all tensors."""
     values = groups.index_select(0, group_of)
     rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
@@ -121,12 +151,17 @@ def renew_plainly(
     step_size = step_size if mean_sq is None else rules.seen(step_size, mean_sq)
     for column, each in ((LR, rate), (STEP_SIZE, step_size), (DECAY, decay), (UNBIAS1, unbias)):
         coef[:, column] = each
+    if moved is not None:
+        _add_up_plainly(moved, coef, False)
+        # By a tensor: by a number torch would multiply with its reciprocal on a GPU.
+        coef[:, STEP_SIZE] = moved[0] / torch.full_like(moved[0], length)
+        coef[:, DECAY] = moved[1]
 
 
 @jit()
 def advance_kernel(
     groups, lr, group_of, tensors, flags, absent, updates, number, replays, veto, bad, steps, entered, unit, mean_sq,
-    coef, RENEWS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+    moved, moved_stride, coef, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Counts a step, and makes the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
 
@@ -137,6 +172,11 @@ def advance_kernel(
     inside = t < tensors
     group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
     row = groups + group * GROUP_COLUMNS
+    if moved is not None:
+        ended = coef + t * COLUMNS
+        far = tl.load(ended + STEP_SIZE, mask=inside, other=0.0)
+        _add_up(moved, moved_stride, t, inside, far, tl.load(ended + DECAY, mask=inside, other=1.0), BEGINS)
+        tl.debug_barrier()  # all warps have read what is about to be written
     done = tl.load(steps + t, mask=inside, other=0.0)
     made = done
     if entered is not None:
@@ -219,7 +259,7 @@ def _power_plainly(x: Tensor, t: Tensor) -> Tensor:
 
 @op(
     advance_kernel,
-    writes=("updates", "number", "replays", "steps", "entered", "coef"),
+    writes=("updates", "number", "replays", "steps", "entered", "moved", "coef"),
     derive={
         "tensors": ("i32", lambda group_of: len(group_of)),
         "programs": ("i32", lambda tensors: max(1, -(-tensors // WIDTH))),
@@ -231,7 +271,8 @@ def _power_plainly(x: Tensor, t: Tensor) -> Tensor:
 def advance(
     groups: Doubles, lr: Floats | None, group_of: Integers, flags: Flag | None, absent: Bits | None,
     updates: Counters | None, number: Integers | None, replays: Counters | None, veto: int, bad: int,
-    steps: Doubles, entered: Doubles | None, renews: bool, unit: Floats | None, mean_sq: Doubles | None, coef: Floats,
+    steps: Doubles, entered: Doubles | None, renews: bool, unit: Floats | None, mean_sq: Doubles | None,
+    moved: Floats | None, begins: bool, coef: Floats,
 ) -> None:  # fmt: skip
     """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
 
@@ -251,8 +292,13 @@ def advance(
         renews: Whether the step that ends has entered it, and the coming one will, too.
         unit: float32 [tensors], the column UNIT; None: that of ``groups``.
         mean_sq: float64 [tensors], the mean of v, where denominators have a floor, and tensors wait for a variance.
-        coef: float32 [tensors, COLUMNS], written.
+        moved: float32 [2, tensors], written: sums of STEP_SIZE and products of DECAY over the steps of a round, the one
+            that ends included; None: they are not wanted.
+        begins: Whether the step that ends is the round's first.
+        coef: float32 [tensors, COLUMNS], written; read where ``moved``: the table of the step that ends.
     """
+    if moved is not None:
+        _add_up_plainly(moved, coef, begins)
     if flags is not None:
         counted = count_plainly(flags, absent, (updates, number, replays), veto, bad)
         steps += counted

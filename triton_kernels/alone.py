@@ -92,11 +92,12 @@ def _forget(scale, worker_scale, blocks):
         tl.store(worker_scale + b, nothing, mask=b < blocks)
 
 
-@jit(do_not_specialize=("number", "tag", "told"))
+@jit(do_not_specialize=("number", "tag", "told", "length"))
 def finish_alone_kernel(
     partials, partials_stride, segment_start, single, singles, pieces, longs, count, sums, sums_stride, tickets,
     measured, scale, worker_scale, worker_settled, words, number, counter, tag, told, pending, hold, flags,
-    block_tensor, weight, limit, update_norm, group_rows, lr, group_of, tensors, steps, mean_sq, coef, parts, blocks,
+    block_tensor, weight, limit, update_norm, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved,
+    moved_stride, length, parts, blocks,
     COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: as that of ``finish``.
@@ -151,14 +152,15 @@ def finish_alone_kernel(
             tl.store(words + FLAGS, own)
             tl.store(flags, found)
     elif group_rows is not None:
-        renew_kernel(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH)
+        table = steps, mean_sq, coef, moved, moved_stride, length
+        renew_kernel(p - parts, group_rows, lr, group_of, tensors, *table, WIDTH)
 
 
 @op(
     finish_alone_kernel,
     writes=(
         *("sums", "tickets", "measured", "scale", "worker_scale", "worker_settled", "words", "counter", "pending"),
-        *("flags", "update_norm", "coef"),
+        *("flags", "update_norm", "coef", "moved"),
     ),
     derive={
         "singles": ("i32", lambda single: len(single)),
@@ -178,7 +180,7 @@ def finish_alone(
     words: Flag, number: int, counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, hold: Flag,
     flags: Flag, block_tensor: Indices, weight: PerBlock | None, limit: Doubles | None, update_norm: Doubles | None,
     group_rows: Doubles | None, lr: Floats | None, group_of: Table | None, steps: Doubles | None,
-    mean_sq: Doubles | None, coef: Floats | None,
+    mean_sq: Doubles | None, coef: Floats | None, moved: Floats | None = None, length: int = 1,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, hands them to blocks, and says whether the step is skipped.
 
@@ -202,9 +204,10 @@ def finish_alone(
         group_rows, lr, group_of, steps, mean_sq: As of ``finish``; with them
         coef: float32 [tensors, columns of ``Coef``] is written as by that; else its UNBIAS1 is read where there is a
             limit.
+        moved, length: As of ``finish``.
     """
     if group_rows is not None and group_of is not None and steps is not None and coef is not None:
-        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef)
+        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef, moved, length)
     step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
     if counter is not None and counts:
         counter += 1

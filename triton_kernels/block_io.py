@@ -172,6 +172,15 @@ def load_user(place, i, mask, row, STORED: tl.constexpr):
 
 
 @jit()
+def keep_user(place, b, i, kept, inside, inside_row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Copies block ``b`` of the user's tensor, all but padding, to ``kept``; returns it."""
+    row = tl.load(inside_row + b)
+    x = load_user(place, i, counting(inside, row, i, BLOCK_SIZE), row, STORED)
+    tl.store(kept + b * BLOCK_SIZE + i, x)
+    return x
+
+
+@jit()
 def _rounded(x, words, dtype: tl.constexpr):
     """Rounds to nearest even, or bfloat16 stochastically where there are ``words``.
 

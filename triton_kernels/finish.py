@@ -204,11 +204,12 @@ def _write_signal(words, words_stride, messages, norm):
         tl.store(words + w.to(tl.int64) * words_stride + SIGNAL, signal, mask=w < messages)
 
 
-@jit(do_not_specialize=("number", "tag", "told"))
+@jit(do_not_specialize=("number", "tag", "told", "length"))
 def finish_kernel(
     partials, partials_stride, segment, segment_start, single, singles, pieces, longs, count, sums, sums_stride,
     tickets, scale, message_scales, message_scales_stride, words, words_stride, messages, blocks_per_message, number,
-    counter, tag, told, pending, digest, hold, group_rows, lr, group_of, tensors, steps, mean_sq, coef, parts,
+    counter, tag, told, pending, digest, hold, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved,
+    moved_stride, length, parts,
     COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Scales from partial sums, in a fixed order, and headers.
@@ -249,12 +250,13 @@ def finish_kernel(
             tl.store(pending, 0)
             _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
     elif group_rows is not None:
-        renew_kernel(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH)
+        table = steps, mean_sq, coef, moved, moved_stride, length
+        renew_kernel(p - parts, group_rows, lr, group_of, tensors, *table, WIDTH)
 
 
 @op(
     finish_kernel,
-    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending", "coef"),
+    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending", "coef", "moved"),
     derive={
         "singles": ("i32", lambda single: len(single)),
         "longs": ("i32", lambda pieces: len(pieces)),
@@ -274,6 +276,7 @@ def finish(
     counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Flag, hold: Flag,
     group_rows: Doubles | None = None, lr: Floats | None = None, group_of: Table | None = None,
     steps: Doubles | None = None, mean_sq: Doubles | None = None, coef: Floats | None = None,
+    moved: Floats | None = None, length: int = 1,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
@@ -303,9 +306,11 @@ def finish(
         group_rows, lr, group_of, steps, mean_sq: As for ``advance``, whose ``groups`` are the first.
         coef: float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the
             step that is being taken; None: nothing is.
+        moved: As for ``advance``: this step is added. ``coef`` is then of the round: the mean STEP_SIZE of its
+            ``length`` steps, and the product of their DECAY.
     """
     if group_rows is not None and group_of is not None and steps is not None and coef is not None:
-        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef)
+        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef, moved, length)
     step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
     if counter is not None and counts:
         counter += 1

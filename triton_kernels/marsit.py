@@ -35,14 +35,14 @@ def _clear(scale, limit):
 @jit(do_not_specialize=("number", "tag", "told"))
 def local_update_kernel(
     params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef,
-    block_tensor, block_start, live, live_row, factor, share, hold, words, words_stride, number, tag, told, digest,
-    first_block, blocks_per_chunk,
+    block_tensor, block_start, live, live_row, factor, share, hold, anchor, inside, inside_row, words, words_stride,
+    number, tag, told, digest, first_block, blocks_per_chunk,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunks worked on.
 
     Bytes per element: the gradient, 8 for c, 8 each for m and v, 1/8 each way for bits; the parameter where DECAYS,
-    twice where MOVES. The first block of each chunk writes its header.
+    twice where MOVES; 4 for the anchor. The first block of each chunk writes its header.
     """
     b = tl.program_id(0).to(tl.int64) + first_block
     i = io.elements(BLOCK_SIZE)
@@ -62,7 +62,7 @@ def local_update_kernel(
     g = rules.counted(g, k) * tl.load(factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
-    if DECAYS or MOVES:
+    if DECAYS or (MOVES and anchor is None):
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b), i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
@@ -99,8 +99,11 @@ def local_update_kernel(
     if exp_avg_sq is not None:
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
-        # Looked up again, so that no register holds it meanwhile.
-        io.store_user(io.place_of(params_table, tensors, t, block_start, b), i, x - u, None, mask, row, PARAMS)
+        # Looked up again, so that no register holds it meanwhile; so are the parameters where they are kept.
+        place = io.place_of(params_table, tensors, t, block_start, b)
+        if anchor is not None:
+            x = io.keep_user(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
+        io.store_user(place, i, x - u, None, mask, row, PARAMS)
         _clear(scale + b, limit + b)
     else:
         _clear(scale + b, limit + b)  # in either branch, where no register spills for it
@@ -111,7 +114,7 @@ def local_update_kernel(
 
 @op(
     local_update_kernel,
-    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "scale", "limit", "bits", "words"),
+    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "scale", "limit", "bits", "anchor", "words"),
     derive={
         "first_block": ("i32", lambda first, blocks_per_chunk: first * blocks_per_chunk),
         "programs": ("i32", lambda first, last, blocks_per_chunk: (last - first) * blocks_per_chunk),
@@ -121,7 +124,7 @@ def local_update(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, first: int, last: int, exp_avg: PerElement | None,
     exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, share: float, hold: Flag, decays: bool,
-    moves: bool, words: Headers, number: int, tag: int, told: int, digest: Flag,
+    moves: bool, anchor: PerElement | None, words: Headers, number: int, tag: int, told: int, digest: Flag,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
@@ -151,6 +154,8 @@ def local_update(
         hold: int32 [1]; where set u = 0 and moments stay.
         decays: Whether any tensor has weight decay.
         moves: A local step between two rounds: x = x - u, and no bits.
+        anchor: float32 [>= P], written where it is a round's first, else None: the parameters as they were, those that
+            do not count included.
         words: int32 [W, 8], headers; one that all chunks share has stride 0. ``NONFINITE`` is set where it happened.
         number, tag, told, digest: STEP, TAG, more FLAGS, and DIGEST, int32 [].
     """
@@ -170,6 +175,8 @@ def local_update(
         k = coef[block_tensor[b]]
         g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k) * factor
         x = gather(params, tile, block_size) if decays or moves else None
+        if anchor is not None and x is not None:
+            anchor[: len(scale) * block_size].view(-1, block_size)[b] = x
         decaying = only_live(x, live, live_row, tile) if decays and x is not None else None
         m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, k)
         u = only_live(u, live, live_row, tile)

@@ -96,6 +96,11 @@ STANDARD: Derived = {
     "block_tensor": ("*i32", lambda tables: tables.tensor),
     "live": ("*u8", lambda tables: tables.live.bits),
     "live_row": ("*i32", lambda tables: tables.live.row),
+    "inside": (
+        "*u8",
+        lambda tables: tables.live.bits,
+    ),  # the same where an op has masks of its own: only padding is out
+    "inside_row": ("*i32", lambda tables: tables.live.row),
 }
 
 

@@ -11,6 +11,7 @@ from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Headers, Indices, PerBlock, PerElement, op
 
 SIGN = 0x80000000  # of a float32's bits
+STEP, TAG, FLAGS, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.SIGNAL
 
 
 @jit()
@@ -93,10 +94,22 @@ def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
 
 
 @jit()
+def _write_header(header, number, counter, tag, flags):
+    """Writes what changes from step to step into the header of a message of which nothing is left."""
+    step = number
+    if counter is not None:
+        step = tl.load(counter)
+    tl.store(header + STEP, step)
+    tl.store(header + TAG, tag)
+    tl.store(header + FLAGS, flags)
+    tl.store(header + SIGNAL, 0)
+
+
+@jit(do_not_specialize=("number", "tag"))
 def server_reduce_kernel(
     arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, arrived_words,
     arrived_words_stride, own_words, slot, compensated, server_scale, live, live_row, bits, partials, partials_stride,
-    hold, flags, kept_words, world_size, per_worker,
+    hold, flags, kept_words, header, number, counter, tag, world_size, per_worker,
     TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunk; each compares the headers, the first stores what they say, all of them keep some.
@@ -107,7 +120,10 @@ def server_reduce_kernel(
     held = tl.load(hold)
     bad = headers.count_flags(arrived_words, arrived_words_stride, own_words, world_size)
     if b == 0:
-        tl.store(flags, headers.flags_of(bad) | held)
+        found = headers.flags_of(bad) | held
+        tl.store(flags, found)
+        if header is not None:
+            _write_header(header, number, counter, tag, found)
     headers.keep_words(b, arrived_words, arrived_words_stride, kept_words, world_size)
     if held != 0:
         return
@@ -152,7 +168,7 @@ def server_reduce_kernel(
 
 @op(
     server_reduce_kernel,
-    writes=("compensated", "bits", "partials", "flags", "kept_words"),
+    writes=("compensated", "bits", "partials", "flags", "kept_words", "header"),
     derive={
         # One warp exchanges nothing with another; where ternary it would have no registers to spare.
         "num_warps": ("i32", lambda block_size, TERNARY: 4 if TERNARY else max(1, block_size // 1024)),
@@ -165,7 +181,8 @@ def server_reduce_kernel(
 def server_reduce(
     arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices,
     block_size: int, compensated: PerElement, server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits,
-    partials: Doubles, hold: Flag, flags: Flag, kept_words: Headers,
+    partials: Doubles, hold: Flag, flags: Flag, kept_words: Headers, header: Headers | None = None, number: int = 0,
+    counter: Flag | None = None, tag: int = 0,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
@@ -189,9 +206,15 @@ def server_reduce(
         hold: int32 [1]; where set nothing is written but what follows.
         flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
         kept_words: int32 [W, 8], written: the headers.
+        header: int32 [1, 8], that of the server's message where scales are no measured ones, written: STEP, TAG and,
+            with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` follows, which writes it.
+        number, counter, tag: Its words, as for ``finish``.
     """
     flags.copy_(headers.agreed_flags(arrived_words, own_words, hold))
     kept_words.copy_(arrived_words)
+    if header is not None:
+        for word, value in ((STEP, number if counter is None else counter), (TAG, tag), (FLAGS, flags), (SIGNAL, 0)):
+            header[:, word] = value
     if hold:
         return
     world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, compensated.view(-1, block_size)

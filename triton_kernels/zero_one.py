@@ -8,24 +8,31 @@ from . import block_io as io
 from . import rules
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
 from .rules import BETA1
 
 
 @jit()
 def local_step_kernel(
     params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start,
-    live, live_row, hold, flags,
+    live, live_row, hold, anchor, inside, inside_row, flags,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITION: tl.constexpr,
     MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: 8 for c, 4 for v, 4 for m (8 unless LAST); where MOVES the gradient, x twice."""
+    """Grid: blocks.
+
+    Bytes per element: 8 for c, 4 for v, 4 for m (8 unless LAST); where MOVES the gradient, x twice; 4 for the anchor.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
+    if anchor is not None:
+        of_block = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b)
+        x = io.keep_user(of_block, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
     if row == 1:
         tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
+        tl.store(worker_scale + b, 0.0)
     else:
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
@@ -37,7 +44,8 @@ def local_step_kernel(
         if MOVES:
             place = io.place_of(params_table, tensors, t, block_start, b)
             g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b), i, mask, row, GRADS)
-            x = io.load_user(place, i, mask, row, PARAMS)
+            if anchor is None:
+                x = io.load_user(place, i, mask, row, PARAMS)
             new = rules.momentum(m, rules.counted(g, k), k)
             u = tl.div_rn(new, d)
             added = new
@@ -64,16 +72,18 @@ def local_step_kernel(
             tl.store(exp_avg + at, m)
         tl.store(compensated + at, tl.where(mask, c, 0.0))
         bad = io.any_of(~finite & mask)
+        tl.debug_barrier()  # all warps have read what the last synchronisation has left
+        tl.store(worker_scale + b, 0.0)
         if (bad != 0) & (not held):
             tl.atomic_or(flags, io.NONFINITE)
 
 
-@op(local_step_kernel, writes=("params", "exp_avg", "compensated", "flags"))
+@op(local_step_kernel, writes=("params", "exp_avg", "compensated", "worker_scale", "anchor", "flags"))
 def local_step(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
     eps_inside_sqrt: bool, precondition: bool, compensated: PerElement, worker_scale: PerBlock, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices, hold: Flag, moves: bool, last: bool, leaks: bool,
-    flags: Flag,
+    anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
     """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
@@ -94,12 +104,14 @@ def local_step(
         exp_avg_sq: v, float32 [P].
         precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
-        worker_scale: s of the last synchronisation, float32 [B]; the caller sets it to 0 afterwards.
+        worker_scale: s of the last synchronisation, float32 [B]; then 0.
         live, live_row: The active mask: elements that count; others get c = 0.
         hold: int32 [1]; where set x and m stay, and c gets no update.
         moves: Whether this is a step; else only beta1*m is added where ``last``.
         last: Whether the next step synchronises.
         leaks: c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``.
+        anchor: float32 [P], written where this is a round's first step, else None: the parameters as they were, those
+            that do not count included.
         flags: int32 [1], ``NONFINITE`` is set where it happened.
     """
     flat, moments = compensated.view(-1, block_size), exp_avg.view(-1, block_size)
@@ -112,6 +124,8 @@ def local_step(
         if moves:
             g = only_live(gather(grads, tile, block_size), live, live_row, tile)
             x = gather(params, tile, block_size)
+            if anchor is not None:
+                anchor.view(-1, block_size)[b] = x
             new = rules.momentum(m, rules.counted(g, k), k)
             u = new / d
             added = u if precondition else new
@@ -129,6 +143,7 @@ def local_step(
         elif moves:
             moments[b] = m
         flat[b] = only_live(c, live, live_row, tile)
+        worker_scale[b] = 0.0
         bad = ~finite if mask is None else ~finite & mask
         if bad.any() and not hold:
             flags |= io.NONFINITE
@@ -136,46 +151,66 @@ def local_step(
 
 @jit()
 def rebuild_momentum_kernel(
-    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, exp_avg_sq, coef, block_tensor, live, live_row, exp_avg,
-    blocks_per_chunk, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, summed, mean_sq, exp_avg_sq, coef, block_tensor, live, live_row,
+    exp_avg, sent, blocks_per_chunk, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
+    whole = tl.load(exp_avg_scale + b)
+    tl.debug_barrier()  # all warps have read it
+    tl.store(sent + b, whole)
+    tl.store(exp_avg_scale + b, 0.0)
     if row == 1:
         tl.store(exp_avg + at, tl.zeros(i.shape, tl.float32))
     else:
         byte = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         signs = tl.load(byte)
-        m = io.scaled(signs, signs, tl.load(exp_avg_scale + b), False)
+        t, k = io.tensor_of(b, block_tensor, coef)
+        scale = whole
+        if summed is not None:
+            scale = tl.div_rn(whole, tl.load(summed + t))
+        if mean_sq is not None:
+            scale = rules.seen(scale, tl.load(mean_sq + t))
+        m = io.scaled(signs, signs, scale, False)
         if exp_avg_sq is not None:
-            _, k = io.tensor_of(b, block_tensor, coef)
             m = m * rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
         tl.store(exp_avg + at, io.only_active(m, io.counting(live, row, i, BLOCK_SIZE), row))
 
 
-@op(rebuild_momentum_kernel, writes=("exp_avg",))
+@op(rebuild_momentum_kernel, writes=("exp_avg_scale", "exp_avg", "sent"))
 def rebuild_momentum(
-    sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, exp_avg_sq: PerElement | None,
-    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, exp_avg: PerElement,
+    sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None,
+    mean_sq: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices,
+    live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock,
 ) -> None:  # fmt: skip
-    """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale*sign(bits) * denom.
+    """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
     Other arguments as for ``apply_momentum``.
 
     Args:
         exp_avg_bits: uint8 [W, P / 8W].
-        exp_avg_scale: float32 [B]: the buffer's scale over what its round has summed.
+        exp_avg_scale: float32 [B]: the buffer's scale; then 0, so that the bits stand for nothing.
+        summed: float32 [tensors]: steps that the buffer sums; None: one.
+        mean_sq: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
         live, live_row: The active mask: elements that count; others get 0.
         exp_avg: m, float32 [>= P], written.
+        sent: float32 [B], written: ``exp_avg_scale`` as it was.
     """
-    flat = exp_avg[: len(exp_avg_scale) * block_size].view(-1, block_size)
+    sent.copy_(exp_avg_scale)
+    exp_avg_scale.zero_()
+    scale, owner = sent, block_tensor.long()
+    if summed is not None:
+        scale = scale / summed[owner]
+    if mean_sq is not None:
+        scale = rules.seen(scale, mean_sq[owner])
+    flat = exp_avg[: len(scale) * block_size].view(-1, block_size)
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg.device, len(block_tensor)):
         b = tile.blocks
-        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], scale[b, None])
         if exp_avg_sq is not None:
             v = exp_avg_sq.view(-1, block_size)[b]
             m.mul_(rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt))

@@ -137,6 +137,9 @@ eps is 1, so that no moment is divided by 0.
 """
 
 
+_NO_ROUND = (None, False, 1)
+
+
 class Made(NamedTuple):
     """What a table is made of, besides the groups' hyper-parameters."""
 
@@ -200,6 +203,7 @@ class CoefficientTable:
         self._made: Made | None = None
         self._versions: tuple[object, ...] | None = None
         self.renews = self.counted = self._stale = False
+        self._round: tuple[Tensor | None, bool, int] = _NO_ROUND
         self._still = torch.tensor([_STILL.get(column, 1.0) for column in Coef], device=device)
         self.tag = 0
 
@@ -222,18 +226,27 @@ class CoefficientTable:
 
     def begin(self, renews: bool) -> None:
         """Take note that a step begins, and whether launches of its own renew the table, and count."""
-        self.renews, self.counted = renews, False
+        self.renews, self.counted, self._round = renews, False, _NO_ROUND
+
+    def add_up(self, moved: Tensor, begins: bool, length: int) -> None:
+        """Let this step be added in ``moved``, see ``advance``; where it renews, the table is a round's of ``length``.
+
+        ``begins``: whether it is the round's first.
+        """
+        self._round = moved, begins, length
 
     def lend(self) -> None:
         """Take note that the step may write into the table from now on."""
         self._versions = None
 
-    def renewal(self) -> tuple[Tensor | None, ...]:
+    def renewal(self) -> tuple[Tensor | int | None, ...]:
         """Return the last arguments of the op ``finish``, with which it renews the table; () where it shall not."""
         if not self.renews:
             return ()
         assert self._made is not None
-        return self._rows, self.lr, self._group_of, self._made.steps, self._made.mean_sq, self._table
+        moved, _, length = self._round
+        made = self._made.steps, self._made.mean_sq, self._table
+        return self._rows, self.lr, self._group_of, *made, *(() if moved is None else (moved, length))
 
     def count(self, absent: Tensor | None, *counters: Tensor | None) -> tuple[Any, ...]:
         """Return the last arguments of the op ``apply_momentum``, with which it counts the step, and note that."""
@@ -244,13 +257,14 @@ class CoefficientTable:
     def advance(self, flags: Tensor, absent: Tensor | None, *counters: Tensor | None) -> None:
         """Count the step that ends, and make the table for one like it; see the op."""
         assert self._made is not None
-        self._launch(self._made, self._table, flags, *self._counting(absent, *counters))
+        counting = self._counting(absent, *counters)
+        self._launch(self._made, self._table, flags, counting, self._round[:2])
         self._stale = False
         self._end()
 
     def end(self) -> None:
-        """Take note that a step ends which has counted: the table is that step's."""
-        self._stale = True
+        """Take note that a step ends which has counted: the table is that step's, if it was renewed on the way."""
+        self._stale |= self.renews
         self._end()
 
     def _end(self) -> None:
@@ -267,8 +281,15 @@ class CoefficientTable:
         absent = None if absent is None else absent.view(torch.uint8)
         return absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT)
 
-    def _launch(self, made: Made, table: Tensor, flags: Tensor | None = None, *counting: Any) -> None:
-        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, table)
+    def _launch(
+        self,
+        made: Made,
+        table: Tensor,
+        flags: Tensor | None = None,
+        counting: tuple[Any, ...] = (),
+        moved: tuple[Tensor | None, bool] = _NO_ROUND[:2],
+    ) -> None:
+        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, *moved, table)
         arguments: list[Any] = [self._rows, self.lr, self._group_of, flags, *(counting or self._counting()), *which]
         advance(*arguments)
 

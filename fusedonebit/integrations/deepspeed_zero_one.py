@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..comm import Told
@@ -17,7 +16,8 @@ from ..core.scaling import Agreed
 from ..core.state.header import FLAG, Field, Fields
 from ..optim.policies import DeepSpeedVariance
 from ..optim.zero_one import ZeroOneAdam
-from ..triton_kernels import LARGEST_GRADIENT, Coef, rebuild_momentum
+from ..optim.zero_one_state import DECAY, STEP_SIZE
+from ..triton_kernels import LARGEST_GRADIENT, Coef
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
@@ -41,8 +41,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         return policy.frozen(self._done)
 
     @property
-    def _seen(self) -> Tensor:
-        return torch.ones_like(self._mean_sq, dtype=torch.bool)
+    def _awaited(self) -> None:
+        return None
 
     def _enter_phase(self) -> None:
         super()._enter_phase()
@@ -81,13 +81,18 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             self._average_gradient(grads, agreed, told, coef)
             return
         # The last step of a round is as the others; what all have added up is compressed apart.
-        if self._local == 0:
-            self._begin_round()
         self._step_alone(grads, agreed, coef)
+        coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / self._round.steps
+        coef[:, Coef.DECAY] = self._moved[DECAY]
         plain, nothing = self.reducer.plain_coefficients(), [self.nothing] * len(grads)
         told = told._replace(hold=None, pending=self._pending)
         self._synchronise(lambda part: part.compress(nothing, plain), told, coef)
         self._apply(coef, None)
+
+    def _sum_up(self, coef: Tensor) -> None:
+        if self._local == 0:
+            self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
+        self._moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
 
     def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take Adam's step with the average of compressed gradients, and with the variance that is."""
@@ -97,10 +102,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._synchronise(lambda part: part.compress(grads, plain), told, coef)
         if self._absent is not None:
             reducer.scale.masked_fill_(self._absent[self._block_tensor], 0.0)
-        where = (coef, *self._tables, self._anchor)
-        rebuild_momentum(*self._places, reducer.bits, reducer.scale, None, False, *where)
+        self._rebuild(None, None, None, False, coef, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value
         self._update(self._anchor, self.coefficients.still(coef, self._absent), reducer.flags)
-        self._drop_bits()
         self._end_round(self._round)

@@ -118,7 +118,7 @@ class MarsitOptimizer(MarsitState):
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
         self._synchronise(add, told, coef)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
-        self._apply()
+        self._apply(agreed.loss_scale is None)
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
         self._phase = "uncompressed" if reducer.full_precision else "one-bit"
         self._end_round(reducer.full_precision)
@@ -136,9 +136,11 @@ class MarsitOptimizer(MarsitState):
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
         decays = any(group["weight_decay"] for group in self._taken)
-        part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, factor, hold, decays, moves)
+        how = (factor, hold, decays, moves, self._kept_now if moves else None)
+        part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
 
-    def _apply(self) -> None:
+    def _apply(self, keeps_table: bool) -> None:
+        """Move by g_t; where neither the step nor a count changes the table, that launch counts."""
         layout, reducer, live = self.layout, self.reducer, self.live
         several, mask = self.options.local_steps > 1, (live.bits, live.row)
         target, places, tables = self.parameters.dense, self._places, self._tables
@@ -151,7 +153,9 @@ class MarsitOptimizer(MarsitState):
             add_values(target, *places, values, False, *mask, reducer.flags, rounding)
         else:
             update, coef = (reducer.bits, self._going(reducer.scale)), self._as_it_is
-            apply_momentum(target, *places, *update, None, False, coef, *tables, reducer.flags, rounding)
+            counts = keeps_table and not several and rounding is None and not self.coefficients.bias_correction
+            counting = self.coefficients.count(*self._counters()) if counts else ()
+            apply_momentum(target, *places, *update, None, False, coef, *tables, reducer.flags, rounding, *counting)
         if several:  # also where the round was skipped
             add_values(self.parameters.dense, *self._places, self._round_start, True, *mask, self._no_flags, None)
 

@@ -15,7 +15,6 @@ from ..core.scaling import Agreed
 from ..core.settings import Options
 from ..core.state.header import COUNT, INT, Field, Fields, list_of
 from ..core.telemetry import upload
-from ..triton_kernels import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,11 @@ class RoundOptimizer(CompressingOptimizer):
         return self._anchor[: self.layout.numel]
 
     @property
+    def _kept_now(self) -> Tensor | None:
+        """Return where the parameters go that all ranks have, while a round begins."""
+        return self._round_start if self._local == 0 else None
+
+    @property
     def averages_gradients(self) -> bool:
         """Return False: workers update with their own."""
         return False
@@ -92,8 +96,6 @@ class RoundOptimizer(CompressingOptimizer):
         return flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
-        if self._local == 0:
-            self._begin_round()
         self._step_alone(grads, self._scaling(grads, alone=True), coef)
         self._tag = self._mixed_tag()
         self._local += 1
@@ -103,12 +105,8 @@ class RoundOptimizer(CompressingOptimizer):
         """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
         return 0 if flags is self._no_flags else flags
 
-    def _begin_round(self) -> None:
-        """Keep the parameters that all ranks have."""
-        flatten(self.parameters.dense, *self._places, 1.0, None, self._anchor)
-
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
-        """Take a step of this worker's own, and keep what will be agreed on."""
+        """Take a step of this worker's own, and keep what will be agreed on; of the first also ``_kept_now``."""
         raise NotImplementedError
 
     def _end_round(self, this: Any) -> None:

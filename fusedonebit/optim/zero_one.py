@@ -20,7 +20,7 @@ from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ra
 from ..triton_kernels import Coef, add_values, local_step
 from .from_deepspeed import FromDeepSpeed
 from .policies import DoublingVariance, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
-from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
+from .zero_one_state import ZeroOneState
 
 
 class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
@@ -151,7 +151,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Take a step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
-        self._make_floats(renews=True)
+        self._make_floats(coef, renews=True)
         flags = self._average(grads, coef, abort)
         self.coefficients.freeze_variance(self._taken)
         self._mean_sq = self._means()
@@ -159,14 +159,10 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._end_round(self._round)
         return flags
 
-    def _begin_round(self) -> None:
-        self._make_floats(renews=False)
-        super()._begin_round()
-        self._moved[STEP_SIZE].fill_(0.0)
-        self._moved[DECAY].fill_(1.0)
-
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
+        if self._local == 0:
+            self._make_floats(coef, renews=False)
         scaled, last = agreed.scaled(coef), self._local == self._round.steps - 2 and not self.leaks
         if not self._missing:
             self._add(grads, scaled, agreed.hold, moves=True, last=last)
@@ -186,16 +182,12 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         worker, dense, v = self.reducer.worker, self.parameters.dense, self.exp_avg_sq
         inside, precondition = self._eps_inside_sqrt, self.options.precondition
         where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
-        told = (moves, last, self.leaks)
-        local_step(dense, grads, *self._places, self.exp_avg, v, inside, precondition, *where, *told, self._pending)
-        if self._local == 0:  # c is e from now on
-            worker.scale.zero_()
+        told, written = (moves, last, self.leaks), (self._kept_now if moves else None, self._pending)
+        local_step(dense, grads, *self._places, self.exp_avg, v, inside, precondition, *where, *told, *written)
 
     def _sum_up(self, coef: Tensor) -> None:
-        """Add up how far a step of the round goes, and how much is left of the parameters."""
-        self._moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
-        if not self.leaks:
-            self._moved[DECAY].mul_(coef[:, Coef.DECAY])
+        """Add up how far steps of the round go, and how much is left of the parameters; ``coef`` is this step's."""
+        self.coefficients.add_up(self._moved, self._local == 0, self._round.steps)
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take the last step of a round: its update is compressed with those before it (lines 8 to 11)."""
@@ -205,9 +197,9 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         compressed = agreed.scaled(self._of_each_step(coef))
         v, inside = self.exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
         told = told._replace(pending=self._pending)
-        self._synchronise(lambda part: part.compress(grads, compressed, v, inside), told, coef)
         if steps > 1:
             self._sum_up(coef)
+        self._synchronise(lambda part: part.compress(grads, compressed, v, inside), told, coef)
         self._apply(coef, agreed.hold)
 
     def _of_each_step(self, coef: Tensor) -> Tensor:
@@ -229,11 +221,12 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._summed_alike = steps if self._absent is None and hold is None else None
 
     def _apply(self, coef: Tensor, hold: Tensor | None) -> None:
-        """Move to x0 - mean step size * sum of the updates, from the x0 that all had (line 10), and end the round."""
+        """Move to x0 - mean step size * sum of the updates, from the x0 that all had (line 10), and end the round.
+
+        ``coef`` has the mean step size and the product of the decays.
+        """
         steps = self._round.steps
         if steps > 1 or self.leaks:
-            coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / steps
-            coef[:, Coef.DECAY] = self._moved[DECAY]
             where = (self.live.bits, self.live.row, self._no_flags)
             add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
         v = None if self.options.precondition else self.exp_avg_sq

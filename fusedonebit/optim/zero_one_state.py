@@ -118,7 +118,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._summed_alike: int | None = 1  # that of all tensors, where the host knows it
-        self._result_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._sent_scale = torch.zeros(layout.n_blocks, device=device)  # of the bits that have become floats
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
 
@@ -183,7 +183,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def _of_bits(self) -> Made:
         """Return what coefficients are made of while v stays: with denominators sqrt(v + share*mean(v)).
 
-        What was never ``_seen`` does not move.
+        What has no variance yet does not move.
         """
         return Made(self.own_steps, self._entered, renews=False, mean_sq=self._mean_sq)
 
@@ -203,45 +203,50 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return total / count.clamp(min=1)
 
     @property
-    def _seen(self) -> Tensor:
-        """Return which tensors have had a variance, bool [tensors]: others wait for one, or would explode."""
-        return self._mean_sq > 0
+    def _awaited(self) -> Tensor | None:
+        """Return the mean of v of each tensor, where those without wait for one, or would explode; or None."""
+        return self._mean_sq
 
-    def _make_floats(self, renews: bool) -> None:
+    def _make_floats(self, coef: Tensor, renews: bool) -> None:
         """Rebuild the momentum of the last synchronisation (line 9), in terms of what the coming step divides it by.
 
         Bits have no zero: where v is next to nothing, as in rows of an embedding that nobody has looked up, they leave
         noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
-        denominator; before a renewal, which divides by Adam's own, eps in the extreme, times that.
+        denominator, as ``coef`` has it; before a renewal, which divides by Adam's own, eps in the extreme, times that.
         """
         if self._as_floats:
             return
-        layout, reduce, options = self.layout, self.reducer, self.options
-        own = Made(self.own_steps, self._entered, renews=False)
-        coef = self.coefficients.fresh(self._taken, own if renews else self._of_bits)
-        scale = reduce.scale / self._summed[self._block_tensor] * self._seen[self._block_tensor]
+        layout, options = self.layout, self.options
+        if renews:
+            coef = self.coefficients.fresh(self._taken, Made(self.own_steps, self._entered, renews=False))
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
-        where = (coef, *self._tables, self.exp_avg)
-        rebuild_momentum(*self._places, reduce.bits, scale, v, inside, *where)
+        self._rebuild(self._summed, self._awaited, v, inside, coef, self.exp_avg)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
             floored = self.coefficients.fresh(self._taken, self._of_bits)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
                 v = self.exp_avg_sq[part]
                 self.exp_avg[part] *= denominator(v, coef[i], False) / denominator(v, floored[i], True)
-        self._drop_bits()
         self._as_floats = True
 
-    def _drop_bits(self) -> None:
-        """Forget the bits, of which only ``stats`` wants to know how large they were: the momentum is floats now."""
-        reduce = self.reducer
-        self._result_norm = (reduce.scale.double().square() * reduce.live.numel).sum().sqrt()
-        reduce.scale.zero_()
+    def _rebuild(
+        self,
+        summed: Tensor | None,
+        awaited: Tensor | None,
+        exp_avg_sq: Tensor | None,
+        inside: bool,
+        coef: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Turn bits into floats; of the bits only ``stats`` wants to know any further how large they were."""
+        bits, scale = self.reducer.bits, self.reducer.scale
+        where = (coef, *self._tables, out, self._sent_scale)
+        rebuild_momentum(*self._places, bits, scale, summed, awaited, exp_avg_sq, inside, *where)
 
     # ---------------------------------------------------------------- checkpoints
 
     def _held(self) -> list[Tensor]:
-        counts = [self._entered, self._mean_sq, self._summed, self._result_norm, self._pending, self._lost]
+        counts = [self._entered, self._mean_sq, self._summed, self._sent_scale, self._pending, self._lost]
         return [*super()._held(), *counts]
 
     def plain_state(self) -> dict[str, Any]:
@@ -307,7 +312,9 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i] * self._seen[i]
+        part = self.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i]
+        if self._awaited is not None:
+            part = part * (self._awaited[i] > 0)
         if not options.precondition:
             return part
         k = self.coefficients.fresh(self._taken, self._of_bits)[i]
@@ -336,9 +343,10 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         reduce, done = self.reducer, self._progress()
         compensated, _, server_error = reduce.norms()
         over_momentum = reduce.residual_ratio() if done.rounds > done.renewals else 0.0
-        if self._as_floats and float(self._result_norm) > 0:
+        sent = (self._sent_scale.double().square() * reduce.live.numel).sum().sqrt()
+        if self._as_floats and sent > 0:
             errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
-            over_momentum = float(errors.square().mean().sqrt() / self._result_norm)
+            over_momentum = float(errors.square().mean().sqrt() / sent)
         return super().stats() | {
             "rounds": done.rounds,
             "renewals": done.renewals,

@@ -11,6 +11,8 @@ KERNEL(advance)
         int64_t counted = flags && !*flags && !(absent && absent[t]);
         const double *row = groups + group_of[t] * GROUP_COLUMNS;
         float *k = coef + t * COLUMNS;
+        if (moved)
+            add_up(moved, moved_stride, t, k, BEGINS);
         double done = steps[t] += counted, made = done + 1;
         if (entered) {
             made = (entered[t] += RENEWS ? counted : 0) + (RENEWS ? 1 : 0);

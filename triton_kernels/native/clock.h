@@ -37,9 +37,17 @@ static inline void count_tensors(int64_t p, const int32_t *flags, const uint8_t 
         count(*flags, updates, number, replays, veto, bad);
 }
 
-/* Makes LR, STEP_SIZE, DECAY and UNBIAS1 of width tensors anew. */
+/* Adds a step of tensor t to those of a round. */
+static inline void add_up(float *moved, int64_t stride, int64_t t, const float *k, int64_t begins)
+{
+    moved[t] = (begins ? 0.0f : moved[t]) + k[STEP_SIZE];
+    moved[stride + t] = (begins ? 1.0f : moved[stride + t]) * k[DECAY];
+}
+
+/* Makes LR, STEP_SIZE, DECAY and UNBIAS1 of width tensors anew; where moved, for all steps of the round. */
 static inline void renew(int64_t p, const double *groups, const float *lr, const int32_t *group_of, int64_t tensors,
-                         const double *steps, const double *mean_sq, float *coef, int64_t width)
+                         const double *steps, const double *mean_sq, float *coef, float *moved, int64_t stride,
+                         int64_t length, int64_t width)
 {
     for (int64_t t = p * width; t < tensors && t < (p + 1) * width; t++) {
         const double *row = groups + group_of[t] * GROUP_COLUMNS;
@@ -50,5 +58,10 @@ static inline void renew(int64_t p, const double *groups, const float *lr, const
         k[STEP_SIZE] = mean_sq ? seen(each.x0, mean_sq[t]) : each.x0;
         k[DECAY] = each.x1;
         k[UNBIAS1] = each.x3;
+        if (!moved)
+            continue;
+        add_up(moved, stride, t, k, 0);
+        k[STEP_SIZE] = moved[t] / (float)length;
+        k[DECAY] = moved[stride + t];
     }
 }

@@ -141,6 +141,12 @@ KERNEL(server_reduce)
         *flags = found;
         for (int64_t w = 0; w < world_size; w++)
             memcpy(kept_words + w * WORDS, arrived_words + w * arrived_words_stride, WORDS * sizeof *kept_words);
+        if (header) {
+            header[STEP] = counter ? *counter : number;
+            header[TAG] = tag;
+            header[FLAGS] = found;
+            header[SIGNAL] = 0;
+        }
     }
     if (*hold)
         return;

@@ -87,6 +87,8 @@ KERNEL(local_update)
         load_user(g, from, live, row, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE)
             LANES g[i + j] = counted(g[i + j], to.k) * *factor;
+        if (anchor)
+            load_user(anchor + b * BLOCK_SIZE, to, inside, inside_row[b], BLOCK_SIZE);
         if (DECAYS || MOVES)
             load_user(x, to, live, row, BLOCK_SIZE);
         update(&s, g, DECAYS ? x : NULL, to.k, BLOCK_SIZE);

@@ -93,7 +93,8 @@ KERNEL(finish)
     int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
     for (int64_t p = begin; p < end; p++) {
         if (p >= parts) {
-            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH);
+            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length,
+                  WIDTH);
             continue;
         }
         if (!*hold && p < groups) {
@@ -177,7 +178,8 @@ KERNEL(finish_alone)
     struct of_update of_update = {block_tensor, weight, group_rows, group_of, steps, coef};
     for (int64_t p = begin; p < end; p++) {
         if (p >= parts) {
-            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, WIDTH);
+            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length,
+                  WIDTH);
             continue;
         }
         if (!*hold && p < groups) {

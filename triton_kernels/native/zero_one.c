@@ -44,6 +44,10 @@ KERNEL(local_step)
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         float *c = compensated + b * BLOCK_SIZE;
         int64_t row = live_row[b];
+        float scale = worker_scale[b];
+        worker_scale[b] = 0;
+        if (anchor)
+            load_user(anchor + b * BLOCK_SIZE, at, inside, inside_row[b], BLOCK_SIZE);
         if (row == EMPTY) {
             memset(c, 0, BLOCK_SIZE * sizeof *c);
             continue;
@@ -55,7 +59,7 @@ KERNEL(local_step)
             takes[i] = !*hold && counts(live, row, i, BLOCK_SIZE);
         }
         EACH_LINE(i, BLOCK_SIZE)
-            LANES c[i + j] = residual(c[i + j], worker_scale[b], 0);
+            LANES c[i + j] = residual(c[i + j], scale, 0);
         if (MOVES) {
             struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
             load_user(g, from, live, row, BLOCK_SIZE);
@@ -80,12 +84,22 @@ KERNEL(rebuild_momentum)
 {
     float d[MOST];
     for (int64_t b = begin; b < end; b++) {
-        float *m = exp_avg + b * BLOCK_SIZE;
-        scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), 0, exp_avg_scale[b],
-               0, BLOCK_SIZE);
+        float *m = exp_avg + b * BLOCK_SIZE, scale = exp_avg_scale[b];
+        int64_t t = block_tensor[b];
+        sent[b] = scale;
+        exp_avg_scale[b] = 0;
+        if (live_row[b] == EMPTY) {
+            memset(m, 0, BLOCK_SIZE * sizeof *m);
+            continue;
+        }
+        if (summed)
+            scale = scale / summed[t];
+        if (mean_sq)
+            scale = mean_sq[t] > 0 ? scale : 0;
+        scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), 0, scale, 0,
+               BLOCK_SIZE);
         if (exp_avg_sq) {
-            denominators(d, exp_avg_sq + b * BLOCK_SIZE, coef + block_tensor[b] * COLUMNS, EPS_INSIDE_SQRT,
-                         BLOCK_SIZE);
+            denominators(d, exp_avg_sq + b * BLOCK_SIZE, coef + t * COLUMNS, EPS_INSIDE_SQRT, BLOCK_SIZE);
             EACH_LINE(i, BLOCK_SIZE)
                 LANES m[i + j] *= d[i + j];
         }

@@ -87,7 +87,7 @@ class BatchedAllReduce(WorkerAllReduce):
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
         for rank in self.ranks:
-            rank.write(compress, told)
+            rank.write(compress, told if rank is self else told._replace(renewal=()))  # coefficients are all ranks'
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
         for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])
@@ -140,13 +140,12 @@ class BatchedZeroOneAdam(ZeroOneAdam):
             for _, exp_avg in self._others:
                 exp_avg.copy_(self.exp_avg)
         v, inside, precondition = self.exp_avg_sq, self._eps_inside_sqrt, self.options.precondition
-        told = (moves, last, self.leaks)
+        told, anchor = (moves, last, self.leaks), self._kept_now if moves else None
         for rank, (params, exp_avg) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
             whose = (params, rank.gradients, *self._places, exp_avg, v, inside, precondition)
-            local_step(*whose, *where, *told, self._pending)
-            worker.scale.zero_()
+            local_step(*whose, *where, *told, None if rank is not self.reducer else anchor, self._pending)
 
     def _end_round(self, this: Any) -> None:
         for params, _ in self._others:
