@@ -65,7 +65,8 @@ class Told(NamedTuple):
             round of signs (eta_s). None where scales are measured.
         steps: Of the round.
         limit: For which results all ranks skip. None: for none.
-        renewal: The last arguments of the op ``finish``, with which it renews coefficients; or ().
+        renewal: The last arguments of the op ``finish``, with which it renews coefficients; or (). Where the step is
+            added to those of a round, one ``finish`` alone gets them.
     """
 
     tag: int = 0
