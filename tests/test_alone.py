@@ -57,7 +57,7 @@ def test_finish_alone_equals_eager(sizes, scope, how):
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews(way):
-    groups, lr, group_of, *_, steps, _, _, _, mean_sq, made = advance_arguments(len(LONG), **way)
+    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, made = advance_arguments(len(LONG), **way)
 
     def make() -> tuple:
         renewal = (groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan))
@@ -69,6 +69,22 @@ def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews
     scale, block_tensor, weight, norm, coef = (arguments[i] for i in (9, 21, 22, 24, -1))
     expected = (scale.double() * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.kernels
+def test_it_renews_the_last_step_of_a_round_as_finish_does():
+    groups, _, group_of, *_, steps, _, _, _, mean_sq, moved, _, made = advance_arguments(len(LONG), moved=True)
+
+    def renewal() -> tuple:
+        table = steps.clone(), mean_sq, torch.full_like(made, math.nan), moved.clone()
+        return groups.clone(), None, group_of, *table, 3
+
+    assert_equal_backends("finish_alone", lambda: summed(LONG, "layer", renewal=renewal()), float64_rtol=UNIT)
+    alone, finish = summed(LONG, "layer", renewal=renewal()), problem(LONG).finish_arguments("layer", "l2")
+    triton_kernels.finish_alone(*alone)
+    triton_kernels.finish(*finish, *(last := renewal()))
+    assert torch.equal(alone[-2], last[-2])
+    assert torch.equal(alone[-3].nan_to_num(), last[-3].nan_to_num())
 
 
 @pytest.mark.kernels
