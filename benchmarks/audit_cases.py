@@ -153,6 +153,7 @@ CASES = {
     "close_round": Case(
         "close_round", {"SIGNS": True}, loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1
     ),
+    "close_parts": Case("close_parts", GUARD, loops=(0, 1, *[0] * 4), num_warps=1),
     "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
     "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
     "place_owned, W=2": Case("place_owned", loops=2),
@@ -219,6 +220,7 @@ VARIANTS = {
     "local_update, Adam, mixed, first": Case("local_update", ADAM | FIRST | MIXED | {"DECAYS": True, "MOVES": True}),
     "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
+    "close_parts, no guard": Case("close_parts", num_warps=1),
     "close_round, floats": Case("close_round", num_warps=1),
     "merge_signs, short rows": Case("merge_signs", {"parts": 1}),
     "pick_owned, W=1": Case("pick_owned", {"world_size": 1}),
@@ -244,7 +246,7 @@ VARIANTS = {
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-PER_LAYER = ("finish", "finish_alone", "lamb_coefficient", "lamb_rescale")
+PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")

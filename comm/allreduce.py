@@ -154,6 +154,12 @@ class FeedbackReducer(Reducer):
             flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
             self.refuse(flags)
 
+    def _limit(self, told: Told) -> Limit | None:
+        """Return what a launch judges by; what lies in several shards is judged when all are known."""
+        if told.limit is None or self.shards.count > 1:
+            return None
+        return told.limit.without(self.absent, self.block_tensor)
+
     def _refuse_beyond(self, limit: Limit | None) -> None:
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
         if limit is None:
@@ -280,6 +286,14 @@ class CompressedAllReduce(FeedbackReducer):
         self.set_live(live_table(layout).to(device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int32, device=device)
+
+    def share(self, found: Tensor, kept: Tensor) -> None:
+        """Keep in memory that other parts are kept beside: what a step has found, and the scales of the last side.
+
+        ``found``: int32 [1]; ``kept``: float32, as long as they are.
+        """
+        self.flags = self._received = found
+        self.sides[-1].scale = kept
 
     def set_live(self, live: LiveTable) -> None:
         self.live = live
@@ -412,12 +426,6 @@ class CompressedAllReduce(FeedbackReducer):
             *limit,
         )
         self._end(told)
-
-    def _limit(self, told: Told) -> Limit | None:
-        """Return what a launch judges by; what lies in several shards is judged when all are known."""
-        if told.limit is None or self.shards.count > 1:
-            return None
-        return told.limit.without(self.absent, self.block_tensor)
 
     def _end(self, told: Told) -> None:
         """Take note of what the last launch of a synchronisation has found."""

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, live_table
+from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table
 from ..triton_kernels.headers import CHECKED, Word, union
+from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce, FeedbackReducer
@@ -100,6 +101,13 @@ class PartedAllReduce(FeedbackReducer):
             for part, served in zip(here, self.server_residual, strict=True)
         ]
         self.kept = []
+        self._part_flags, self._united, self._ticket = (
+            torch.zeros(n, dtype=torch.int32, device=device) for n in (len(here), 1, 1)
+        )
+        self._kept_scales = torch.zeros(len(here), len(self._parts[0].sides[-1].scale), device=device)
+        for i, part in enumerate(self._parts):
+            part.share(self._part_flags[i : i + 1], self._kept_scales[i])
+        self._squares = torch.zeros(programs_of(self.scale), dtype=torch.float64, device=device)
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
@@ -150,14 +158,17 @@ class BucketedAllReduce(PartedAllReduce):
             if bucket not in self.under_way:
                 self.start(bucket, compress, told)
         self.under_way.clear()
-        flags = union(torch.cat([part.flags for part in self.parts]))
-        for part in self.parts:
-            part.refuse(flags)
-        self.flags = flags
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
-        self._skip_with_shards(told)
-        self._refuse_beyond(told.limit)
+        limit: tuple[Tensor | None, ...] = (None,) * 6
+        if (judged := self._limit(told)) is not None:
+            coef, *rest = judged
+            limit = (coef, self.block_tensor, *rest, self._squares)
+        close_parts(self._part_flags, self.scale, self._kept_scales, self._united, self._ticket, *limit)
+        self.flags = self._united
+        if self.shards.count > 1:
+            self._skip_with_shards(told)
+            self._refuse_beyond(told.limit)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""

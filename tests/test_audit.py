@@ -130,7 +130,15 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
             assert numbers["spill_bytes"] == 0
             assert numbers["narrow_indices"] == 0
             kernel = name.split(",")[0]
-            small = ("finish", "finish_alone", "receive", "close_round", "lamb_coefficient", "lamb_rescale")
+            small = (
+                "finish",
+                "finish_alone",
+                "receive",
+                "close_parts",
+                "close_round",
+                "lamb_coefficient",
+                "lamb_rescale",
+            )
             if kernel not in small and "bf16" not in name:
                 # Packed words: a thread of AMD's 256 has two.
                 packed = (128, 64) if kernel in ("merge_signs", "pick_owned", "place_owned") else (128,)

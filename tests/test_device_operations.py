@@ -13,7 +13,7 @@ import pytest
 import torch
 from device_operations import counting, without_kernels
 
-from fusedonebit import MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, ZeroOneAdam
+from fusedonebit import MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, Wire, ZeroOneAdam
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 from fusedonebit.optim.policies import Progress
 from fusedonebit.triton_kernels import using
@@ -59,6 +59,9 @@ ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
     "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
+    "OneBitAdam, 4 buckets": Case(
+        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (31, 11), (27, 27)
+    ),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 4), (9, 4)),

@@ -17,6 +17,7 @@ from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_up
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
+from .parts import close_parts
 from .receive import receive
 from .reduce import server_reduce
 from .rounds import close_round
@@ -46,6 +47,7 @@ __all__ = [
     "apply_momentum",
     "backend",
     "choose_block_size",
+    "close_parts",
     "close_round",
     "exponents",
     "finish",

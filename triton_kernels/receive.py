@@ -50,7 +50,7 @@ def _store_side(at, mask, measured, segment, kept, scale, settled):
 
 
 @jit()
-def _squares(s, b, mask, coef, block_tensor, weight):
+def squares_of(s, b, mask, coef, block_tensor, weight):
     """What blocks add to the square of the update's norm, float64 [LANES]."""
     t = tl.load(block_tensor + b, mask=mask, other=0).to(tl.int64)
     unbias = tl.load(coef + t * COLUMNS + UNBIAS1, mask=mask, other=0.0).to(tl.float64)
@@ -71,7 +71,7 @@ def _verdict(held, limit, norm, squares, programs):
 
 
 @jit()
-def _zero(at, count):
+def zero(at, count):
     """Overwrites at[:count], float32, by one program."""
     lane = tl.arange(0, LANES)
     for first in range(0, count, LANES):
@@ -111,7 +111,7 @@ def receive_kernel(
             s = tl.where(kept, s, 0.0)
             tl.store(scale + first + b, s, mask=mask)
             if limit is not None:
-                square += _squares(s, first + b, mask, coef, block_tensor, weight)
+                square += squares_of(s, first + b, mask, coef, block_tensor, weight)
             # A server that has seen nothing wrong has averaged what arrived, and keeps that.
             _store_side(first + b, mask, worker_measured, of, averaged, worker_scale, worker_settled)
             if w == rank:
@@ -124,8 +124,8 @@ def receive_kernel(
         if limit is not None:
             found |= _verdict(held, limit, norm, squares, programs)
             if found & VETO != 0:
-                _zero(scale, world_size * blocks_per_message)
-                _zero(server_scale, blocks_per_message)
+                zero(scale, world_size * blocks_per_message)
+                zero(server_scale, blocks_per_message)
         sum_of_all = tl.atomic_xchg(total, 0)
         tl.store(flags, found)
         tl.store(own_words + DIGEST, (sum_of_all ^ (sum_of_all >> 32)).to(tl.int32))

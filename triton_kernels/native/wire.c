@@ -2,7 +2,7 @@
 
 #include "clock.h"
 
-enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, RECEIVE_SPAN = 2048 };
+enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, RECEIVE_SPAN = 2048, CLOSE_SPAN = 2048 };
 enum { ABS, SQUARE, DROPPED, NONZERO };
 
 /* Neighbouring lanes, again and again. */
@@ -289,6 +289,38 @@ KERNEL(receive)
             }
             own_words[DIGEST] = digest_of(total);
         }
+    }
+}
+
+KERNEL(close_parts)
+{
+    double lanes[SUM_LANES];
+    int32_t all_flags = 0;
+    if (begin == end) /* the others' last one changes flags */
+        return;
+    for (int64_t q = 0; q < parts; q++)
+        all_flags |= found[q];
+    for (int64_t p = begin; p < end; p++) {
+        memset(lanes, 0, sizeof lanes);
+        for (int64_t b = p * CLOSE_SPAN; limit && b < blocks && b < (p + 1) * CLOSE_SPAN; b++)
+            lanes[(b - p * CLOSE_SPAN) % SUM_LANES] +=
+                update_square(scale[b], coef[block_tensor[b] * COLUMNS + UNBIAS1], weight[b]);
+        if (limit)
+            squares[p] = tree_sum(lanes);
+        if (!is_last(ticket, programs))
+            continue;
+        if (limit) {
+            *norm = all_flags ? 0 : sqrt(ordered_sum(squares, 0, programs));
+            all_flags |= *norm <= *limit ? 0 : VETO;
+        }
+        for (int64_t q = 0; all_flags && q < parts; q++) {
+            if (!found[q]) {
+                memset(scale + q * (blocks / parts), 0, blocks / parts * sizeof *scale);
+                memset(kept + q * (kept_blocks / parts), 0, kept_blocks / parts * sizeof *kept);
+            }
+            found[q] |= all_flags;
+        }
+        *flags = all_flags;
     }
 }
 

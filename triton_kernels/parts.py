@@ -1,0 +1,118 @@
+"""Closes a step that was synchronised in parts: flags of all, and the guard's verdict over all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import block_io as io
+from . import headers, rules
+from .finish import ordered_sum
+from .jit import jit, tl
+from .op import Doubles, Flag, Floats, Indices, PerBlock, Table, op
+from .receive import squares_of, zero
+from .rules import UNBIAS1
+
+KNOWN, VETO = headers.KNOWN, headers.VETO
+LANES = io.SUM_LANES  # blocks, or parts, at a time
+SPAN = 2048  # blocks of a program
+
+
+@jit()
+def _union(found, parts):
+    """Unites the flags of all parts."""
+    union = 0
+    for first in range(0, parts, LANES):
+        part = first + tl.arange(0, LANES)
+        each = tl.load(found + part, mask=part < parts, other=0)
+        for bit in tl.static_range(KNOWN):
+            union |= tl.max((each >> bit) & 1, axis=0) << bit
+    return union
+
+
+@jit()
+def _skip(found, parts, flags, scale, blocks, kept, kept_blocks):
+    """Skips the parts that have not been."""
+    for part in range(parts):
+        own = tl.load(found + part)
+        tl.store(found + part, own | flags)
+        if own == 0:
+            zero(scale + part * blocks, blocks)
+            zero(kept + part * kept_blocks, kept_blocks)
+
+
+@jit()
+def close_parts_kernel(
+    found, parts, scale, kept, flags, ticket, coef, block_tensor, weight, limit, norm, squares, blocks, kept_blocks,
+    programs,
+):  # fmt: skip
+    """Grid: spans of SPAN blocks where there is a limit, else 1. Bytes per block: where there is a limit 16 in."""
+    p = tl.program_id(0).to(tl.int64)
+    all_flags = _union(found, parts)
+    if limit is not None:
+        square = tl.zeros([LANES], tl.float64)
+        end = tl.minimum((p + 1) * SPAN, blocks)
+        for begin in range(p * SPAN, end, LANES):
+            b = begin + tl.arange(0, LANES)
+            s = tl.load(scale + b, mask=b < end, other=0.0)
+            square += squares_of(s, b, b < end, coef, block_tensor, weight)
+        tl.store(squares + p, io.tree_sum(square))
+    if io.is_last(ticket, programs):
+        if limit is not None:
+            size = tl.sqrt(io.ordered_sum(squares, 0, programs))
+            size = tl.where(all_flags == 0, size, 0.0)  # else there is no update
+            tl.store(norm, size)
+            if not size <= tl.load(limit):
+                all_flags |= VETO
+        if all_flags != 0:
+            _skip(found, parts, all_flags, scale, blocks // parts, kept, kept_blocks // parts)
+        tl.store(flags, all_flags)
+
+
+def programs_of(scale: Tensor) -> int:
+    """Return how many programs measure an update with these blocks."""
+    return -(-len(scale) // SPAN)
+
+
+@op(
+    close_parts_kernel,
+    writes=("found", "scale", "kept", "flags", "ticket", "norm", "squares"),
+    derive={
+        "parts": ("i32", lambda found: len(found)),
+        "blocks": ("i32", lambda scale: len(scale)),
+        "kept_blocks": ("i32", lambda kept: kept.numel()),
+        "programs": ("i32", lambda scale, limit: 1 if limit is None else programs_of(scale)),
+        "num_warps": ("i32", lambda: 1),
+    },
+)
+def close_parts(
+    found: Table, scale: PerBlock, kept: Floats, flags: Flag, ticket: Flag, coef: Floats | None,
+    block_tensor: Indices | None, weight: PerBlock | None, limit: Doubles | None, norm: Doubles | None,
+    squares: Doubles | None,
+) -> None:  # fmt: skip
+    """Skips all parts of a step where any was, or where together they are an update beyond the limit, or no number.
+
+    The result of a part that is skipped becomes zero, and nothing is lost; one that was skipped already stays.
+
+    Args:
+        found: int32 [parts], flags of each; all have those of all afterwards.
+        scale: float32 [B], the result's, of equal parts one after the other; zero where a part is skipped now.
+        kept: float32 [n], scales of what the side that made the result has kept, in parts likewise; zero with it.
+        flags: int32 [1], written: those of all, and VETO where the update is refused.
+        ticket: int32 [1], 0; scratch.
+        coef, block_tensor, weight, limit, norm: See ``receive``; norm is 0 where there is no update.
+        squares: float64 [``programs_of``]; scratch.
+    """
+    flags.copy_(headers.union(found))
+    if limit is not None and coef is not None and weight is not None and norm is not None and squares is not None:
+        assert block_tensor is not None
+        square = rules.update_square(scale.double(), coef[:, UNBIAS1].double()[block_tensor], weight.double())
+        padded = torch.nn.functional.pad(square, (0, len(squares) * SPAN - len(square)))
+        squares.copy_(ordered_sum(padded.view(len(squares), SPAN)))
+        norm.copy_(torch.where(flags[0] == 0, ordered_sum(squares).sqrt(), 0.0))
+        flags |= (~(norm <= limit)).int() * int(VETO)
+    stays = (found != 0) | (flags == 0)
+    for each in (scale, kept):
+        by_part = each.view(len(found), -1)
+        by_part.copy_(torch.where(stays[:, None], by_part, 0.0))
+    found |= flags
