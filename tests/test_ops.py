@@ -18,6 +18,7 @@ from marsit_arguments import (
     owned_arguments,
     placed_arguments,
 )
+from parts_arguments import arguments_of as parts_arguments
 from reference_ops import Problem, packed, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,6 +60,11 @@ def example(name: str) -> list[tuple]:
         "gradient_squares": [(p.grads, *sizes, torch.ones(1), torch.zeros(p.layout.n_blocks).double())],
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
         "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1", counter=3)],
+        "finish_alone": [
+            Problem((5, 0, 200), 1).alone_arguments("layer", "contractive", limit=1.0),
+            Problem((5, 0, 200), 1, ternary=True).alone_arguments("global", "l1", told=2),
+        ],
+        "close_parts": [parts_arguments((0, 1)), parts_arguments((0, 0), 1.0)],
         "receive": [
             p.receive_arguments("layer"),
             p.receive_arguments("layer", limit=1.0),
