@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from ..triton_kernels.headers import Flag, Word
 from .agreement import DisagreementError, agree, checksum
-from .allreduce import CompressedAllReduce, FeedbackReducer
+from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
+from .feedback import FeedbackReducer
 from .marsit import MarsitAllReduce
 from .message import Limit, Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce

@@ -12,8 +12,6 @@ of tensors; the scales, the flags and the checks ride in the messages' headers.
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,169 +27,19 @@ from ..triton_kernels import (
     live_table,
     momentum_compress,
     receive,
-    rules,
     server_reduce,
 )
-from ..triton_kernels.headers import CHECKED, Flag, Word
+from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.receive import spans_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .message import Limit, Messages, Told, describe_mismatch
+from .feedback import FeedbackReducer
+from .message import Messages, Told
 from .partition import Part
-from .reducer import Compress, Reducer
+from .reducer import Compress
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
-
-
-class FeedbackReducer(Reducer):
-    """Skeleton of an all-reduce with error feedback on workers and servers, in one part or more.
-
-    Attributes:
-        gathered: Messages whose bits are the result's signs.
-        block_tensor: int32 [B], each block's tensor.
-        shards: The ranks that hold other shards of the same tensors.
-        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
-        server_residual: That of the chunks which it serves: float32.
-        kept: What ``restore`` puts back.
-        serves: Whether this rank is a server besides, with residuals of its own.
-    """
-
-    gathered: Messages
-    block_tensor: Tensor
-    shards: ShardGroup
-    worker_residual: Tensor
-    server_residual: Tensor
-    kept: list[Kept]
-    serves: bool = True
-
-    @property
-    @abstractmethod
-    def parts(self) -> Sequence[CompressedAllReduce]:
-        """Return the all-reduce of each part that is here."""
-
-    @property
-    def bits(self) -> Tensor:
-        return self.gathered.bits
-
-    @property
-    def digests(self) -> list[int]:
-        """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
-        return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
-
-    @abstractmethod
-    def set_live(self, live: LiveTable) -> None:
-        """Say which elements count. No other may be non-zero in ``worker_residual``."""
-
-    @abstractmethod
-    def take_residuals(self, out: Tensor) -> None:
-        """Move all residuals into ``out`` float32 [P], by an all-reduce of each part; they are zero then.
-
-        ``out`` becomes the mean of the workers' plus the servers', by flat index, equal on all ranks.
-
-        Raises:
-            CollectiveError: as ``synchronise`` does.
-        """
-
-    def begin(self) -> None:
-        """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
-
-    def resume(self, digests: Sequence[int]) -> None:
-        """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
-        for part, digest in zip(self.parts, digests, strict=False):
-            part.served.words[:, Word.DIGEST] = digest
-
-    def serve_again(self) -> None:
-        """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""
-        for part in self.parts:
-            part.served.bits.copy_(part.gathered.bits[part.transport.rank :][:1])
-
-    def restore(self, absent: Tensor) -> None:
-        for each in (self, *self.parts):
-            for kept in each.kept:
-                kept.restore(absent)
-            each.kept = []
-        self.serve_again()
-
-    def settle(self) -> None:
-        for part in self.parts:
-            for side in part.sides:
-                side.settle()
-
-    def norms(self) -> tuple[float, float, float]:
-        """Return |c| and |e| of this rank, and |E| of what it serves, of the last step; waits for the device."""
-        workers = [part.worker.norms() for part in self.parts]
-        servers = [side.norms()[1] for part in self.parts for side in part.sides[1:]]
-        compensated, worker = (math.hypot(*column) for column in zip(*workers, strict=True))
-        return compensated, worker, math.hypot(*servers)
-
-    def residual_ratio(self) -> float:
-        """Return the workers' residuals (root mean square of their norms) over the norm of the last result.
-
-        The mean over the parts that are here, so equal on all ranks that have the same part: on all, but
-        for hierarchy and shards. Costs no extra collective; waits for the device.
-        """
-        ratios = []
-        for part in self.parts:
-            errors = part.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
-            result = part.squares_of_result().sum().sqrt()
-            # A skipped step has no result.
-            ratios.append(float(errors.square().mean().sqrt() / result if result > 0 else result))
-        return sum(ratios) / len(ratios)
-
-    def squares_by_block(self) -> Tensor:
-        """Return |e|^2 of this rank's residual and of the result: float64 [2, B], 0 where a part is not here."""
-        squares = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
-        for part in self.parts:
-            squares[0, part.part.blocks] = part.worker.squares()[1].clamp(min=0)
-            squares[1, part.part.blocks] = part.squares_of_result()
-        return squares
-
-    def _skip_with_shards(self, told: Told) -> None:
-        """Skip the step just made where any shard skips it; leave out what all leave out."""
-        if self.shards.count > 1:
-            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
-            flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
-            self.refuse(flags)
-
-    def _limit(self, told: Told) -> Limit | None:
-        """Return what a launch judges by; what lies in several shards is judged when all are known."""
-        if told.limit is None or self.shards.count > 1:
-            return None
-        return told.limit.without(self.absent, self.block_tensor)
-
-    def _refuse_beyond(self, limit: Limit | None) -> None:
-        """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
-        if limit is None:
-            return
-        coef, weight, largest, norm = limit.without(self.absent, self.block_tensor)
-        unbias = coef[:, Coef.UNBIAS1].double()[self.block_tensor]
-        squares = rules.update_square(self.scale.double(), unbias, weight.double())
-        norm.copy_(self.shards.sum(squares.sum()).sqrt())
-        self.refuse((~(norm <= largest)).int().reshape(1) * int(Flag.VETO))
-
-    def describe(self) -> str:
-        elsewhere = "ranks with another shard differ, or " if self.shards.count > 1 else ""
-        return describe_mismatch(self._disputed(), elsewhere + "a message arrived damaged")
-
-    def _disputed(self) -> Tensor:
-        """Return the headers of the part in which ranks differ; reads from the device."""
-        words = [part.arrived_words for part in self.parts]
-        return next((w for w in words if bool((w[:, :CHECKED] != w[:1, :CHECKED]).any())), words[0])
-
-    @property
-    def wire_bytes(self) -> int:
-        nbytes = 0
-        for part in self.parts:
-            scratch = (*(sent.buffer for sent in part.sent), *part.scratch)
-            nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
-        return nbytes
-
-    def state(self) -> list[Tensor]:
-        held = [self, *self.parts, *(side for part in self.parts for side in part.sides)]
-        scratch = {id(each) for part in self.parts for each in part.scratch}
-        tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
-        return [*tensors, *self.live, *(each.gathered.buffer for each in (self, *self.parts))]
 
 
 class CompressedAllReduce(FeedbackReducer):

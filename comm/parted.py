@@ -31,8 +31,9 @@ from ..triton_kernels.headers import CHECKED, Word, union
 from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
-from .allreduce import CompressedAllReduce, FeedbackReducer
+from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
+from .feedback import FeedbackReducer
 from .message import Messages, Told
 from .partition import NodePart, Part
 from .reducer import Compress
