@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a NaN on rank 3": {"factors": {7: (3, float("nan")), 8: (0, float("inf"))}, "precondition": False},
     "re-warm-up": {"rewarm_every": 3, "rewarm_steps": 10, "steps": 22},
     "guard": {"guard": "rewarm", "rewarm_steps": 10, "factors": {9: (1, 1e6)}, "steps": 22},
-    "one node": {"nodes": 1},
+    "one node": {"nodes": 1, "serve_alone": True},  # where there are levels there are servers
     "four nodes": {"nodes": 4},
 }
 

@@ -39,6 +39,8 @@ def local_step_kernel(
         m = tl.load(exp_avg + at)
         d = rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
         c = rules.residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
+        tl.debug_barrier()  # all warps have read what the last synchronisation has left
+        tl.store(worker_scale + b, 0.0)
         held = tl.load(hold) != 0
         finite = i >= 0
         if MOVES:
@@ -72,8 +74,6 @@ def local_step_kernel(
             tl.store(exp_avg + at, m)
         tl.store(compensated + at, tl.where(mask, c, 0.0))
         bad = io.any_of(~finite & mask)
-        tl.debug_barrier()  # all warps have read what the last synchronisation has left
-        tl.store(worker_scale + b, 0.0)
         if (bad != 0) & (not held):
             tl.atomic_or(flags, io.NONFINITE)
 
