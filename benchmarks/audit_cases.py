@@ -35,6 +35,9 @@ COUNTER = {"counter": "*i32", "COUNTS": True}
 MAJORITY = {"compensated": None, "server_scale": None, "header": "*i32"}
 GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
 GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
+TELLS = {"told": "*fp32"}
+OF_A_SCALED_LOSS = dict.fromkeys(("loss_scale", "found_inf", "earlier"), "*fp32")
+CLIPS = {"CLIPS": True, "WEIGHS": 1}
 WEIGHED = {"weights": "*fp32"}
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
@@ -100,8 +103,9 @@ CASES = {
     "pack": Case("pack"),
     "unpack": Case("unpack"),
     "flatten": Case("flatten"),
-    "gradient_squares": Case("gradient_squares"),
-    "gradient_squares, bf16": Case("gradient_squares", {"TENSORS": 5}),
+    "gradient_squares": Case("gradient_squares", TELLS, loops=0),
+    "gradient_squares, bf16": Case("gradient_squares", TELLS | {"TENSORS": 5}, loops=0),
+    "scale_coefficients": Case("scale_coefficients", CLIPS),
     "momentum_compress": Case("momentum_compress"),
     "momentum_compress, bf16": Case("momentum_compress", BF16),
     "momentum_compress, preconditioned": Case("momentum_compress", VARIANCE),
@@ -193,6 +197,10 @@ VARIANTS = {
     ),
     "flatten, mixed, scaled": Case("flatten", {"TENSORS": 7, "unscale": "*fp32"}),
     "gradient_squares, mixed": Case("gradient_squares", {"TENSORS": 3}),
+    "gradient_squares, of a scaled loss": Case("gradient_squares", TELLS | OF_A_SCALED_LOSS, loops=0),
+    "scale_coefficients, of a scaled loss": Case(
+        "scale_coefficients", CLIPS | {"loss_scale": "*fp32", "EARLIER_TOO": True, "WEIGHS": 2}
+    ),
     "momentum_compress, fp16": Case("momentum_compress", {"GRADS": 6}),
     "momentum_compress, mixed": Case("momentum_compress", MIXED),
     "momentum_compress, unaligned": Case("momentum_compress", UNALIGNED),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedonebit import triton_kernels as ops
 from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
-from fusedonebit.triton_kernels.finish import Segments
+from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
 from fusedonebit.triton_kernels.receive import spans_of
@@ -161,9 +161,12 @@ class Workload:
         return partial(ops.flatten, *arguments)
 
     def gradient_squares(self) -> partial[None]:
-        bound = torch.full((1,), LARGEST_GRADIENT, device=self.device)
+        where = (self.grads, self.layout.sizes, self.layout.block_size, LARGEST_GRADIENT, None)
         squares = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
-        return partial(ops.gradient_squares, self.grads, self.layout.sizes, self.layout.block_size, bound, squares)
+        sums, total = torch.zeros_like(squares[::PIECE]).contiguous(), torch.zeros_like(squares[0])
+        tickets = torch.zeros(1 + len(sums), dtype=torch.int32, device=self.device)
+        told = torch.zeros(2, device=self.device)
+        return partial(ops.gradient_squares, *where, squares, sums, tickets, total, None, None, told)
 
     def momentum_compress(self) -> partial[None]:
         layout, blocks = self.layout, self.layout.n_blocks

@@ -44,7 +44,10 @@ def zero_one(renewals: int, length: int) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """A kind of step: of which optimizer, after how many others, and device operations on 2 ranks and on one."""
+    """A kind of step: of which optimizer, after how many others, and device operations on 2 ranks and on one.
+
+    ``scaler``: whether a GradScaler hands over its scale and what it has found.
+    """
 
     kind: Any
     options: dict[str, Any]
@@ -52,23 +55,39 @@ class Case(NamedTuple):
     phase: str
     counted: tuple[int, int]
     aimed_at: tuple[int, int]
+    scaler: bool = False
 
 
 SEVERAL: dict[str, Any] = {"rounds": Rounds(local_steps=4)}
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
+CLIPS: dict[str, Any] = {"max_grad_norm": 1.0}
+CLIPPING_ADAM = (OneBitAdam, {"freeze_step": 2, **CLIPS})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6)),
+    "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
+    "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
     "OneBitAdam, 4 buckets": Case(
         OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (31, 11), (27, 27)
     ),
+    "OneBitLamb, clips, scaler": Case(
+        OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), (14, 8), scaler=True
+    ),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
+    "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), (11, 10), scaler=True),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 4), (9, 4)),
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (4, 4), (2, 2)),
     "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (2, 2), (2, 2)),
     "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (10, 5), (10, 5)),
+    "ZeroOneAdam, round of one, clips": Case(ZeroOneAdam, zero_one(2, 1) | CLIPS, 5, "one-bit", (12, 6), (12, 6)),
+    "ZeroOneAdam, round of one, scaler": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (14, 8), (12, 6), scaler=True),
+    "ZeroOneAdam, local step, clips, scaler": Case(
+        ZeroOneAdam, zero_one(2, 4) | CLIPS, 7, "local", (6, 6), (4, 4), scaler=True
+    ),
     "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4), (8, 4)),
+    "MarsitSGD, clips, scaler": Case(MarsitSGD, CLIPS, 4, "one-bit", (11, 6), (11, 6), scaler=True),
     "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (7, 7), (7, 7)),
     "MarsitAdam": Case(MarsitAdam, {}, 4, "one-bit", (9, 5), (9, 5)),
     "MarsitSGD, full precision": Case(
@@ -78,7 +97,7 @@ CASES = {
     "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2), (2, 2)),
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
-MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step")
+MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
 """Where a learning rate has changed there is an upload; in these steps, and Marsit's, the table is made anew as well.
 
 Others renew it in launches that they have anyway; the first local step of 0/1 Adam has to make it as it is.
@@ -102,6 +121,8 @@ class Run:
             self.params[-1].grad = torch.randn(5, generator=generator).to(p.dtype)
         groups = [{"params": self.params[::2]}, {"params": self.params[1::2], "lr": 1e-4, "weight_decay": 0.1}]
         self.optimizer = self.case.kind(groups, 1e-3, **self.case.options, process_group=self.transport)
+        if self.case.scaler:
+            self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -139,7 +160,14 @@ def operations_of(case: Case, world_size: int, tensors: int, scheduled: bool) ->
 
 
 @pytest.mark.long(
-    but=("OneBitAdam-3-2", "OneBitAdam-302-2", "OneBitLamb-3-1", "ZeroOneAdam, local step-3-2", "MarsitSGD-3-2")
+    but=(
+        "OneBitAdam-3-2",
+        "OneBitAdam, clips, scaler-3-2",
+        "OneBitAdam-302-2",
+        "OneBitLamb-3-1",
+        "ZeroOneAdam, local step-3-2",
+        "MarsitSGD-3-2",
+    )
 )
 @pytest.mark.needs_compiler  # steps before it are C's, which make the tables that kernels keep; eager functions don't
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from optimizers import PAPER, objects
 from ranks import run_ranks
 from reference_ops import Problem
+from scaling_arguments import TO_SCALE, TOLD, scaling_arguments, squares_arguments
 from torch import Tensor
 
 from fusedonebit import OneBitAdam, triton_kernels
@@ -203,14 +204,31 @@ def test_flatten_equals_eager(sizes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE
 def test_gradient_squares_equal_eager(sizes, dtype):
-    for special in (False, True):
+    for special, *more in ((False,), (True,), *((True, *told) for told in TOLD)):
 
-        def make(special=special) -> tuple:
+        def make(special=special, more=more) -> tuple:
             p = problem(sizes, 3, block_of(sizes), dtype, special)
-            squares = torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64)
-            return (p.grads, p.layout.sizes, p.layout.block_size, torch.tensor([1e19]), squares)
+            return squares_arguments(p, *more)
 
         assert_equal_backends("gradient_squares", make)
+
+
+@pytest.mark.parametrize("blocks", [1024, 1025, 2500])
+def test_gradient_squares_of_several_pieces_equal_eager(blocks):
+    assert_equal_backends("gradient_squares", lambda: squares_arguments(problem((128 * blocks,), 1, 128), 4.0, 1.0))
+
+
+@pytest.mark.parametrize("tensors", [1, 3, 200])
+def test_scale_coefficients_equals_eager(tensors):
+    for told in TO_SCALE:
+        for loss_scale in (None, 1024.0, torch.inf, torch.nan):
+            for clips, weighs in ((False, 1), (True, 0), (True, 2)):
+                assert_equal_backends(
+                    "scale_coefficients",
+                    lambda told=told, scale=loss_scale, c=clips, w=weighs: scaling_arguments(
+                        told, scale, c, w, tensors
+                    ),
+                )
 
 
 @pytest.mark.long(but=["8", "1016"])

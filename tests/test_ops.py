@@ -20,6 +20,7 @@ from marsit_arguments import (
 )
 from parts_arguments import arguments_of as parts_arguments
 from reference_ops import Problem, packed, wide
+from scaling_arguments import scaling_arguments, squares_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
@@ -57,7 +58,11 @@ def example(name: str) -> list[tuple]:
         "pack": [(p.normal(16), torch.empty(2, dtype=torch.uint8))],
         "unpack": [(p.exp_avg_bits[0], torch.empty(p.layout.chunk_numel))],
         "flatten": [(p.grads, *sizes, 0.5, None, torch.empty(p.layout.numel + TAIL))],
-        "gradient_squares": [(p.grads, *sizes, torch.ones(1), torch.zeros(p.layout.n_blocks).double())],
+        "gradient_squares": [squares_arguments(p), squares_arguments(p, 2.0, 1.0, 0.0)],
+        "scale_coefficients": [
+            scaling_arguments((1.0, 3.0), 2.0, True, 1, 3),
+            scaling_arguments((0.0, 0.0, 1.0), None, False, 2, 3),
+        ],
         "momentum_compress": [p.momentum_arguments(), p.momentum_arguments(p.exp_avg_sq, True), t.momentum_arguments()],
         "finish": [p.finish_arguments("layer", "contractive"), t.finish_arguments("layer", "l1", counter=3)],
         "finish_alone": [

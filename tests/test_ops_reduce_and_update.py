@@ -7,6 +7,7 @@ import pytest
 import reference_ops as reference
 import torch
 from reference_ops import EPS32, Problem, packed, scale_of, sign, unpacked, wide
+from scaling_arguments import MAX_NORM, scaling_arguments, squares_arguments
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
@@ -276,12 +277,67 @@ def test_gradient_squares_add_up_in_float64_and_leave_out_what_is_bad(sizes, blo
     for g in p.grads:
         for i, value in enumerate((torch.nan, torch.inf, -1.9e19, 1.5e19)[: g.numel()]):
             g[i] = value
-    squares = torch.full((p.layout.n_blocks,), torch.nan, dtype=torch.float64)
-    ops.gradient_squares(p.grads, p.layout.sizes, block, torch.tensor([1.8e19]), squares)
+    arguments = squares_arguments(p, None, 1.0, 2.0)
+    ops.gradient_squares(*arguments)
+    squares, _, _, total, _, _, told = arguments[5:]
     line = p.flat(p.grads)
     with np.errstate(invalid="ignore"):
         expected = np.where(np.abs(line) <= np.float32(1.8e19), line, 0.0) ** 2
     np.testing.assert_allclose(squares.numpy(), expected.reshape(-1, block).sum(1), rtol=1e-12)
+    np.testing.assert_allclose(total.item(), expected.sum(), rtol=1e-12)
+    assert told.tolist() == [1.0, total.sqrt().float().item(), 2.0]
+
+
+@every_size
+def test_what_ranks_tell_of_a_scaled_loss_is_the_norm_of_the_unscaled_gradient(sizes, block):
+    told = []
+    for scale in (None, 2.0**-30, 2.0**30):
+        p = Problem(sizes, 2, block)
+        if scale is not None:
+            p.grads = [g * scale for g in p.grads]
+        arguments = squares_arguments(p, scale, 0.0)
+        ops.gradient_squares(*arguments)
+        told.append(arguments[-1].tolist())
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-30, 1.0, 3.0, 1e30, torch.inf])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_coefficients_are_scaled_as_torch_clips(norm, world_size):
+    told = (0.0, norm * world_size)
+    for loss_scale in (None, 1024.0):
+        arguments = scaling_arguments(told, loss_scale, True, 2, 3, world_size)
+        ops.scale_coefficients(*arguments)
+        outcome, hold, coef, scaled = arguments[-4:]
+        factor = (MAX_NORM / (torch.tensor(told[1]) / world_size + 1e-6)).clamp(max=1.0)
+        scale = torch.tensor(1.0 if loss_scale is None else loss_scale)
+        expected = coef.clone()
+        for column in (Coef.ONE_MINUS_BETA1, Coef.ONE_MINUS_BETA2):
+            expected[:, column] *= 1 / scale * factor
+        expected[:, Coef.GRAD_LIMIT] *= scale
+        assert torch.equal(scaled, expected)
+        mean = (torch.tensor(told[1]) / world_size).item()
+        assert outcome.tolist() == [(1 / scale * factor).item(), mean, 0.0, 0.0]
+        assert hold.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "hold", "ranks"),
+    [
+        ((0.0, 5.0), 0, 0),
+        ((1.0, 5.0), Flag.OVERFLOW | Flag.LOCAL, 1),
+        ((3.0, 5.0), Flag.OVERFLOW, 3),
+        ((0.0, 5.0, 2.0), 0, 2),
+        ((1.0, 5.0, 2.0), Flag.OVERFLOW | Flag.LOCAL, 3),
+    ],
+)
+def test_an_inf_found_now_holds_the_step_and_one_found_earlier_is_only_told(told, hold, ranks):
+    arguments = scaling_arguments(told, None, False, 1, 2)
+    ops.scale_coefficients(*arguments)
+    outcome, held, coef, scaled = arguments[-4:]
+    assert outcome.tolist() == [1.0, 0.0, ranks, float(ranks > 0)]
+    assert held.item() == hold
+    assert torch.equal(scaled, coef)
 
 
 # ---------------------------------------------------------------- freeze

@@ -10,7 +10,7 @@ from .alone import finish_alone
 from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
-from .flat import TAIL, flatten, gradient_squares, pack, unpack
+from .flat import TAIL, flatten, pack, unpack
 from .freeze import exponents, freeze, live_variance, rewarm, square_sums, update_sums
 from .jit import rule
 from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
@@ -22,6 +22,7 @@ from .receive import receive
 from .reduce import server_reduce
 from .rounds import close_round
 from .rules import LARGEST_GRADIENT, Coef, Group, Layer
+from .scaling import gradient_squares, scale_coefficients
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import vote_op
@@ -74,6 +75,7 @@ __all__ = [
     "receive",
     "rewarm",
     "rule",
+    "scale_coefficients",
     "server_reduce",
     "settle",
     "square_sums",

@@ -1,4 +1,4 @@
-"""Between the users' tensors and the flat index space: flattening, norms of gradients, packing of signs."""
+"""Between the users' tensors and the flat index space: flattening, packing of signs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from . import block_io as io
 from . import eager
-from .eager import gather, square_sum, tiles
+from .eager import gather, tiles
 from .jit import jit, tl
-from .op import AnyFloats, Bits, Derived, DoublePerBlock, Floats, Sizes, Tensors, op
+from .op import AnyFloats, Bits, Derived, Floats, Sizes, Tensors, op
 from .rules import LARGEST_GRADIENT
 
 TAIL = 8
@@ -138,39 +138,3 @@ def flatten(
         out[tile.start : tile.start + tile.numel] = values
     # Padding that only other ranks' chunks need, behind the last tensor's last block.
     out[tile.start + tile.numel : -TAIL] = 0.0
-
-
-@jit()
-def gradient_squares_kernel(
-    tensors_table, block_tensor, block_start, live_row, live, bound, squares, number,
-    TENSORS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Grid: blocks. Bytes per element: the tensor's."""
-    b = tl.program_id(0).to(tl.int64)
-    i = io.elements(BLOCK_SIZE)
-    row = tl.load(live_row + b)
-    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b)
-    x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
-    io.store_norm(squares, b, tl.where(tl.abs(x) <= tl.load(bound), x, 0.0))
-
-
-@op(
-    gradient_squares_kernel,
-    writes=("squares",),
-    derive={
-        "number": ("i32", lambda tensors: len(tensors)),
-        "blocks": ("i32", lambda squares: len(squares)),
-    },
-)
-def gradient_squares(tensors: Tensors, sizes: Sizes, block_size: int, bound: Floats, squares: DoublePerBlock) -> None:
-    """Sums the squares of a gradient, by block, in float64: no sum overflows, and bad elements do not count.
-
-    Args:
-        tensors, sizes, block_size: As for ``flatten``.
-        bound: float32 [1]; larger elements, and NaN, are left out.
-        squares: float64 [B], written.
-    """
-    squares.zero_()
-    for tile in tiles(sizes, 1, block_size, squares.device):
-        g = gather(tensors, tile, block_size)
-        squares[tile.blocks] = square_sum(tl.where(g.abs() <= bound, g, 0.0))

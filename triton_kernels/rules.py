@@ -93,6 +93,7 @@ GROUP_COLUMNS = COLUMNS + len(Group)
 MOST_STEPS = 4294967296.0
 """Steps, or as good as infinitely many: beta^t is 0 then."""
 
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
 NAN = float("nan")
 INFINITY = float("inf")
@@ -113,6 +114,13 @@ def finite(x) -> bool:
 def counted(g, k):
     """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
     return tl.where(tl.abs(g) <= of(k, GRAD_LIMIT), g, NAN)
+
+
+@rule
+def clip_factor(norm, most):
+    """What brings a gradient of ``norm`` down to ``most``, as torch's ``clip_grad_norm_`` makes it; 0 if infinite."""
+    factor = tl.div_rn(1.0, norm + CLIP_EPS) * most
+    return tl.where(factor > 1.0, 1.0, factor)
 
 
 # ---------------------------------------------------------------- the table of coefficients

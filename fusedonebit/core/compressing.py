@@ -15,7 +15,7 @@ from ..comm import FeedbackReducer, Flag, LocalTransport, Reducer, Told
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from .optimizer import DistributedOptimizer
-from .scaling import Agreed, LossScale, agree_on_scaling
+from .scaling import Agreed, LossScale, Scaling
 from .state.header import COMPRESSED, Fields, is_compressed
 from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
@@ -27,9 +27,15 @@ class CompressingOptimizer(DistributedOptimizer):
     reducer: Reducer
     _lost: Tensor | None = None
     """Above 0 where this rank's scaler has found an inf since ranks have last met: float32 [1]."""
+    weighs: ClassVar[int] = 1
+    """How many columns of coefficients weigh gradients, see ``scale_coefficients``."""
+
+    def build(self) -> None:
+        super().build()
+        self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        agreed = self._scaling(grads)
+        agreed = self._scaling(grads, coef)
         told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
         self._compressed_step(grads, agreed, told, coef)
         if self._absent is not None:
@@ -41,20 +47,28 @@ class CompressingOptimizer(DistributedOptimizer):
 
         Args:
             grads: This rank's.
-            agreed: What all ranks multiply theirs with.
+            agreed: What all ranks multiply theirs with, and the coefficients with that in them.
             told: What else goes with the messages.
             coef: float32 [tensors, columns of ``Coef``].
         """
         raise NotImplementedError
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
+    def _of_gradients(self, coef: Tensor) -> Tensor:
+        """Return the coefficients with which gradients count in this step, as yet unscaled."""
+        return coef
+
+    def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
+        scale, most, coef = LossScale.of(self), self.options.max_grad_norm, self._of_gradients(coef)
+        if scale.scale is None and scale.found_inf is None and most is None:
+            return Agreed(coef)
+        if self._scales is None:
+            self._scales = Scaling(self.layout, self.weighs, self.device)
         transport, earlier = (LocalTransport(), None) if alone else (self.transport, self._lost)
-        scale, most, largest = LossScale.of(self), self.options.max_grad_norm, self.reducer.largest_gradient
-        where = (transport, self.shards, self.layout)
-        agreed = agree_on_scaling(grads, scale, most, *where, largest=largest, earlier=earlier)
+        how: dict[str, Any] = {"largest": self.reducer.largest_gradient, "earlier": earlier}
+        agreed = self._scales.agree(grads, coef, scale, most, transport, self.shards, **how)
         if agreed.hold is not None and agreed.overflowed is not None:
-            self.overflowed = ((agreed.hold > 0) | (agreed.overflowed > 0)).float()
+            self.overflowed = agreed.overflowed
         if agreed.grad_norm is not None:
             self.last_grad_norm = agreed.grad_norm
         return agreed
@@ -92,7 +106,8 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def stats(self) -> dict[str, Any]:
         """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        scratch = sum(t.nbytes for t in self._scratch())
+        scaling = [] if self._scales is None else self._scales.memory()
+        scratch = sum(t.nbytes for t in [*self._scratch(), *scaling])
         return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag, ShardGroup, Transport
-from ..triton_kernels import LARGEST_GRADIENT, Coef, FlatLayout, gradient_squares
+from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, gradient_squares, rules, scale_coefficients
+from ..triton_kernels.finish import PIECE
+from ..triton_kernels.scaling import EARLIER, FACTOR, FOUND, MEAN_NORM, NORM, OVERFLOWED, RANKS
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
-_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class LossScale(NamedTuple):
@@ -43,93 +44,150 @@ def overflow_flags(ranks: Tensor, world_size: int) -> Tensor:
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
     """Return what brings a gradient of ``norm`` [] down to ``max_grad_norm``, as in torch; 0 where it is infinite."""
-    return (max_grad_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+    factor: Tensor = rules.clip_factor(norm.reshape(1), max_grad_norm)
+    return factor
 
 
-def gradient_norm(
-    grads: Sequence[Tensor],
-    layout: FlatLayout,
-    shards: ShardGroup,
-    loss_scale: Tensor | None = None,
-    largest: float = LARGEST_GRADIENT,
-) -> Tensor:
-    """Return the norm of a gradient without its bad elements, which drop out elsewhere: float32 [], unscaled.
+def gradient_norm(grads: Sequence[Tensor], layout: FlatLayout, shards: ShardGroup) -> Tensor:
+    """Return the norm of a gradient without its bad elements, which drop out elsewhere: float32 [].
 
     Squares are added in float64. So a bad element, or a sum beyond float32, never lets the rest pass unclipped.
-    ``grads`` are of ``layout``'s sizes; ``largest`` is what counts, unscaled.
+    ``grads`` are of ``layout``'s sizes.
     """
-    device = grads[0].device
-    bound = torch.full((1,), largest, device=device)
-    squares = torch.empty(layout.n_blocks, dtype=torch.float64, device=device)
-    where = layout.sizes, layout.block_size
-    gradient_squares(grads, *where, bound if loss_scale is None else bound * loss_scale, squares)
-    norm = shards.sum(squares.sum()).sqrt()
-    return (norm if loss_scale is None else norm / loss_scale).float()
+    sums = Squares.of(layout, grads[0].device)
+    gradient_squares(grads, layout.sizes, layout.block_size, LARGEST_GRADIENT, None, *sums)
+    return shards.sum(sums.total).sqrt().float()
+
+
+class Squares(NamedTuple):
+    """Where ``gradient_squares`` adds up."""
+
+    by_block: Tensor
+    sums: Tensor
+    tickets: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, layout: FlatLayout, device: torch.device) -> Squares:
+        """Make them for gradients of a layout."""
+        pieces = -(-layout.n_blocks // PIECE)
+        by_block, sums = (torch.empty(n, dtype=torch.float64, device=device) for n in (layout.n_blocks, pieces))
+        tickets = torch.zeros(1 + pieces, dtype=torch.int32, device=device)
+        return cls(by_block, sums, tickets, torch.empty((), dtype=torch.float64, device=device))
 
 
 class Agreed(NamedTuple):
     """What all ranks do with their gradients in one step; None where nobody asked for it."""
 
-    hold: Tensor | None
+    coef: Tensor
+    """Coefficients with gradients multiplied by ``factor``, and the limit of gradients that are still scaled."""
+    hold: Tensor | None = None
     """Flags for which nothing may change: int32 [1]."""
-    factor: Tensor | None
-    """What the gradients are multiplied with; of clipping equal on all ranks: float32 []."""
-    grad_norm: Tensor | None
+    factor: Tensor | None = None
+    """What the gradients are multiplied with; of clipping equal on all ranks: float32 [1]."""
+    grad_norm: Tensor | None = None
     """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
+    ranks: Tensor | None = None
+    """How many have found an inf, in this step or ``earlier``: float32 [1]."""
     overflowed: Tensor | None = None
-    """Above 0 where any rank has found an inf, in this step or ``earlier``: float32 []."""
-    loss_scale: Tensor | None = None
-    """What gradients were multiplied with before, so also the largest of them that counts: float32 []."""
-
-    def scaled(self, coef: Tensor, *columns: Coef) -> Tensor:
-        """Return the coefficients with gradients multiplied by ``factor``, in ONE_MINUS_BETA1 and other ``columns``."""
-        if self.factor is None:
-            return coef
-        coef = coef.clone()
-        for column in (Coef.ONE_MINUS_BETA1, *columns):
-            coef[:, column] *= self.factor
-        return self.limited(coef)
-
-    def limited(self, coef: Tensor) -> Tensor:
-        """Return the table, itself, with the limit of gradients that are still scaled."""
-        if self.loss_scale is not None:
-            coef[:, Coef.GRAD_LIMIT] *= self.loss_scale
-        return coef
+    """1 where any rank or shard has, else 0: float32 [1]."""
 
 
-def agree_on_scaling(
-    grads: Sequence[Tensor],
-    loss_scale: LossScale,
-    max_grad_norm: float | None,
-    transport: Transport,
-    shards: ShardGroup,
-    layout: FlatLayout,
-    *,
-    largest: float = LARGEST_GRADIENT,
-    earlier: Tensor | None = None,
-) -> Agreed:
-    """Decide what is multiplied with what in a compressed step, by at most one collective of a few numbers.
+class Scaling:
+    """Agrees on clipping and loss scales, in memory that stays where it is: what a step is told, the next overwrites.
 
-    Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
-    local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
-    direction of their mean, which clipping each by its own norm does not. ``earlier``, float32 [1], is above 0 where
-    this rank has found an inf since ranks have last met.
+    Args:
+        layout: Of the gradients.
+        weighs: How many columns of coefficients weigh gradients, see ``scale_coefficients``.
     """
-    factor, found_inf = loss_scale.factor(), loss_scale.found_inf
-    if found_inf is None and max_grad_norm is None:
-        return Agreed(None, factor, None, loss_scale=loss_scale.scale)
-    told = torch.zeros(2 if earlier is None else 3, device=grads[0].device)
-    if found_inf is not None:
-        told[0] = found_inf > 0
-    if max_grad_norm is not None:
-        told[1] = gradient_norm(grads, layout, shards, loss_scale.scale, largest)
-    if earlier is not None:
-        told[2:] = earlier
-    transport.all_reduce(told)
-    overflowed = told[0] + told[2:].sum()
-    hold = None if found_inf is None else shards.union(overflow_flags(told[0], transport.world_size))
-    if max_grad_norm is None:
-        return Agreed(hold, factor, None, overflowed, loss_scale.scale)
-    mean_norm = told[1] / transport.world_size
-    clip = clip_factor(mean_norm, max_grad_norm)
-    return Agreed(hold, clip if factor is None else factor * clip, mean_norm, overflowed, loss_scale.scale)
+
+    def __init__(self, layout: FlatLayout, weighs: int, device: torch.device) -> None:
+        self._layout, self._weighs = layout, weighs
+        self._squares = Squares.of(layout, device)
+        self._told = torch.zeros(EARLIER + 1, device=device)
+        self._outcome = torch.empty(OVERFLOWED + 1, device=device)
+        self._hold = torch.empty(1, dtype=torch.int32, device=device)
+        self._coef = torch.empty(0, device=device)
+
+    def memory(self) -> list[Tensor]:
+        """Return all that it keeps."""
+        return [*self._squares, self._told, self._outcome, self._hold, self._coef]
+
+    def agree(
+        self,
+        grads: Sequence[Tensor],
+        coef: Tensor,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        transport: Transport,
+        shards: ShardGroup,
+        *,
+        largest: float = LARGEST_GRADIENT,
+        earlier: Tensor | None = None,
+    ) -> Agreed:
+        """Decide what is multiplied with what in a compressed step, by at most one collective of a few numbers.
+
+        Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
+        local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
+        direction of their mean, which clipping each by its own norm does not.
+
+        Args:
+            grads: Of the layout's sizes.
+            coef: float32 [tensors, columns of ``Coef``]; stays as it is.
+            loss_scale: This rank's.
+            max_grad_norm: None: nobody clips.
+            transport: To the ranks that agree.
+            shards: Over which a norm is added up.
+            largest: Elements beyond it do not count, unscaled.
+            earlier: float32 [1], above 0 where this rank has found an inf since ranks have last met.
+        """
+        scale, found_inf = loss_scale
+        told = self._told[:EARLIER] if earlier is None else self._told
+        if max_grad_norm is not None:
+            self._tell_norm(grads, loss_scale, shards, largest, earlier, told)
+        else:
+            self._tell(found_inf, earlier, told)
+        if max_grad_norm is not None or found_inf is not None:
+            transport.all_reduce(told)
+        if self._coef.shape != coef.shape:
+            self._coef = torch.empty_like(coef)
+        clip = (max_grad_norm is not None, 0.0 if max_grad_norm is None else max_grad_norm, self._weighs)
+        written = (self._outcome, self._hold, coef, self._coef)
+        scale_coefficients(told, transport.world_size, scale, *clip, *written)
+        hold, overflowed = self._hold, self._outcome[OVERFLOWED:]
+        if found_inf is not None and shards.count > 1:
+            hold = shards.union(hold)
+            overflowed = ((hold > 0) | (overflowed > 0)).float()
+        norm = None if max_grad_norm is None else self._outcome[MEAN_NORM]
+        factor, ranks = self._outcome[FACTOR : FACTOR + 1], self._outcome[RANKS : RANKS + 1]
+        return Agreed(self._coef, None if found_inf is None else hold, factor, norm, ranks, overflowed)
+
+    def _tell_norm(
+        self,
+        grads: Sequence[Tensor],
+        loss_scale: LossScale,
+        shards: ShardGroup,
+        largest: float,
+        earlier: Tensor | None,
+        told: Tensor,
+    ) -> None:
+        """Write what this rank tells, in the launch that sums squares; of shards, once these are added up."""
+        scale, found_inf = loss_scale
+        where = (self._layout.sizes, self._layout.block_size, largest, scale)
+        if shards.count == 1:
+            gradient_squares(grads, *where, *self._squares, found_inf, earlier, told)
+            return
+        gradient_squares(grads, *where, *self._squares)
+        norm = shards.sum(self._squares.total).sqrt()
+        self._tell(found_inf, earlier, told)
+        told[NORM] = norm if scale is None else norm / scale
+
+    @staticmethod
+    def _tell(found_inf: Tensor | None, earlier: Tensor | None, told: Tensor) -> None:
+        """Write what this rank tells, but for a norm."""
+        if found_inf is None:
+            told[FOUND] = 0.0
+        else:
+            torch.gt(found_inf, 0, out=told[FOUND])
+        if earlier is not None:
+            told[EARLIER:] = earlier

@@ -66,14 +66,22 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         super().resume(header)
         self._was_frozen = header.get("was_frozen", False)
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
+    def _of_gradients(self, coef: Tensor) -> Tensor:
+        if self._phase == "local" or self._is_frozen():
+            return coef
+        plain = self.reducer.plain_coefficients()
+        plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
+        return plain
+
+    def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         if alone or not self._is_frozen():
-            return super()._scaling(grads, alone)
-        agreed = super()._scaling(grads, alone=True)
+            return super()._scaling(grads, coef, alone)
+        agreed = super()._scaling(grads, coef, alone=True)
         if agreed.hold is not None:
             ranks = self._lost.clone()
             self.transport.all_reduce(ranks)
-            self._tell_scaler(ranks, alone=False)
+            self.overflowed = (ranks > 0).float()
+            self._lost.zero_()
         return agreed
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
@@ -96,10 +104,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
 
     def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take Adam's step with the average of compressed gradients, and with the variance that is."""
-        reducer, plain = self.reducer, self.reducer.plain_coefficients()
-        plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
-        plain = agreed.scaled(plain)
-        self._synchronise(lambda part: part.compress(grads, plain), told, coef)
+        reducer = self.reducer
+        self._synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
         if self._absent is not None:
             reducer.scale.masked_fill_(self._absent[self._block_tensor], 0.0)
         self._rebuild(None, None, None, False, coef, self._anchor)

@@ -87,7 +87,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         """
         # Lines 6 and 7, done where the reducer calls ``worker``: m_i = beta1*m + (1 - beta1)*g_i is compressed to
         # C(m_i + e_i), and e_i becomes what that loses.
-        worker = self.compressing(grads, agreed.scaled(coef))
+        worker = self.compressing(grads, agreed.coef)
         # Lines 8 to 13: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
         # loses; m, the same on all workers, is what all servers send back.
         coef = self._synchronise(worker, told, coef)

@@ -14,7 +14,7 @@ from ..core.compressing import FeedbackOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import Coef, lion_compress
+from ..triton_kernels import lion_compress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class OneBitLion(FeedbackOptimizer):
     options: LionOptions
     takes_shards: ClassVar = False
     linear: ClassVar = True
+    weighs: ClassVar = 2
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
         StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="options.servers_keep"),
@@ -94,12 +95,11 @@ class OneBitLion(FeedbackOptimizer):
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
-        scaled = agreed.scaled(coef, Coef.ONE_MINUS_BETA2)
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
             where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
-            lion_compress(grads, *self._places, self.exp_avg, scaled, *where, part.found)
+            lion_compress(grads, *self._places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 

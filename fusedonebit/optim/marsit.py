@@ -87,6 +87,7 @@ class MarsitOptimizer(MarsitState):
 
     settings: ClassVar[type[Options]] = MarsitOptions
     options: MarsitOptions
+    weighs: ClassVar = 0
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)
@@ -100,13 +101,13 @@ class MarsitOptimizer(MarsitState):
 
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """x = x - u, and u into what will be agreed on."""
-        self._add(self.reducer, grads, self._leaving_out(agreed.limited(coef)), self.reducer.everything, agreed, True)
+        self._add(self.reducer, grads, self._leaving_out(agreed.coef), self.reducer.everything, agreed, True)
         self._phase = "local"
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take the last step of a round: Algorithm 2, which calls Algorithm 1; lines as ``fusedonebit.reference``'s."""
         reducer, several = self.reducer, self.options.local_steps > 1
-        own = self._leaving_out(agreed.limited(coef)) if several else agreed.limited(coef)
+        own = self._leaving_out(agreed.coef) if several else agreed.coef
         moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
         told = told._replace(changed=moments, goes=coef, steps=self.options.local_steps)
 
@@ -118,7 +119,7 @@ class MarsitOptimizer(MarsitState):
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
         self._synchronise(add, told, coef)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
-        self._apply(agreed.loss_scale is None)
+        self._apply()
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
         self._phase = "uncompressed" if reducer.full_precision else "one-bit"
         self._end_round(reducer.full_precision)
@@ -132,15 +133,15 @@ class MarsitOptimizer(MarsitState):
         agreed: Agreed,
         moves: bool = False,
     ) -> None:
-        factor = self._one if agreed.factor is None else agreed.factor.reshape(1)
+        factor = self._one if agreed.factor is None else agreed.factor
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
         decays = any(group["weight_decay"] for group in self._taken)
         how = (factor, hold, decays, moves, self._kept_now if moves else None)
         part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
 
-    def _apply(self, keeps_table: bool) -> None:
-        """Move by g_t; where neither the step nor a count changes the table, that launch counts."""
+    def _apply(self) -> None:
+        """Move by g_t; where no count changes the table, that launch counts."""
         layout, reducer, live = self.layout, self.reducer, self.live
         several, mask = self.options.local_steps > 1, (live.bits, live.row)
         target, places, tables = self.parameters.dense, self._places, self._tables
@@ -153,7 +154,7 @@ class MarsitOptimizer(MarsitState):
             add_values(target, *places, values, False, *mask, reducer.flags, rounding)
         else:
             update, coef = (reducer.bits, self._going(reducer.scale)), self._as_it_is
-            counts = keeps_table and not several and rounding is None and not self.coefficients.bias_correction
+            counts = not several and rounding is None and not self.coefficients.bias_correction
             counting = self.coefficients.count(*self._counters()) if counts else ()
             apply_momentum(target, *places, *update, None, False, coef, *tables, reducer.flags, rounding, *counting)
         if several:  # also where the round was skipped

@@ -271,7 +271,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1's compression stage, its lines numbered as in ``fusedonebit.reference``."""
         # Lines 6 to 13: workers and servers average the momenta, each layer's scaled to one size (section 4.3).
-        coef = self._synchronise(self.compressing(grads, agreed.scaled(coef)), told, coef)
+        coef = self._synchronise(self.compressing(grads, agreed.coef), told, coef)
         skip, kept = self.reducer.flags, self._last_kept() if self._adaptive else None
         if self._adaptive:
             norms = self._norms if self._deepspeed else None

@@ -96,7 +96,7 @@ class RoundOptimizer(CompressingOptimizer):
         return flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
-        self._step_alone(grads, self._scaling(grads, alone=True), coef)
+        self._step_alone(grads, self._scaling(grads, coef, alone=True), coef)
         self._tag = self._mixed_tag()
         self._local += 1
         return self._no_flags

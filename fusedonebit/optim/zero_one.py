@@ -163,7 +163,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
         if self._local == 0:
             self._make_floats(coef, renews=False)
-        scaled, last = agreed.scaled(coef), self._local == self._round.steps - 2 and not self.leaks
+        scaled, last = agreed.coef, self._local == self._round.steps - 2 and not self.leaks
         if not self._missing:
             self._add(grads, scaled, agreed.hold, moves=True, last=last)
         else:
@@ -194,13 +194,15 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         steps = self._round.steps
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
-        compressed = agreed.scaled(self._of_each_step(coef))
         v, inside = self.exp_avg_sq if self.options.precondition else None, self._eps_inside_sqrt
         told = told._replace(pending=self._pending)
         if steps > 1:
             self._sum_up(coef)
-        self._synchronise(lambda part: part.compress(grads, compressed, v, inside), told, coef)
+        self._synchronise(lambda part: part.compress(grads, agreed.coef, v, inside), told, coef)
         self._apply(coef, agreed.hold)
+
+    def _of_gradients(self, coef: Tensor) -> Tensor:
+        return coef if self._phase == "local" else self._of_each_step(coef)
 
     def _of_each_step(self, coef: Tensor) -> Tensor:
         """Return coefficients of momentum in bits of several steps' sum, of which beta1 takes the share of one."""
@@ -235,20 +237,15 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._as_floats = False
         self._end_round(self._round)
 
-    def _scaling(self, grads: Sequence[Tensor], alone: bool = False) -> Agreed:
-        agreed = super()._scaling(grads, alone)
-        if agreed.hold is not None and agreed.overflowed is not None:
-            self._tell_scaler(agreed.overflowed, alone)
+    def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
+        agreed = super()._scaling(grads, coef, alone)
+        if agreed.hold is not None and agreed.ranks is not None:
+            if alone:  # that worker keeps to itself what it has found, or scales part
+                self._lost += agreed.ranks
+                self.overflowed.zero_()
+            else:
+                self._lost.zero_()
         return agreed
-
-    def _tell_scaler(self, ranks: Tensor, alone: bool) -> None:
-        """Say that ``ranks`` of all have found an inf; a worker alone keeps that to itself, or scales part."""
-        if alone:
-            self._lost += ranks
-            self.overflowed.zero_()
-        else:
-            self.overflowed = (ranks > 0).float().reshape(1)
-            self._lost.zero_()
 
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake() if self._phase == "uncompressed" else super()._describe(flag)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
+from scaling_arguments import TO_SCALE, TOLD, scaling_arguments, squares_arguments
 from torch import Tensor
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
@@ -295,8 +296,17 @@ def test_flatten_equals_eager(check, sizes, dtype):
         p = problem(sizes, 3, 128, dtype, special)
         out = torch.zeros(p.layout.numel + TAIL)
         check("flatten", sizes, lambda p=p, out=out: (p.grads, p.layout.sizes, 128, 1 / 3, None, out))
-        squares, bound = torch.zeros(p.layout.n_blocks, dtype=torch.float64), torch.tensor([1e19])
-        check("gradient_squares", sizes, lambda p=p, s=squares, b=bound: (p.grads, p.layout.sizes, 128, b, s))
+        for told in ((), *TOLD):
+            check("gradient_squares", sizes, lambda p=p, t=told: squares_arguments(p, *t))
+
+
+@pytest.mark.parametrize("tensors", [1, 3, 200])
+def test_scale_coefficients_equals_eager(check, tensors):
+    for told in TO_SCALE:
+        for loss_scale in (None, 1024.0):
+            for clips, weighs in ((False, 1), (True, 0), (True, 2)):
+                how = (told, loss_scale, clips, weighs, tensors)
+                check("scale_coefficients", (tensors,), lambda how=how: scaling_arguments(*how))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

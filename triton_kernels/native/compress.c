@@ -20,18 +20,6 @@ KERNEL(flatten)
     }
 }
 
-KERNEL(gradient_squares)
-{
-    float x[MOST];
-    for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS);
-        load_user(x, at, live, live_row[b], BLOCK_SIZE);
-        for (int64_t i = 0; i < BLOCK_SIZE; i++)
-            x[i] = fabsf(x[i]) <= *bound ? x[i] : 0.0f;
-        squares[b] = norm_of(x, BLOCK_SIZE);
-    }
-}
-
 /* Sums of |c| and of c^2, as store_partials makes them, line by line. */
 struct sums {
     double absolute[LINE], square[LINE];
