@@ -58,12 +58,10 @@ class Signum(FeedbackOptimizer):
         self.reducer = SignVote(self.layout, self.transport, aggregation="majority", **where)
 
     def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
-        scaled = agreed.scaled(coef)
-
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold
             where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
-            toy_vote(grads, *self._places, self.exp_avg, scaled, *where, part.found)
+            toy_vote(grads, *self._places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 
