@@ -26,6 +26,7 @@ FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 STOCHASTIC = {"rounding": "*i64"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
+SUMS = {"digest": "*i64"}
 COUNTS = {"steps": "*fp64", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
@@ -60,7 +61,7 @@ class Case:
         loops: How often a loop in it runs per block; of each loop, in their order, where they differ.
         share: Elements that belong to an element of a block: W where a kernel works on all chunks at once.
         cached: Bytes that every block reads and that stay in the cache: the headers of all ranks, 16 at a time.
-        halves: Indices that are cut to 32 bits on purpose, as the words that a hash makes random bits of.
+        halves: Numbers that are cut to 32 bits on purpose: words that a hash makes random bits of, a digest.
     """
 
     kernel: str
@@ -127,18 +128,16 @@ CASES = {
     "server_reduce, W=2, ternary": Case(
         "server_reduce", {"TERNARY": True}, loops=(1, 0, 0, 2), halves=1, cached=HEADERS
     ),
-    "apply_momentum": Case("apply_momentum", VARIANCE),
-    "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16),
-    "apply_momentum, preconditioned": Case("apply_momentum"),
-    "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16),
-    "apply_momentum, ternary": Case("apply_momentum", VARIANCE | {"TERNARY": True}),
+    "apply_momentum": Case("apply_momentum", VARIANCE | SUMS),
+    "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16 | SUMS),
+    "apply_momentum, preconditioned": Case("apply_momentum", SUMS),
+    "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16 | SUMS),
+    "apply_momentum, ternary": Case("apply_momentum", VARIANCE | SUMS | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
-    "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, 1, *[0] * 9), num_warps=1),
+    "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, 1, *[0] * 9), halves=1, num_warps=1),
     "finish_alone": Case("finish_alone", ALONE, loops=(0, 0, 1, 1, 1, 0, 0, 1, *[0] * 4), num_warps=1),
-    "receive": Case("receive", loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1),
-    "receive, guarded": Case(
-        "receive", GUARD, loops=(1, 4, 1, *[0] * 4), share=128, halves=1, cached=HEADERS, num_warps=1
-    ),
+    "receive": Case("receive", loops=(1, 0), share=128, cached=HEADERS, num_warps=1),
+    "receive, guarded": Case("receive", GUARD, loops=(1, *[0] * 5), share=128, cached=HEADERS, num_warps=1),
     "lamb_update": Case("lamb_update"),
     "lamb_coefficient": Case("lamb_coefficient"),
     "lamb_move": Case("lamb_move"),
@@ -148,15 +147,13 @@ CASES = {
     "lamb_ratio, preconditioned, bf16 variance": Case("lamb_ratio", FROZEN_BF16 | {"PRECONDITIONED": True}),
     "lamb_ratio, ternary": Case("lamb_ratio", {"TERNARY": True}),
     "lamb_rescale": Case("lamb_rescale"),
-    "local_update": Case("local_update", LOCAL),
-    "local_update, bf16": Case("local_update", LOCAL | BF16),
-    "local_update, Adam": Case("local_update", ADAM),
-    "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}),
-    "local_update, Adam, bf16": Case("local_update", ADAM | BF16),
+    "local_update": Case("local_update", LOCAL, halves=1),
+    "local_update, bf16": Case("local_update", LOCAL | BF16, halves=1),
+    "local_update, Adam": Case("local_update", ADAM, halves=1),
+    "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}, halves=1),
+    "local_update, Adam, bf16": Case("local_update", ADAM | BF16, halves=1),
     "merge_signs": Case("merge_signs"),
-    "close_round": Case(
-        "close_round", {"SIGNS": True}, loops=(1, 4, 1, 0), share=128, halves=1, cached=HEADERS, num_warps=1
-    ),
+    "close_round": Case("close_round", {"SIGNS": True}, loops=(1, 0, 1, 0), share=128, cached=HEADERS, num_warps=1),
     "close_parts": Case("close_parts", GUARD, loops=(0, 1, *[0] * 4), num_warps=1),
     "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
     "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
@@ -190,7 +187,7 @@ VARIANTS = {
     "momentum_compress, ternary, in place": Case("momentum_compress", {"TERNARY": True, "IN_PLACE": True}),
     "finish, renews, of a round": Case("finish", FINISH | RENEWS | MOVED, num_warps=1),
     "finish_alone, of a round": Case("finish_alone", ALONE | MOVED, num_warps=1),
-    "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS),
+    "apply_momentum, counts": Case("apply_momentum", VARIANCE | COUNTS | SUMS),
     "finish, ternary": Case("finish", FINISH | {"TERNARY": True}, num_warps=1),
     "server_reduce, W=64, ternary": Case(
         "server_reduce", {"TERNARY": True}, loops=(4, 0, 8, 0), halves=1, cached=4 * HEADERS
@@ -205,6 +202,7 @@ VARIANTS = {
     "momentum_compress, mixed": Case("momentum_compress", MIXED),
     "momentum_compress, unaligned": Case("momentum_compress", UNALIGNED),
     "momentum_compress, small blocks": Case("momentum_compress", {"BLOCK_SIZE": 128}),
+    "apply_momentum, alone": Case("apply_momentum"),
     "apply_momentum, mixed": Case("apply_momentum", VARIANCE | MIXED),
     "apply_momentum, unaligned": Case("apply_momentum", VARIANCE | UNALIGNED),
     "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),

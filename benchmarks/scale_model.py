@@ -15,7 +15,7 @@ from fusedonebit.comm import Messages
 from fusedonebit.comm.message import HEADER_BYTES
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
-from fusedonebit.triton_kernels.receive import SPAN
+from fusedonebit.triton_kernels.receive import spans_of
 
 LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
 
@@ -103,7 +103,7 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     # Per scale, of 32 blocks at most: its first block and number, and in 8 bytes its count; and one more end.
     tables += 16 * total + 4 + 16 * own + 4
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
-    scalars = 8 * 4 + 5 * 8
+    scalars = 8 * 4 + 6 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
     count = len(layout.sizes)
     # Of each tensor float64 updates, in all and in its variance.
@@ -114,7 +114,7 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     scratch += 4 * total + 4 * own
     scratch += 48 * -(-total // 128) + 48 * -(-own // 128) + 2 * 4
     # What each program that takes messages up gives to the norm of the update.
-    scratch += 8 * ranks * -(-(message - HEADER_BYTES) // (8 * SPAN))
+    scratch += 8 * ranks * spans_of(layout.blocks_per_chunk)
     if lamb:
         elements += 4 * layout.numel + 4 * 8 + bits  # the warm-up's gradients, tail included; the last bits
         tensors += 4 * count  # the tail's words of each tensor

@@ -198,9 +198,12 @@ class Workload:
             *(SCALE_NORMS["contractive"], sums, tickets, self._scale(0.0, len(lengths))),
             torch.zeros(messages, self._slots, device=self.device),
             torch.zeros(messages, len(Word), dtype=torch.int32, device=self.device),
-            *(1, None, False, 1, 0, self.skip.clone(), self.skip, self.skip, *renewal),
+            *(1, None, False, 1, 0, self.skip.clone(), self._sum(), self.skip, *renewal),
         )
         return partial(ops.finish, *arguments)
+
+    def _sum(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def receive(self) -> partial[None]:
         layout, blocks, served = self.layout, self.layout.n_blocks, self.layout.blocks_per_chunk
@@ -209,16 +212,14 @@ class Workload:
         messages.scales.fill_(0.1)
         segment = layout.scale_segments("block").to(self.device, torch.int32)
         of_server = self._slot[:served].to(self.device, torch.int32)
-        own = messages.words[0].clone()
-        own[Word.DIGEST] = 0
         written = [self._scale(0.0, n) for n in (blocks, blocks, blocks, served, served)]
         arguments = (
-            *(messages.words, own, messages.payload, messages.scales, segment),
+            *(messages.words, messages.words[0].clone(), messages.front, messages.scales, segment),
             *(self._scale(0.3, int(segment[-1]) + 1), of_server, self._scale(0.2, self._slots), 0, *written),
-            *(self.skip, self.skip.clone(), torch.zeros(1, dtype=torch.int64, device=self.device), self.skip.clone()),
+            *(self.skip, self.skip.clone(), self._sum(), self._sum(), self.skip.clone()),
             *(self.coef, self.block_tensor, self._scale(1.0, blocks)),
             *(torch.full((n,), 1e30, dtype=torch.float64, device=self.device)[0] for n in (1, 1)),
-            torch.zeros(self.world_size * spans_of(messages.payload), dtype=torch.float64, device=self.device),
+            torch.zeros(self.world_size * spans_of(served), dtype=torch.float64, device=self.device),
         )
         return partial(ops.receive, *arguments)
 
@@ -244,7 +245,7 @@ class Workload:
         arguments = (
             *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
             *(self._scale(0.1, layout.n_blocks), v, False, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip, None),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip, None, self._sum()),
         )
         *_, steps, updates = self._clock()
         counting = (None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH), steps)
@@ -312,7 +313,7 @@ class Workload:
             *(self.params, self.grads, layout.sizes, layout.block_size, 0, self.world_size, m, None, c),
             *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef, self.block_tensor),
             *(self.table.bits, self.table.row, torch.ones(1, device=self.device), 1.0, self.skip, False, False),
-            *(None, messages.words, 0, 0, 0, self.skip),
+            *(None, messages.words, 0, 0, 0, self._sum()),
         )
         return partial(ops.local_update, *arguments)
 
@@ -325,9 +326,8 @@ class Workload:
         messages = self._messages(self.world_size)
         written = [self._scale(0.0, self.layout.n_blocks) for _ in range(3)]
         arguments = (
-            *(messages.words, messages.words[0], messages.payload, self.coef, self.block_tensor, 1.0, 1.0, True),
-            *(self.skip, *written, self.skip.clone(), self.skip.clone()),
-            *(torch.zeros(1, dtype=torch.int64, device=self.device), self.skip.clone()),
+            *(messages.words, messages.words[0], messages.front, self.coef, self.block_tensor, 1.0, 1.0, True),
+            *(self.skip, *written, self._sum(), self.skip.clone(), self._sum(), self.skip.clone()),
         )
         return partial(ops.close_round, *arguments)
 

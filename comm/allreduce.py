@@ -65,8 +65,8 @@ class CompressedAllReduce(FeedbackReducer):
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
-        gathered, scale, served: W messages, float32 [B], and zeros float32 [P / W] to use as the result's and the
-            server's c; None allocates them.
+        gathered, scale, served, digest: W messages, float32 [B], zeros float32 [P / W] and int64 [1] to use as the
+            result's, the server's c, and the checksum; None allocates them.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -94,6 +94,7 @@ class CompressedAllReduce(FeedbackReducer):
         gathered: Messages | None = None,
         scale: Tensor | None = None,
         served: Tensor | None = None,
+        digest: Tensor | None = None,
     ) -> None:
         self.layout, self.part = layout, part or Part(layout)
         self.transport: Transport = transport if transport is not None else LocalTransport()
@@ -125,8 +126,10 @@ class CompressedAllReduce(FeedbackReducer):
         words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4))
         self._agreed, self._received, self._no_flags, self._ticket = words
         self.flags, self.hold = self._received, self._no_flags
+        if self.serves:
+            self.digest = torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        programs = layout.world_size * spans_of(self.gathered.payload)
+        programs = layout.world_size * spans_of(layout.blocks_per_chunk)
         self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
         self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
@@ -239,7 +242,7 @@ class CompressedAllReduce(FeedbackReducer):
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         if self.server.measures:
-            self.server.finish(self.served, *header, self.served.digest, self.hold)
+            self.server.finish(self.served, *header, self.digest, self.hold)
 
     def receive(self, told: Told) -> None:
         """Take up the servers' messages in ``gathered``: m of line 13.
@@ -250,12 +253,13 @@ class CompressedAllReduce(FeedbackReducer):
         if (judged := self._limit(told)) is not None:
             coef, *rest = judged
             limit = (coef, self.block_tensor, *rest, self._squares)
+        assert self.digest is not None
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
         receive(
             self.gathered.words,
             self.served.words[0],
-            self.gathered.payload,
+            self.gathered.front if told.sums else self.gathered.payload,
             self.gathered.scales,
             self.worker.segment,
             self.worker.measured,
@@ -269,6 +273,7 @@ class CompressedAllReduce(FeedbackReducer):
             self.server.settled,
             self.hold,
             self._received,
+            self.digest,
             self._total,
             self._ticket,
             *limit,
@@ -306,7 +311,7 @@ class CompressedAllReduce(FeedbackReducer):
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
         pending = self._no_flags if told.pending is None else told.pending
         header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
-        self.worker.finish(self.to_servers, *header, self.served.digest, self.hold, *told.renewal)
+        self.worker.finish(self.to_servers, *header, self.digest, self.hold, *told.renewal)
 
     def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:
         """Return arguments of the op ``finish``, from ``number`` on."""

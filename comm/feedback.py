@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, LiveTable, rules
-from ..triton_kernels.headers import CHECKED, Flag, Word
+from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
 from .absent import Kept
 from .error_feedback import ErrorFeedback
 from .message import Limit, Messages, Told, describe_mismatch
@@ -81,7 +81,7 @@ class FeedbackReducer(Reducer):
     @property
     def digests(self) -> list[int]:
         """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
-        return [int(part.served.words[0, Word.DIGEST]) for part in self.parts]
+        return [0] * len(self.parts) if self.digest is None else folded(self.digest).tolist()
 
     @abstractmethod
     def set_live(self, live: LiveTable) -> None:
@@ -102,8 +102,8 @@ class FeedbackReducer(Reducer):
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
-        for part, digest in zip(self.parts, digests, strict=False):
-            part.served.words[:, Word.DIGEST] = digest
+        if self.digest is not None:
+            self.digest.copy_(torch.tensor([unfolded(n) for n in digests[: len(self.digest)]]))
 
     def serve_again(self) -> None:
         """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""

@@ -65,6 +65,7 @@ class Told(NamedTuple):
             round of signs (eta_s). None where scales are measured.
         steps: Of the round.
         limit: For which results all ranks skip. None: for none.
+        sums: Whether the caller applies the result with ``apply_momentum``, and hands it ``Reducer.digest``.
         renewal: The last arguments of the op ``finish``, with which it renews coefficients; or (). Where the step is
             added to those of a round, one ``finish`` alone gets them.
     """
@@ -79,6 +80,7 @@ class Told(NamedTuple):
     goes: Tensor | None = None
     steps: int = 1
     limit: Limit | None = None
+    sums: bool = False
     renewal: tuple[Tensor | int | None, ...] = ()
 
 
@@ -98,11 +100,11 @@ class Messages:
         words: int32 [count, 8], the headers.
         absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
         head: int32 [count, 8 and more], words and ``absent`` together.
-        digest: int32 [1], DIGEST of the first.
         signal: float32 [count], their last words.
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
         payload: uint8 [count, nbytes - 32], all behind the words.
+        front: What of the payload lies before the bits.
     """
 
     def __init__(
@@ -128,8 +130,7 @@ class Messages:
         self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
-        self.digest = self.words[:1, Word.DIGEST]
-        self.payload = buffer[:, HEADER_BYTES:]
+        self.payload, self.front = buffer[:, HEADER_BYTES:], buffer[:, HEADER_BYTES:bits]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 

@@ -81,6 +81,8 @@ class PartedAllReduce(FeedbackReducer):
         self.server_residual = torch.zeros(len(here), layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
+        if self.serves:
+            self.digest = torch.zeros(len(here), dtype=torch.int64, device=device)
         self._parts = [
             make_all_reduce(
                 part.layout,
@@ -98,8 +100,9 @@ class PartedAllReduce(FeedbackReducer):
                 else Messages(transport.world_size, most, part.layout, device, ternary),
                 scale=self.scale[part.blocks],
                 served=served,
+                digest=None if self.digest is None else self.digest[i : i + 1],
             )
-            for part, served in zip(here, self.server_residual, strict=True)
+            for i, (part, served) in enumerate(zip(here, self.server_residual, strict=True))
         ]
         self.kept = []
         self._part_flags, self._united, self._ticket = (

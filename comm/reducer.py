@@ -40,6 +40,10 @@ class Reducer(Protocol):
     """int32 [1], the last step's ``Flag`` bits, equal on all ranks; it was skipped where any is set."""
     absent: Tensor | None = None
     """Of which tensors no rank had a gradient, bool [tensors]; None where this rank had all: then there are none."""
+    digest: Tensor | None = None
+    """Checksums of the last messages, which the next ones carry: int64 [parts]; None where nobody compares them.
+
+    With ``Told.sums`` they lack the bits, until ``apply_momentum`` adds them."""
     error: Exception | None = None
     """An error of this rank, found while gradients were under way; every rank has skipped the step for it."""
     largest_gradient: float = LARGEST_GRADIENT

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
-from ..triton_kernels.headers import Flag, Word, agreed_flags, union
+from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
@@ -49,7 +49,6 @@ class RoundAllReduce(Reducer):
         scale: float32 [B]: how far the last round went; 0 if it was skipped.
         values: float32 [P], the global update where it is no signs; else None.
         full_precision: Whether the last round sent float32.
-        digest: Of the last global update, int32 []; the next round's headers compare it.
         rounds: How many there were, t of the next.
         counted: Those of them that were not taken back.
     """
@@ -97,7 +96,7 @@ class RoundAllReduce(Reducer):
         self.rounds = 0
         self.counted = 0
         self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
-        self.digest = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.digest: Tensor = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.arrived_words: Tensor | None = None
         self._arrived_absent: Tensor | None = None
         self._words_inside: Tensor | None = None
@@ -254,15 +253,16 @@ class RoundAllReduce(Reducer):
     def _close(self, words: Tensor, own: Tensor, told: Told) -> None:
         """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
         assert told.goes is not None
-        payload, most = self.messages.payload, self.compensation_limit
+        most = self.compensation_limit
+        summed = self.messages.front if told.sums else self.messages.payload
         if self.values is not None:
-            payload = self.values.view(self.layout.world_size, -1).view(torch.uint8)
+            summed = self.values.view(self.layout.world_size, -1).view(torch.uint8)
             # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
             most = 0.0 if self.full_precision else None
         close_round(
             words,
             own,
-            payload,
+            summed,
             told.goes,
             self._tensor_of_all,
             told.steps,
@@ -334,7 +334,7 @@ class RoundAllReduce(Reducer):
         self.rounds = rounds
         self._sent.words[0, Word.FLAGS] = pending
         self.counted, self._skipped = rounds if counted is None else counted, 0
-        self.digest.fill_(digest)
+        self.digest.fill_(unfolded(digest))
 
     @property
     def pending(self) -> int:

@@ -12,7 +12,7 @@ from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)
-HEADER = (2**31 - 5, 77, int(Flag.ABORT), torch.tensor(-12_345, dtype=torch.int32))
+HEADER = (2**31 - 5, 77, int(Flag.ABORT), torch.tensor([-12_345 << 17]))
 """Of ``local_update``: the number, the tag, flags, the digest."""
 
 
@@ -60,7 +60,7 @@ def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 
     held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
     return (
         *(words, own, payload, p.coef, p.block_tensor, 3.0, most, signs, held, *written),
-        *(torch.tensor(-1, dtype=torch.int32), found, torch.zeros(1, dtype=torch.int64), ticket),
+        *(torch.tensor([-1]), found, torch.tensor([0]), ticket),
     )
 
 

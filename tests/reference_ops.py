@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
 from fusedonebit.triton_kernels.finish import Segments
-from fusedonebit.triton_kernels.headers import CHECKED, Word
+from fusedonebit.triton_kernels.headers import CHECKED, Word, folded
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -39,6 +39,11 @@ RATIO_WAYS = [
         ((1, False), (False, True)),
     )
 ]
+
+
+def checksum_of(values: Tensor) -> Tensor:
+    """The word that tells all bits of ``values``: int32 []."""
+    return folded(values.view(torch.int64).sum())
 
 
 class Problem:
@@ -135,11 +140,12 @@ class Problem:
         eps_inside_sqrt: bool = False,
         skip: int = 0,
         rounding: Tensor | None = None,
+        digest: Tensor | None = None,
     ) -> tuple:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
             *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
-            *(torch.tensor([skip], dtype=torch.int32), rounding),
+            *(torch.tensor([skip], dtype=torch.int32), rounding, digest),
         )
 
     def finish_arguments(self, scope: str, norm: str, hold: int = 0, counter: int | None = None) -> tuple:
@@ -150,7 +156,8 @@ class Problem:
         message = (torch.full((world_size, slots), torch.nan), self.headers()[0])
         scale = torch.full((len(count),), torch.nan)
         at = None if counter is None else torch.tensor(counter, dtype=torch.int32)
-        pending, digest, held = (torch.tensor([n], dtype=torch.int32) for n in (0, -12345, hold))
+        pending, held = (torch.tensor([n], dtype=torch.int32) for n in (0, hold))
+        digest = torch.tensor([(7 << 32) + ((-12345 ^ 7) & 0xFFFFFFFF)])  # halves that together are -12345
         return (
             *(self.partials, segment, start, single, pieces, count, SCALE_NORMS[norm], sums, tickets, scale, *message),
             *(7, at, counter is not None, 2**31 - 1, 0, pending, digest, held),
@@ -189,12 +196,13 @@ class Problem:
         held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
         judged: tuple[Tensor | None, ...] = (None,) * 6
         if limit is not None:
-            squares = torch.full((layout.world_size * spans_of(messages.payload),), torch.nan, dtype=torch.float64)
+            spans = layout.world_size * spans_of(layout.blocks_per_chunk)
+            squares = torch.full((spans,), torch.nan, dtype=torch.float64)
             numbers = (torch.tensor(limit, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
             judged = (self.coef, self.block_tensor, self.normal(layout.n_blocks).abs(), *numbers, squares)
         return (
             *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
-            *(served, measured[1], rank, *written, held, found, torch.zeros(1, dtype=torch.int64), ticket, *judged),
+            *(served, measured[1], rank, *written, held, found, torch.tensor([-1]), torch.tensor([0]), ticket, *judged),
         )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:

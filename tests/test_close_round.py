@@ -6,11 +6,12 @@ import pytest
 import torch
 from backends import assert_equal_backends, problem
 from marsit_arguments import close_arguments
+from reference_ops import checksum_of
 from torch import Tensor
 
 from fusedonebit.triton_kernels import Coef, close_round, using
-from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags
-from fusedonebit.triton_kernels.receive import SPAN, checksum_of
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
+from fusedonebit.triton_kernels.rounds import SPAN
 
 SOME = (300, 0, 5, 2048, 129)
 BACKENDS = ("plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler))
@@ -42,8 +43,8 @@ def steps_of(arguments: tuple) -> Tensor:
 )
 def test_close_round_equals_eager(sizes, world_size, given):
     def make() -> tuple:
-        words, own, payload, *rest = arguments_of(*given, sizes=sizes, world_size=world_size)
-        return words, own, payload[:17], *rest  # where there are many ranks, some of the messages do
+        words, own, summed, *rest = arguments_of(*given, sizes=sizes, world_size=world_size)
+        return words, own, summed[:17], *rest  # where there are many ranks, some of the messages do
 
     assert_equal_backends("close_round", make)
 
@@ -68,7 +69,7 @@ def test_signs_go_eta_s_and_bound_what_is_left_where_anything_moves(limit):
     close_round(*arguments)
     eta_s = steps_of(arguments)
     assert int(flags) == 0
-    assert int(digest) == int(checksum_of(arguments[2]))
+    assert int(folded(digest)) == int(checksum_of(arguments[2]))
     assert torch.equal(scale, eta_s)
     assert torch.equal(taken, eta_s)
     assert torch.equal(bound, torch.where(eta_s > 0, eta_s * limit, torch.inf))
@@ -81,7 +82,7 @@ def test_of_floats_nothing_is_taken_but_all_that_exceeds_the_bound(most):
     arguments = arguments_of(False, most=most)
     _, taken, bound, digest, _ = arguments[9:14]
     close_round(*arguments)
-    assert int(digest) == int(checksum_of(arguments[2]))
+    assert int(folded(digest)) == int(checksum_of(arguments[2]))
     assert not taken.any()
     assert (bound == most).all()
 

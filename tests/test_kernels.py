@@ -22,7 +22,7 @@ from fusedonebit.triton_kernels import (
     using,
 )
 from fusedonebit.triton_kernels.finish import Segments
-from fusedonebit.triton_kernels.headers import Word
+from fusedonebit.triton_kernels.headers import Word, unfolded
 from fusedonebit.triton_kernels.op import OPS, launches
 
 pytestmark = pytest.mark.kernels
@@ -129,11 +129,11 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
     torch.ops.fusedonebit.server_reduce(*alone)
     torch.ops.fusedonebit.server_reduce(*together)
     written, nothing = own.clone(), torch.zeros(0, dtype=torch.int64)
-    work = Segments.of(nothing, torch.device("cpu"))
+    work, told = Segments.of(nothing, torch.device("cpu")), torch.tensor([unfolded(int(alone[3][Word.DIGEST]))])
     torch.ops.fusedonebit.finish(
         *(torch.zeros(3, 6, dtype=torch.float64), torch.zeros(6, dtype=torch.int32), *work[:3]),
         *(torch.zeros(0, dtype=torch.float64), 2, *work[3:], torch.ones(6), torch.ones(1, 6), written),
-        *(number, step, False, tag, 0, alone[13].clone(), own[0, Word.DIGEST :][:1], torch.tensor([hold]).int()),
+        *(number, step, False, tag, 0, alone[13].clone(), told, torch.tensor([hold]).int()),
     )
     assert torch.equal(together[15], written)
     for one, other in zip(tensors(alone), tensors(together), strict=False):

@@ -20,7 +20,7 @@ from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, SimulatedTransport
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
 from fusedonebit.triton_kernels.block_io import NONFINITE
-from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, folded
 from fusedonebit.triton_kernels.marsit_signs import bernoulli, threshold_of
 
 pytestmark = pytest.mark.kernels
@@ -128,7 +128,7 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
     expected = before[WORDS].clone()
     if not moves:
         expected[slice(0 if shared else 1, None), [Word.STEP, Word.DIGEST, Word.TAG, Word.SIGNAL]] = torch.tensor(
-            [number, int(digest), tag, 0], dtype=torch.int32
+            [number, int(folded(digest)), tag, 0], dtype=torch.int32
         )
     bad = torch.tensor([shared, True, True, True]) * NONFINITE  # the blocks of tensor 3 reach from chunk 0 to 3
     bad[0] = NONFINITE * shared

@@ -76,7 +76,11 @@ def example(name: str) -> list[tuple]:
             t.receive_arguments("block", 1, flags=1),
         ],
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],
-        "apply_momentum": [p.apply_arguments(), p.apply_arguments(p.exp_avg_sq, False, 0, step), t.apply_arguments()],
+        "apply_momentum": [
+            p.apply_arguments(p.exp_avg_sq, False, 0, step),
+            p.apply_arguments(digest=torch.tensor([5])),
+            t.apply_arguments(skip=1, digest=torch.tensor([5, -(2**63)])),
+        ],
         "adam_update": [p.update_arguments(), p.update_arguments(0, False, step), p.update_arguments(skip=1)],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
         "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],

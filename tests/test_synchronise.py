@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import assert_equal_backends, problem
+from reference_ops import checksum_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,10 +16,9 @@ from fusedonebit import triton_kernels
 from fusedonebit.comm import CompressedAllReduce, SimulatedGroup, Told
 from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
-from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags
+from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
 from fusedonebit.triton_kernels.native import library
 from fusedonebit.triton_kernels.op import OPS
-from fusedonebit.triton_kernels.receive import SPAN, checksum_of
 
 SOME = (300, 0, 5, 2048, 129)
 LONG = (45 * 128, 5, (2 * PIECE + 70) * 128, *[3] * (LANES + 2))  # of every kind of segment more than one
@@ -77,11 +77,10 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
             triton_kernels.finish(*finish)
             triton_kernels.receive(*receive)
         assert not finish[8].any()
-        assert int(receive[16]) == int(receive[17]) == 0
-        written = (*finish[9:12], *receive[9:14], receive[22].view(1))
+        assert int(receive[17]) == int(receive[18]) == 0
+        written = (*finish[9:12], *receive[9:14], receive[16], receive[23].view(1))
         bits = [t.view(torch.int32).clone() for t in written]  # slots without a scale are NaN
         runs.append(bits)
-        receive[1][Word.DIGEST] = receive[0][0, Word.DIGEST]  # the next step's headers carry it
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
@@ -90,7 +89,7 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
 @pytest.mark.parametrize("limit", [None, 1e9, 1e-9])
 @pytest.mark.parametrize(("flags", "hold"), [(0, 0), (1, 0), (0, 16), (2, 16)])
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "ternary"), [(SOME, 1, False), (SOME, 5, True), ((3 * SPAN * 64,), 2, False)]
+    ("sizes", "world_size", "ternary"), [(SOME, 1, False), (SOME, 5, True), ((3 * 2**17,), 2, False)]
 )
 def test_receive_equals_eager(sizes, world_size, ternary, flags, hold, limit):
     def make() -> tuple:
@@ -102,12 +101,12 @@ def test_receive_equals_eager(sizes, world_size, ternary, flags, hold, limit):
 
 def test_receive_hands_out_scales_flags_and_the_digest():
     arguments = problem(SOME, 3, 128).receive_arguments("layer", 1)
-    _, own, payload, scales, segment, measured, served, of_server = arguments[:8]
-    written, flags = arguments[9:14], arguments[15]
+    summed, scales, segment, measured, served, of_server = arguments[2:8]
+    written, flags, digest = arguments[9:14], *arguments[15:17]
     scale, worker, settled, server, server_settled = written
     triton_kernels.receive(*arguments)
     assert int(flags) == 0
-    assert int(own[Word.DIGEST]) == int(checksum_of(payload))
+    assert int(folded(digest)) == int(checksum_of(summed))
     first = segment.view(3, -1)[:, :1].expand(3, len(segment) // 3).reshape(-1)
     message = torch.arange(3).repeat_interleave(len(segment) // 3)
     assert torch.equal(scale, scales[message, segment - first])
@@ -121,7 +120,7 @@ def test_receive_hands_out_scales_flags_and_the_digest():
 def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
     arguments = problem(SOME, 3, 128).receive_arguments("layer", 1, limit=0.0)
     scale, worker, server, flags, coef, block_tensor, weight, limit, norm = (
-        arguments[i] for i in (9, 10, 12, 15, 18, 19, 20, 21, 22)
+        arguments[i] for i in (9, 10, 12, 15, 19, 20, 21, 22, 23)
     )
     triton_kernels.receive(*arguments)  # refuses all
     messages, segment = arguments[3], arguments[4].view(3, -1)
@@ -129,7 +128,6 @@ def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
     expected = (each * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     limit.copy_(norm * factor)
-    arguments[1][Word.DIGEST] = arguments[0][0, Word.DIGEST]  # the next step's headers carry it
     triton_kernels.receive(*arguments)
     refused = not factor > 1
     assert int(flags) == int(Flag.VETO) * refused

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from reference_ops import checksum_of
 
 from benchmarks.shapes import MODELS, sizes
 from benchmarks.wire import NUMERICS, wire_bytes
@@ -28,7 +29,6 @@ from fusedonebit.comm import (
 from fusedonebit.comm.message import layout_word
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 from fusedonebit.triton_kernels.headers import agreed_flags
-from fusedonebit.triton_kernels.receive import checksum_of
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout((300, 5), 2, 128)

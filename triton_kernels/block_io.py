@@ -80,6 +80,12 @@ def load_bits(pointer, plane, TERNARY: tl.constexpr):
 
 
 @jit()
+def sum_of_bytes(bits):
+    """Sums bytes uint8 [n] as the little-endian 8-byte numbers that they are; wraps, int64."""
+    return tl.sum(bits.to(tl.int64) << (8 * (tl.arange(0, bits.shape[0]) % 8)))
+
+
+@jit()
 def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
     """Returns what bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
     x = tl.where(bits_of(signs) != 0, scale, rules.negative(scale))

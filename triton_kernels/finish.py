@@ -18,7 +18,7 @@ from . import headers, rules
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import ABS, DROPPED, NONZERO, SQUARE
 from .jit import jit, tl
-from .op import Doubles, Flag, Floats, Headers, Indices, Table, op
+from .op import Counters, Doubles, Flag, Floats, Headers, Indices, Table, op
 
 SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2}
 """What ``finish`` takes as ``norm``, by the name that users give."""
@@ -248,7 +248,7 @@ def finish_kernel(
                 flags |= dropped.to(tl.int32) * NONFINITE
                 _write_signal(words, words_stride, messages, signal_of(sums, sums_stride, parts))
             tl.store(pending, 0)
-            _write_headers(words, words_stride, messages, step, tag, flags, tl.load(digest))
+            _write_headers(words, words_stride, messages, step, tag, flags, headers.fold(tl.load(digest)))
     elif group_rows is not None:
         table = steps, mean_sq, coef, moved, moved_stride, length
         renew_kernel(p - parts, group_rows, lr, group_of, tensors, *table, WIDTH)
@@ -273,7 +273,7 @@ def finish_kernel(
 def finish(
     partials: Doubles, segment: Indices, segment_start: Table, single: Table, pieces: Table, count: Doubles, norm: int,
     sums: Doubles, tickets: Table, scale: Floats, message_scales: Floats, words: Headers, number: int,
-    counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Flag, hold: Flag,
+    counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Counters, hold: Flag,
     group_rows: Doubles | None = None, lr: Floats | None = None, group_of: Table | None = None,
     steps: Doubles | None = None, mean_sq: Doubles | None = None, coef: Floats | None = None,
     moved: Floats | None = None, length: int = 1,
@@ -301,7 +301,7 @@ def finish(
         tag: TAG.
         told: FLAGS of the host; NONFINITE is added where any element was dropped.
         pending: int32 [1], more of them; 0 afterwards.
-        digest: int32 [1], DIGEST.
+        digest: int64 [1], of which DIGEST is made: its halves combined.
         hold: int32 [1]; where set headers are written, but for SIGNAL and what was dropped, and nothing else.
         group_rows, lr, group_of, steps, mean_sq: As for ``advance``, whose ``groups`` are the first.
         coef: float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the
@@ -314,7 +314,7 @@ def finish(
     step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
     if counter is not None and counts:
         counter += 1
-    flags, digest = pending | told, digest.clone()  # it may lie in a header
+    flags = pending | told
     pending.zero_()
     if not hold:
         finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
@@ -325,7 +325,7 @@ def finish(
             message_scales[message, slot] = scale[segment].view_as(slot)
         flags = flags | (ordered_sum(sums[DROPPED]) > 0) * int(NONFINITE)
         words[:, SIGNAL] = norm_left(sums).view(torch.int32)
-    for word, value in ((STEP, step), (DIGEST, digest), (TAG, tag), (FLAGS, flags)):
+    for word, value in ((STEP, step), (DIGEST, headers.folded(digest)), (TAG, tag), (FLAGS, flags)):
         words[:, word] = value
 
 

@@ -23,7 +23,7 @@ class Word(IntEnum):
     LAYOUT = 2
     """``layout_word``."""
     DIGEST = 3
-    """``checksum_of`` the last gathered messages, but for their words."""
+    """``folded``: the wrapping sum of the 8-byte words of all that the last gathered messages had behind these."""
     TAG = 4
     """Whatever else the caller wants equal on all ranks: a hash of the hyper-parameters."""
     SENDER = 5
@@ -73,6 +73,22 @@ def agreed_flags(arrived: Tensor, own: Tensor, hold: Tensor | None = None) -> Te
     """
     flags = union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
     return flags if hold is None else flags | hold
+
+
+def folded(total: Tensor) -> Tensor:
+    """Return int64 sums as words of a header: their halves combined, int32."""
+    return (total ^ (total >> 32)).to(torch.int32)
+
+
+def unfolded(word: int) -> int:
+    """Return a sum of which ``folded`` makes the int32 ``word``."""
+    return word & 0xFFFFFFFF
+
+
+@jit()
+def fold(total):
+    """Does as ``folded``."""
+    return (total ^ (total >> 32)).to(tl.int32)
 
 
 @jit()

@@ -9,7 +9,7 @@ from . import block_io as io
 from . import headers, rules
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors, op
+from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors, op
 from .rules import ONE_MINUS_BETA1
 
 STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL
@@ -19,7 +19,7 @@ STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, he
 def _write_header(header, number, tag, told, digest):
     """Writes what changes from round to round; other programs set flags in it meanwhile."""
     tl.store(header + STEP, number)
-    tl.store(header + DIGEST, tl.load(digest))
+    tl.store(header + DIGEST, headers.fold(tl.load(digest)))
     tl.store(header + TAG, tag)
     tl.store(header + SIGNAL, 0)
     tl.atomic_or(header + FLAGS, told)
@@ -124,7 +124,7 @@ def local_update(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, first: int, last: int, exp_avg: PerElement | None,
     exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, share: float, hold: Flag, decays: bool,
-    moves: bool, anchor: PerElement | None, words: Headers, number: int, tag: int, told: int, digest: Flag,
+    moves: bool, anchor: PerElement | None, words: Headers, number: int, tag: int, told: int, digest: Counters,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
@@ -157,11 +157,11 @@ def local_update(
         anchor: float32 [>= P], written where it is a round's first, else None: the parameters as they were, those that
             do not count included.
         words: int32 [W, 8], headers; one that all chunks share has stride 0. ``NONFINITE`` is set where it happened.
-        number, tag, told, digest: STEP, TAG, more FLAGS, and DIGEST, int32 [].
+        number, tag, told, digest: STEP, TAG, more FLAGS, and ``folded`` to DIGEST, int64 [1].
     """
     if not moves:
         own = words[first:last] if words.stride(0) else words[:1]
-        for word, value in ((STEP, number), (DIGEST, digest), (TAG, tag), (SIGNAL, 0)):
+        for word, value in ((STEP, number), (DIGEST, headers.folded(digest)), (TAG, tag), (SIGNAL, 0)):
             own[:, word] = value
         own[:, FLAGS] |= told
     flat = compensated[: len(scale) * block_size].view(-1, block_size)

@@ -1,9 +1,8 @@
-"""Takes up the servers' messages: what they agree on, their checksum, scales of blocks, and the guard's verdict."""
+"""Takes up the servers' messages: what they agree on, a checksum, scales of blocks, and the guard's verdict."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
@@ -13,22 +12,14 @@ from .jit import jit, tl
 from .op import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, PerBlock, Table, op
 from .rules import COLUMNS, UNBIAS1
 
-DIGEST, FLAGS, VETO = headers.DIGEST, headers.FLAGS, headers.VETO
-SPAN = 2048  # of a message, in 8 bytes, that a program sums
-TILE = 512  # of them at a time
-LANES = io.SUM_LANES  # blocks at a time
+FLAGS, VETO = headers.FLAGS, headers.VETO
+TILE = 512  # of a message, in 8 bytes, at a time
+LANES = io.SUM_LANES  # blocks at a time, and of a program
 
 
-def checksum_of(values: Tensor) -> Tensor:
-    """Return the wrapping 64-bit sum of the bits of ``values``, its halves combined, int32 []; stays on the device."""
-    # Not summed as int32: on a CPU that first makes an int64 copy of all of it.
-    total = values.view(torch.int64).sum()
-    return (total ^ (total >> 32)).to(torch.int32)
-
-
-def spans_of(payload: Tensor) -> int:
-    """Return how many programs sum a message; ``payload`` uint8 [W, n]."""
-    return -(-payload.shape[1] // (8 * SPAN))
+def spans_of(blocks_per_message: int) -> int:
+    """Return how many programs take up a message."""
+    return -(-blocks_per_message // LANES)
 
 
 @jit()
@@ -80,45 +71,40 @@ def zero(at, count):
 
 @jit()
 def receive_kernel(
-    words, words_stride, own_words, payload, payload_stride, message_scales, message_scales_stride, segment,
+    words, words_stride, own_words, summed, summed_stride, message_scales, message_scales_stride, segment,
     worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
-    server_settled, hold, flags, total, ticket, coef, block_tensor, weight, limit, norm, squares, world_size, spans,
-    length, blocks_per_message, blocks_per_span, programs,
+    server_settled, hold, flags, digest, total, ticket, coef, block_tensor, weight, limit, norm, squares, world_size,
+    spans, length, span, blocks_per_message, programs,
 ):  # fmt: skip
-    """Grid: W rows of spans, each of SPAN times 8 bytes of a message and a share of its blocks.
+    """Grid: W rows of spans, each of LANES blocks of a message and a share of what is summed.
 
-    Bytes per element: 1/8 in; per block 4 of a scale in, 12 out; where there is a limit 12 more in.
+    Bytes: what is summed in; per block 4 of a scale in, 12 out; where there is a limit 12 more in.
     """
     p = tl.program_id(0).to(tl.int64)
     w = p // spans
     j = p % spans
     bad = headers.count_flags(words, words_stride, own_words, world_size)
     kept = bad == 0
-    row = (payload + w * payload_stride).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_add(total, sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
+    row = (summed + w * summed_stride).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.atomic_add(total, sum_span(row, j * span, tl.minimum(j * span + span, length)), sem="relaxed")
     held = tl.load(hold)
     if held == 0:
-        square = tl.zeros([LANES], tl.float64)
         averaged = tl.load(words + w * words_stride + FLAGS) == 0
         first = w * blocks_per_message
         first_segment = tl.load(segment + first)
-        end = tl.minimum((j + 1) * blocks_per_span, blocks_per_message)
-        for begin in range(j * blocks_per_span, end, LANES):
-            b = begin + tl.arange(0, LANES)
-            mask = b < end
-            of = tl.load(segment + first + b, mask=mask, other=0)
-            s = tl.load(message_scales + w * message_scales_stride + of - first_segment, mask=mask, other=0.0)
-            s = tl.where(kept, s, 0.0)
-            tl.store(scale + first + b, s, mask=mask)
-            if limit is not None:
-                square += squares_of(s, first + b, mask, coef, block_tensor, weight)
-            # A server that has seen nothing wrong has averaged what arrived, and keeps that.
-            _store_side(first + b, mask, worker_measured, of, averaged, worker_scale, worker_settled)
-            if w == rank:
-                of = tl.load(server_segment + b, mask=mask, other=0)
-                _store_side(b, mask, server_measured, of, kept, server_scale, server_settled)
+        b = j * LANES + tl.arange(0, LANES)
+        mask = b < blocks_per_message
+        of = tl.load(segment + first + b, mask=mask, other=0)
+        s = tl.load(message_scales + w * message_scales_stride + of - first_segment, mask=mask, other=0.0)
+        s = tl.where(kept, s, 0.0)
+        tl.store(scale + first + b, s, mask=mask)
         if limit is not None:
-            tl.store(squares + p, io.tree_sum(square))
+            tl.store(squares + p, io.tree_sum(squares_of(s, first + b, mask, coef, block_tensor, weight)))
+        # A server that has seen nothing wrong has averaged what arrived, and keeps that.
+        _store_side(first + b, mask, worker_measured, of, averaged, worker_scale, worker_settled)
+        if w == rank:
+            of = tl.load(server_segment + b, mask=mask, other=0)
+            _store_side(b, mask, server_measured, of, kept, server_scale, server_settled)
     if io.is_last(ticket, programs):
         found = headers.flags_of(bad)
         if limit is not None:
@@ -126,33 +112,32 @@ def receive_kernel(
             if found & VETO != 0:
                 zero(scale, world_size * blocks_per_message)
                 zero(server_scale, blocks_per_message)
-        sum_of_all = tl.atomic_xchg(total, 0)
+        tl.store(digest, tl.atomic_xchg(total, 0))
         tl.store(flags, found)
-        tl.store(own_words + DIGEST, (sum_of_all ^ (sum_of_all >> 32)).to(tl.int32))
 
 
 @op(
     receive_kernel,
     writes=(
-        *("own_words", "scale", "worker_scale", "worker_settled", "server_scale", "server_settled"),
-        *("flags", "total", "ticket", "norm", "squares"),
+        *("scale", "worker_scale", "worker_settled", "server_scale", "server_settled"),
+        *("flags", "digest", "total", "ticket", "norm", "squares"),
     ),
     derive={
         "world_size": ("i32", lambda words: len(words)),
-        "length": ("i32", lambda payload: payload.shape[1] // 8),
+        "length": ("i32", lambda summed: summed.shape[1] // 8),
         "spans": ("i32", spans_of),
+        "span": ("i32", lambda length, spans: -(-length // spans)),
         "blocks_per_message": ("i32", lambda segment, world_size: len(segment) // world_size),
-        "blocks_per_span": ("i32", lambda blocks_per_message, spans: -(-blocks_per_message // spans)),
         "programs": ("i32", lambda world_size, spans: world_size * spans),
         "num_warps": ("i32", lambda: 1),
     },
 )
 def receive(
-    words: Headers, own_words: Flag, payload: Bits, message_scales: Floats, segment: Indices, worker_measured: Floats,
+    words: Headers, own_words: Flag, summed: Bits, message_scales: Floats, segment: Indices, worker_measured: Floats,
     server_segment: Table, server_measured: Floats, rank: int, scale: PerBlock, worker_scale: PerBlock,
-    worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, total: Counters,
-    ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None, limit: Doubles | None,
-    norm: Doubles | None, squares: Doubles | None,
+    worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, digest: Counters,
+    total: Counters, ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None,
+    limit: Doubles | None, norm: Doubles | None, squares: Doubles | None,
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
@@ -163,8 +148,9 @@ def receive(
 
     Args:
         words: int32 [W, 8], the headers.
-        own_words: int32 [8], this rank's; DIGEST is written: ``checksum_of`` the payload.
-        payload: uint8 [W, n], all behind the words.
+        own_words: int32 [8], this rank's.
+        summed: uint8 [W, n], what of the messages ``digest`` is to have now; of what is left out, ``apply_momentum``
+            adds the bits.
         message_scales: float32 [W, slots].
         segment: int32 [B], the scale that each block shares on workers; rising. Servers cut these at chunk boundaries.
         worker_measured: float32 [segments], this worker's scales.
@@ -176,6 +162,7 @@ def receive(
         server_scale, server_settled: float32 [B / W], written: the same of the server.
         hold: int32 [1]; where set scales stay.
         flags: int32 [1], written: ``agreed_flags``, and VETO where the update is refused.
+        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed``, whatever is skipped or held.
         total: int64 [1], 0; scratch.
         ticket: int32 [1], 0; scratch.
         coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
@@ -186,7 +173,7 @@ def receive(
         squares: float64 [W * ``spans_of``]; scratch.
     """
     flags.copy_(headers.agreed_flags(words, own_words))
-    own_words[Word.DIGEST] = checksum_of(payload)
+    digest.copy_(summed.view(torch.int64).sum())
     if hold:
         return
     by_message = segment.view(len(words), -1)
@@ -200,10 +187,8 @@ def receive(
     if limit is None or coef is None or block_tensor is None or weight is None or norm is None or squares is None:
         return
     square = rules.update_square(scale.double(), coef[:, UNBIAS1].double()[block_tensor], weight.double())
-    spans = spans_of(payload)
-    each = -(-by_message.shape[1] // spans)
-    padded = torch.nn.functional.pad(square.view(len(words), -1), (0, spans * each - by_message.shape[1]))
-    squares.copy_(ordered_sum(padded.view(-1, each)))
+    padded = torch.nn.functional.pad(square.view(len(words), -1), (0, -by_message.shape[1] % LANES))
+    squares.copy_(ordered_sum(padded.view(-1, LANES)))
     norm.copy_(ordered_sum(squares).sqrt())
     if not norm <= limit:
         flags |= int(VETO)

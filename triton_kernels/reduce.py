@@ -11,7 +11,7 @@ from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Headers, Indices, PerBlock, PerElement, op
 
 SIGN = 0x80000000  # of a float32's bits
-STEP, TAG, FLAGS, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.SIGNAL
+STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL
 
 
 @jit()
@@ -94,12 +94,13 @@ def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
 
 
 @jit()
-def _write_header(header, number, counter, tag, flags):
+def _write_header(header, number, counter, digest, tag, flags):
     """Writes what changes from step to step into the header of a message of which nothing is left."""
     step = number
     if counter is not None:
         step = tl.load(counter)
     tl.store(header + STEP, step)
+    tl.store(header + DIGEST, digest)
     tl.store(header + TAG, tag)
     tl.store(header + FLAGS, flags)
     tl.store(header + SIGNAL, 0)
@@ -123,7 +124,7 @@ def server_reduce_kernel(
         found = headers.flags_of(bad) | held
         tl.store(flags, found)
         if header is not None:
-            _write_header(header, number, counter, tag, found)
+            _write_header(header, number, counter, tl.load(own_words + DIGEST), tag, found)
     headers.keep_words(b, arrived_words, arrived_words_stride, kept_words, world_size)
     if held != 0:
         return
@@ -206,14 +207,15 @@ def server_reduce(
         hold: int32 [1]; where set nothing is written but what follows.
         flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
         kept_words: int32 [W, 8], written: the headers.
-        header: int32 [1, 8], that of the server's message where scales are no measured ones, written: STEP, TAG and,
-            with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` follows, which writes it.
+        header: int32 [1, 8], that of the server's message where scales are no measured ones, written: STEP, TAG,
+            DIGEST as in ``own_words`` and, with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` writes it.
         number, counter, tag: Its words, as for ``finish``.
     """
     flags.copy_(headers.agreed_flags(arrived_words, own_words, hold))
     kept_words.copy_(arrived_words)
     if header is not None:
-        for word, value in ((STEP, number if counter is None else counter), (TAG, tag), (FLAGS, flags), (SIGNAL, 0)):
+        step = number if counter is None else counter
+        for word, value in ((STEP, step), (DIGEST, own_words[DIGEST]), (TAG, tag), (FLAGS, flags), (SIGNAL, 0)):
             header[:, word] = value
     if hold:
         return

@@ -1,4 +1,4 @@
-"""Closes a round of Marsit's: what all headers agree on, the update's checksum, how far it goes, what may be left."""
+"""Closes a round of Marsit's: what all headers agree on, a checksum, how far it goes, what may be left."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from . import headers, rules
 from .headers import Word
 from .jit import jit, tl
 from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, op
-from .receive import SPAN, checksum_of, sum_span
+from .receive import sum_span
 
 FLAGS = headers.FLAGS
 LANES = 128  # blocks, or headers, at a time
+SPAN = 2048  # of a row, in 8 bytes, that a program sums
 
 
 @jit()
@@ -27,12 +28,12 @@ def _clear_flags(words, words_stride, own_words, world_size):
 
 @jit()
 def close_round_kernel(
-    words, words_stride, own_words, payload, payload_stride, coef, block_tensor, steps, most, hold, scale, taken, limit,
+    words, words_stride, own_words, summed, summed_stride, coef, block_tensor, steps, most, hold, scale, taken, limit,
     digest, flags, total, ticket, world_size, spans, length, blocks, blocks_per_program, programs, SIGNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows of spans, each of SPAN times 8 bytes of the update and a share of the blocks.
+    """Grid: rows of spans, each of SPAN times 8 bytes of what is summed and a share of the blocks.
 
-    Bytes per element: 1/8 in for signs, else 4; per block 12 out.
+    Bytes: what is summed in; per block 12 out.
     """
     p = tl.program_id(0).to(tl.int64)
     w = p // spans
@@ -40,7 +41,7 @@ def close_round_kernel(
     held = tl.load(hold)
     bad = headers.count_flags(words, words_stride, own_words, world_size)
     kept = (bad == 0) & (held == 0)
-    row = (payload + w * payload_stride).to(tl.pointer_type(tl.int64), bitcast=True)
+    row = (summed + w * summed_stride).to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_add(total, sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
     end = tl.minimum((p + 1) * blocks_per_program, blocks)
     for begin in range(p * blocks_per_program, end, LANES):
@@ -57,8 +58,7 @@ def close_round_kernel(
             tl.store(taken + b, tl.zeros([LANES], tl.float32), mask=mask)
         tl.store(limit + b, tl.where(kept, bound, rules.INFINITY), mask=mask)
     if io.is_last(ticket, programs):
-        sum_of_all = tl.atomic_xchg(total, 0)
-        tl.store(digest, (sum_of_all ^ (sum_of_all >> 32)).to(tl.int32))
+        tl.store(digest, tl.atomic_xchg(total, 0))
         tl.store(flags, headers.flags_of(bad) | held)
         _clear_flags(words, words_stride, own_words, world_size)
 
@@ -68,18 +68,18 @@ def close_round_kernel(
     writes=("words", "own_words", "scale", "taken", "limit", "digest", "flags", "total", "ticket"),
     derive={
         "world_size": ("i32", lambda words: len(words)),
-        "length": ("i32", lambda payload: payload.shape[1] // 8),
-        "spans": ("i32", lambda length: -(-length // SPAN)),
-        "programs": ("i32", lambda payload, spans: len(payload) * spans),
+        "length": ("i32", lambda summed: summed.shape[1] // 8),
+        "spans": ("i32", lambda length, summed, blocks: max(-(-length // SPAN), -(-blocks // (len(summed) * LANES)))),
+        "programs": ("i32", lambda summed, spans: len(summed) * spans),
         "blocks": ("i32", lambda scale: len(scale)),
         "blocks_per_program": ("i32", lambda blocks, programs: -(-blocks // programs)),
         "num_warps": ("i32", lambda: 1),
     },
 )
 def close_round(
-    words: Headers, own_words: Flag, payload: Bits, coef: Floats, block_tensor: Indices, steps: float, most: float,
-    signs: bool, hold: Flag, scale: PerBlock, taken: PerBlock, limit: PerBlock, digest: Flag, flags: Flag,
-    total: Counters, ticket: Flag,
+    words: Headers, own_words: Flag, summed: Bits, coef: Floats, block_tensor: Indices, steps: float, most: float,
+    signs: bool, hold: Flag, scale: PerBlock, taken: PerBlock, limit: PerBlock, digest: Counters,
+    flags: Flag, total: Counters, ticket: Flag,
 ) -> None:  # fmt: skip
     """Ends a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
 
@@ -89,7 +89,8 @@ def close_round(
     Args:
         words: int32 [W, 8], the headers; their FLAGS are 0 afterwards.
         own_words: int32 [8], this rank's, one of them or not; the same.
-        payload: uint8 [rows, n], the update: signs, or float32.
+        summed: uint8 [rows, n], what of the update, signs in messages or float32, ``digest`` is to have now; of what
+            is left out, ``apply_momentum`` adds the bits.
         coef: LR * GLOBAL_RATIO * ``steps`` is how far each coordinate goes in a round of signs, eta_s.
         block_tensor: int32 [B].
         steps: Of the round.
@@ -99,13 +100,13 @@ def close_round(
         scale: float32 [B], written: eta_s.
         taken: float32 [B], written: s of ``local_update``.
         limit: float32 [B], written: its limit.
-        digest: int32 [], written: ``checksum_of`` the payload.
+        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed``.
         flags: int32 [1], written: ``agreed_flags``.
         total: int64 [1], 0; scratch.
         ticket: int32 [1], 0; scratch.
     """
     flags.copy_(headers.agreed_flags(words, own_words, hold))
-    digest.copy_(checksum_of(payload))
+    digest.copy_(summed.view(torch.int64).sum())
     words[:, Word.FLAGS] = 0
     own_words[Word.FLAGS] = 0
     s, bound = (values[:, 0] for values in rules.global_step(coef[block_tensor], steps, most))

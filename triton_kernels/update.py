@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from . import block_io as io
 from . import rules
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
@@ -49,8 +51,8 @@ def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, ro
 @jit()
 def apply_momentum_kernel(
     params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
-    block_start, live, live_row, skip, rounding, absent, updates, number, replays, veto, bad, steps, blocks,
-    blocks_per_chunk,
+    block_start, live, live_row, skip, rounding, digest, absent, updates, number, replays, veto, bad, steps, blocks,
+    blocks_per_chunk, blocks_per_digest,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -59,40 +61,44 @@ def apply_momentum_kernel(
     Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY).
     """
     b = tl.program_id(0).to(tl.int64)
-    if steps is None:
+    if b < blocks:
         row = tl.load(live_row + b)
-    else:
-        row = tl.load(live_row + b, mask=b < blocks, other=1)
-        if b >= blocks:
-            count_kernel(b - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH)
-    if (tl.load(skip) == 0) & (row != 1):
-        i = io.elements(BLOCK_SIZE)
-        t, k = io.tensor_of(b, block_tensor, coef)
         packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         signs, nonzero = io.load_bits(packed, plane, TERNARY)
-        update = io.scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
-        if exp_avg_sq is not None:
-            v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
-            update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params_table, tensors, t, block_start, b)
-        moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+        if (tl.load(skip) == 0) & (row != 1):
+            i = io.elements(BLOCK_SIZE)
+            t, k = io.tensor_of(b, block_tensor, coef)
+            update = io.scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
+            if exp_avg_sq is not None:
+                v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+                update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
+            mask = io.counting(live, row, i, BLOCK_SIZE)
+            place = io.place_of(params_table, tensors, t, block_start, b)
+            moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+        if digest is not None:  # at the end: no load waits for this sum
+            summed = io.sum_of_bytes(signs)
+            if TERNARY:
+                summed += io.sum_of_bytes(nonzero)
+            tl.atomic_add(digest + b // blocks_per_digest, summed, sem="relaxed")
+    elif steps is not None:
+        count_kernel(b - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH)
 
 
 @op(
     apply_momentum_kernel,
-    writes=("params", "updates", "number", "replays", "steps"),
+    writes=("params", "digest", "updates", "number", "replays", "steps"),
     derive={
         "programs": ("i32", lambda blocks, steps: blocks + programs_of(steps)),
+        "blocks_per_digest": ("i32", lambda blocks, digest: blocks if digest is None else blocks // len(digest)),
         "WIDTH": ("constexpr", lambda: WIDTH),
     },
 )
 def apply_momentum(
     params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
     exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
-    live_row: Indices, skip: Flag, rounding: Counters | None, absent: Bits | None = None,
-    updates: Counters | None = None, number: Integers | None = None, replays: Counters | None = None, veto: int = 0,
-    bad: int = 0, steps: Doubles | None = None,
+    live_row: Indices, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
+    absent: Bits | None = None, updates: Counters | None = None, number: Integers | None = None,
+    replays: Counters | None = None, veto: int = 0, bad: int = 0, steps: Doubles | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -114,10 +120,16 @@ def apply_momentum(
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
             drawn from it and from the flat index (``rules.random_bits``); or None: to nearest. Not ``updates``,
             which count meanwhile.
+        digest: int64 [parts], to each of which are added the bits of as many blocks, one part after the other, as
+            8-byte words, wrapping; also of blocks that do not move, and where ``skip`` is set: ranks compare them.
+            Or None.
         absent, updates, number, replays, veto, bad, steps: Count the step, as those of ``advance`` do; or None.
     """
     if steps is not None:
         steps += count_plainly(skip, absent, (updates, number, replays), veto, bad)
+    if digest is not None:
+        by_part = exp_avg_bits.view(torch.int64).unflatten(0, (len(digest), -1))
+        digest += by_part.sum(tuple(range(1, by_part.dim())))
     if skip:
         return
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):

@@ -75,7 +75,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
-        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, **more)
+        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, sums=True, **more)
 
     @property
     def _renews_on_the_way(self) -> bool:
@@ -92,7 +92,7 @@ class CompressingOptimizer(DistributedOptimizer):
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
         bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
         counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else ()
-        where = (coef, *self._tables, skip, rounding, *counting)
+        where = (coef, *self._tables, skip, rounding, reducer.digest, *counting)
         apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, *where)
 
     def _describe(self, flag: Flag) -> str:

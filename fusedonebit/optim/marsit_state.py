@@ -16,6 +16,7 @@ from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout
+from ..triton_kernels.headers import folded
 from ..triton_kernels.tables import tables_of
 from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
@@ -142,7 +143,7 @@ class MarsitState(RoundOptimizer):
         self.catch_up()
         before, counted = self.reducer, self._counted()
         super().add_param_group(param_group)
-        self.reducer.resume(before.rounds, int(before.digest), before.pending, counted)
+        self.reducer.resume(before.rounds, int(folded(before.digest)), before.pending, counted)
 
     def _enter_phase(self) -> None:
         self._take_back_skipped()
@@ -163,7 +164,7 @@ class MarsitState(RoundOptimizer):
 
     def plain_state(self) -> dict[str, Any]:
         reducer = self.reducer
-        rounds = {"rounds": reducer.rounds, "counted": self._counted(), "digest": int(reducer.digest)}
+        rounds = {"rounds": reducer.rounds, "counted": self._counted(), "digest": int(folded(reducer.digest))}
         return super().plain_state() | rounds | {"flags": reducer.pending}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:

@@ -115,7 +115,21 @@ static int64_t bytes_at(int64_t b, int64_t blocks_per_chunk, int64_t stride, int
     return chunk * stride + (b - chunk * blocks_per_chunk) * (n / 8);
 }
 
+/* Adds 8-byte numbers. */
+static inline void add_words(int64_t *total, const uint8_t *bytes, int64_t count)
+{
+    uint64_t sum = 0, each;
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&each, bytes + 8 * i, 8);
+        sum += each;
+    }
+    __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
+}
+
 /* ---------------------------------------------------------------- headers */
+
+/* The halves of a sum, as a word. */
+static inline int32_t folded(int64_t total) { return total ^ total >> 32; }
 
 /* Flags of a step, of all ranks' headers compared with this rank's. */
 static int32_t agreed_flags(const int32_t *words, int64_t stride, const int32_t *own, int64_t world_size)

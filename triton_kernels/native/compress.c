@@ -131,6 +131,7 @@ KERNEL(server_reduce)
             memcpy(kept_words + w * WORDS, arrived_words + w * arrived_words_stride, WORDS * sizeof *kept_words);
         if (header) {
             header[STEP] = counter ? *counter : number;
+            header[DIGEST] = own_words[DIGEST];
             header[TAG] = tag;
             header[FLAGS] = found;
             header[SIGNAL] = 0;

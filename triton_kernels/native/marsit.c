@@ -103,7 +103,7 @@ KERNEL(local_update)
             if (b % blocks_per_chunk)
                 continue;
             header[STEP] = number;
-            header[DIGEST] = *digest;
+            header[DIGEST] = folded(*digest);
             header[TAG] = tag;
             header[SIGNAL] = 0;
             __atomic_fetch_or(header + FLAGS, told, __ATOMIC_RELAXED);

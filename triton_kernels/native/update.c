@@ -64,9 +64,13 @@ KERNEL(apply_momentum)
     for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
         count_tensors(p - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH);
     end = end < blocks ? end : blocks;
-    EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+    for (int64_t b = begin; b < end; b++) {
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+        for (int64_t side = 0; digest && side < 1 + TERNARY; side++)
+            add_words(digest + b / blocks_per_digest, packed + side * plane, BLOCK_SIZE / 64);
+        if (*skip || live_row[b] == EMPTY)
+            continue;
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
         float scale = plain_scale(exp_avg_scale[b], at.k);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE) : NULL;
         if (!is_plain(at, live_row[b])) {

@@ -2,7 +2,7 @@
 
 #include "clock.h"
 
-enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, RECEIVE_SPAN = 2048, CLOSE_SPAN = 2048 };
+enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
 enum { ABS, SQUARE, DROPPED, NONZERO };
 
 /* Neighbouring lanes, again and again. */
@@ -123,7 +123,7 @@ KERNEL(finish)
         }
         if (!is_last(tickets, parts))
             continue;
-        int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending, last_digest = *digest;
+        int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending;
         *pending = 0;
         if (counter && COUNTS)
             *counter = step;
@@ -133,7 +133,7 @@ KERNEL(finish)
         for (int64_t w = 0; w < messages; w++) {
             int32_t *header = words + w * words_stride;
             header[STEP] = step;
-            header[DIGEST] = last_digest;
+            header[DIGEST] = folded(*digest);
             header[TAG] = tag;
             header[FLAGS] = flags;
             if (!*hold)
@@ -235,22 +235,11 @@ KERNEL(finish_alone)
     }
 }
 
-/* Adds the 8-byte numbers of a span of a row. */
-static void add_span(int64_t *total, const uint8_t *row, int64_t span, int64_t length)
+/* Adds the 8-byte numbers row[begin..begin+span-1] of a row of length. */
+static void add_span(int64_t *total, const uint8_t *row, int64_t begin, int64_t span, int64_t length)
 {
-    uint64_t sum = 0, each;
-    for (int64_t i = span * RECEIVE_SPAN; i < length && i < (span + 1) * RECEIVE_SPAN; i++) {
-        memcpy(&each, row + 8 * i, 8);
-        sum += each;
-    }
-    __atomic_fetch_add(total, (int64_t)sum, __ATOMIC_RELAXED);
-}
-
-/* The halves of what all have added, which then is 0 again. */
-static int32_t digest_of(int64_t *total)
-{
-    int64_t all = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
-    return all ^ all >> 32;
+    int64_t left = length - begin;
+    add_words(total, row + 8 * begin, left < span ? left : span);
 }
 
 KERNEL(receive)
@@ -259,14 +248,14 @@ KERNEL(receive)
     double lanes[SUM_LANES];
     for (int64_t p = begin; p < end; p++) {
         int64_t w = p / spans, j = p % spans, first = w * blocks_per_message;
-        add_span(total, payload + w * payload_stride, j, length);
+        add_span(total, summed + w * summed_stride, j * span, span, length);
         int averaged = words[w * words_stride + FLAGS] == 0;
         memset(lanes, 0, sizeof lanes);
-        for (int64_t b = j * blocks_per_span; !*hold && b < blocks_per_message && b < (j + 1) * blocks_per_span; b++) {
+        for (int64_t b = j * SUM_LANES; !*hold && b < blocks_per_message && b < (j + 1) * SUM_LANES; b++) {
             int64_t at = first + b, slot = segment[at] - segment[first];
             scale[at] = found ? 0 : message_scales[w * message_scales_stride + slot];
             if (limit)
-                lanes[(b - j * blocks_per_span) % SUM_LANES] +=
+                lanes[b % SUM_LANES] =
                     update_square(scale[at], coef[block_tensor[at] * COLUMNS + UNBIAS1], weight[at]);
             worker_scale[at] = averaged ? worker_measured[segment[at]] : 0;
             worker_settled[at] = 0;
@@ -287,7 +276,7 @@ KERNEL(receive)
                     memset(server_scale, 0, blocks_per_message * sizeof *server_scale);
                 }
             }
-            own_words[DIGEST] = digest_of(total);
+            *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
         }
     }
 }
@@ -330,7 +319,7 @@ KERNEL(close_round)
         return;
     int32_t found = agreed_flags(words, words_stride, own_words, world_size) | *hold;
     for (int64_t p = begin; p < end; p++) {
-        add_span(total, payload + p / spans * payload_stride, p % spans, length);
+        add_span(total, summed + p / spans * summed_stride, p % spans * ROUND_SPAN, ROUND_SPAN, length);
         for (int64_t b = p * blocks_per_program; b < blocks && b < (p + 1) * blocks_per_program; b++) {
             struct global_step goes = global_step(coef + block_tensor[b] * COLUMNS, steps, most);
             scale[b] = found ? 0 : goes.x0;
@@ -339,7 +328,7 @@ KERNEL(close_round)
         }
         if (!is_last(ticket, programs))
             continue;
-        *digest = digest_of(total);
+        *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
         *flags = found;
         for (int64_t w = 0; w < world_size; w++)
             words[w * words_stride + FLAGS] = 0;
