@@ -103,16 +103,16 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     # Per scale, of 32 blocks at most: its first block and number, and in 8 bytes its count; and one more end.
     tables += 16 * total + 4 + 16 * own + 4
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
-    scalars = 8 * 4 + 6 * 8
+    scalars = 9 * 4 + 6 * 8
     tails = {size % layout.block_size for size in layout.sizes} - {0}
     count = len(layout.sizes)
     # Of each tensor float64 updates, in all and in its variance.
     tensors = scalars + (2 + len(tails)) * layout.block_size // 8 + 2 * 8 * count
-    # Partial sums float64 [3, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
-    scratch = 28 * blocks + 28 * served + (ranks + 1) * message
-    # Each scale; what a program leaves of 128 of them, six float64; and the programs' ticket.
+    # Partial sums float64 [2, B], settled scales float32 [B], and those of the chunk; messages to all, and its own.
+    scratch = 20 * blocks + 20 * served + (ranks + 1) * message
+    # Each scale; what a program leaves of 128 of them, five float64; and the programs' ticket.
     scratch += 4 * total + 4 * own
-    scratch += 48 * -(-total // 128) + 48 * -(-own // 128) + 2 * 4
+    scratch += 40 * -(-total // 128) + 40 * -(-own // 128) + 2 * 4
     # What each program that takes messages up gives to the norm of the update.
     scratch += 8 * ranks * spans_of(layout.blocks_per_chunk)
     if lamb:

@@ -119,7 +119,7 @@ class Workload:
 
     @cached_property
     def partials(self) -> Tensor:
-        return torch.ones(3, self.layout.n_blocks, dtype=torch.float64, device=self.device)
+        return torch.ones(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
 
     @cached_property
     def layer_start(self) -> Tensor:
@@ -176,7 +176,7 @@ class Workload:
             *(self.grads, layout.sizes, layout.block_size, torch.zeros(layout.numel, device=self.device)),
             *(self._scale(0.3, blocks), self._bytes(self.world_size), self._scale(0.1, blocks), self.coef),
             *(self.block_tensor, v, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
-            *(self.partials, self.skip),
+            *(self.partials, self.skip.clone(), self.skip),
         )
         return partial(ops.momentum_compress, *arguments)
 
@@ -231,7 +231,7 @@ class Workload:
             *(self._slot[:served].to(self.device, torch.int32), self.layout.block_size),
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             *(self.table.bits, self.table.row[:served], self._bytes(1)),
-            *(torch.zeros(3, served, dtype=torch.float64, device=self.device), self.skip, self.skip.clone()),
+            *(torch.zeros(2, served, dtype=torch.float64, device=self.device), self.skip, self.skip.clone()),
             words.clone(),
         )
         return partial(ops.server_reduce, *arguments)

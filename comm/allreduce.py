@@ -75,6 +75,7 @@ class CompressedAllReduce(FeedbackReducer):
             them. They then receive the alltoall before they receive the allgather.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
         hold: int32 [1], flags for which the present step changes nothing.
+        found: int32 [1], ``Flag`` bits that ``compress`` sets.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class CompressedAllReduce(FeedbackReducer):
             self.to_servers = self.served = self.gathered
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
-        words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4))
-        self._agreed, self._received, self._no_flags, self._ticket = words
-        self.flags, self.hold = self._received, self._no_flags
+        words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(5))
+        self._agreed, self._received, self._no_flags, self._found, self._ticket = words
+        self.flags, self.hold, self.found = self._received, self._no_flags, self._found
         if self.serves:
             self.digest = torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
@@ -197,6 +198,7 @@ class CompressedAllReduce(FeedbackReducer):
             self.live.row,
             self.to_servers.bits,
             self.worker.partials,
+            self.found,
             self.hold,
         )
 
@@ -211,6 +213,7 @@ class CompressedAllReduce(FeedbackReducer):
         """Write this rank's messages to the servers (1-bit LAMB's Algorithm 1, lines 6 and 7: 1-bit Adam's)."""
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
+        self.found = self._found if told.pending is None else told.pending
         compress(self)
         self._finish(told)
 
@@ -309,8 +312,7 @@ class CompressedAllReduce(FeedbackReducer):
 
     def _finish(self, told: Told) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
-        pending = self._no_flags if told.pending is None else told.pending
-        header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
+        header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
         self.worker.finish(self.to_servers, *header, self.digest, self.hold, *told.renewal)
 
     def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:

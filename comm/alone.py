@@ -32,8 +32,7 @@ class AloneAllReduce(CompressedAllReduce):
     def _finish(self, told: Told) -> None:
         # No other rank has a gradient of what this one misses.
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.kept else None
-        pending = self._no_flags if told.pending is None else told.pending
-        header = self._header(told, int(Flag.ABORT) * told.abort, pending, counts=told.number is None)
+        header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
         coef, *judged = self._limit(told) or (None,) * 4
         verdict = (self.hold, self._received, self.block_tensor, *judged)
         renewal = told.renewal or (*(None,) * 5, coef)

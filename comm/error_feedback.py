@@ -30,7 +30,7 @@ class ErrorFeedback:
         measures: As given.
         settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
-        partials: float64 [3, blocks], or [4, blocks] where ternary, for the op that compresses.
+        partials: float64 [2, blocks], or [3, blocks] where ternary, for the op that compresses.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ErrorFeedback:
         device, blocks = compensated.device, len(segment)
         self.compensated, self.measures = compensated, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
-        self.partials = torch.zeros(4 if ternary else 3, blocks, dtype=torch.float64, device=device)
+        self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self._norm, self._ternary = norm, ternary
         self.segment = segment.to(device, torch.int32)
         work = Segments.of(segment if measures else segment[:0], device)
@@ -124,6 +124,6 @@ class ErrorFeedback:
 
         Reads no element. Rounding errors are included: |e|^2 may be below 0.
         """
-        absolute, square, _, *nonzero = self.partials.unbind(0)
+        absolute, square, *nonzero = self.partials.unbind(0)
         numel = nonzero[0] if self._ternary else self._live.numel
         return square, rules.residual_square(absolute, square, self.scale + self.settled, numel)

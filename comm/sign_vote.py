@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .allreduce import CompressedAllReduce
-from .message import Told
 
 Aggregation = Literal["majority", "mean"]
 
@@ -23,7 +22,6 @@ class SignVote(CompressedAllReduce):
         options: As for ``CompressedAllReduce``. ``compensated`` is left alone.
 
     Attributes:
-        found: int32 [1], ``Flag`` bits that ``compress`` sets.
         weights: float32 [W, slots], which ``compress`` writes; None where all votes weigh 1.
     """
 
@@ -31,13 +29,9 @@ class SignVote(CompressedAllReduce):
         measures = (False, aggregation == "mean")  # workers' scales are the weights of votes
         super().__init__(*arguments, scale_norm="contractive", scale_scope="block", measures=measures, **options)
         self.aggregation = aggregation
-        self.found = self._no_flags.clone()
         self.weights = self.to_servers.scales if aggregation == "majority" else None
         self.to_servers.scales.fill_(1.0)
         if aggregation == "majority":  # nothing is left of a vote
             self.server_residual = self.server.compensated = self.server_residual.new_empty(0)
             self.server.measured.fill_(1.0)
             self.served.scales.fill_(1.0)
-
-    def _finish(self, told: Told) -> None:
-        super()._finish(told._replace(pending=self.found))

@@ -81,7 +81,8 @@ class Problem:
         self.exp_avg_scale = self.normal(blocks).abs()
         self.exp_avg_sq = self.normal(self.layout.numel).square() * 1e-2
         self.bits = self.bytes(world_size)
-        self.partials = torch.full((4 if ternary else 3, blocks), torch.nan, dtype=torch.float64)
+        self.partials = torch.full((3 if ternary else 2, blocks), torch.nan, dtype=torch.float64)
+        self.found = torch.tensor([32], dtype=torch.int32)
         if ternary:  # half of all that is compressed are zeros of either sign; the bits have zeros of their own
             for x in (self.compensated, *self.grads):
                 x[torch.rand(x.shape, generator=self._random) < 0.5] *= 0.0
@@ -131,7 +132,8 @@ class Problem:
         return (
             *(self.grads, self.layout.sizes, self.layout.block_size, self.compensated, self.worker_scale),
             *(self.exp_avg_bits, self.exp_avg_scale, self.coef, self.block_tensor, exp_avg_sq, eps_inside_sqrt),
-            *(self.table.bits, self.table.row, self.bits, self.partials, torch.tensor([hold], dtype=torch.int32)),
+            *(self.table.bits, self.table.row, self.bits, self.partials, self.found),
+            torch.tensor([hold], dtype=torch.int32),
         )
 
     def apply_arguments(

@@ -32,8 +32,10 @@ def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> tuple:
     p = problem(sizes, 1, 128, ternary=how.pop("ternary", False))
     p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     p.partials[1] *= 50.0
-    p.partials[2] = float(how.pop("dropped", 0))
-    return p.alone_arguments(scope, "contractive", **how)
+    found = how.pop("found", 0)
+    arguments = p.alone_arguments(scope, "contractive", **how)
+    arguments[18].fill_(found)
+    return arguments
 
 
 # ---------------------------------------------------------------- the op
@@ -43,8 +45,8 @@ def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> tuple:
 @pytest.mark.parametrize(
     "how",
     [
-        *({}, {"limit": 1e9}, {"limit": 1e-9}, {"told": 2, "limit": 1e-9}, {"dropped": 1, "limit": 1e9}),
-        *({"hold": 16}, {"hold": 16, "limit": 1e-9, "dropped": 1}, {"ternary": True, "limit": 1e9}),
+        *({}, {"limit": 1e9}, {"limit": 1e-9}, {"told": 2, "limit": 1e-9}, {"found": 1, "limit": 1e9}),
+        *({"hold": 16}, {"hold": 16, "limit": 1e-9, "found": 1}, {"ternary": True, "limit": 1e9}),
     ],
     ids=str,
 )

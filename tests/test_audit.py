@@ -40,7 +40,7 @@ def test_no_number_of_any_kernel_got_worse(printed: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("numerics", ["preconditioned", "plain"])
-@pytest.mark.parametrize(("name", "limit"), [("1-bit Adam", 24.9), ("1-bit LAMB", 37.3), ("1-bit LAMB, frozen", 24.9)])
+@pytest.mark.parametrize(("name", "limit"), [("1-bit Adam", 24.7), ("1-bit LAMB", 37.15), ("1-bit LAMB, frozen", 24.7)])
 def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, limit: float, numerics: str):
     line = rf"^{name}, {numerics}, whole step, fp32, W=(\d+): ([\d.]+) bytes per parameter"
     steps = re.findall(line, printed, re.MULTILINE)
@@ -54,10 +54,10 @@ def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, l
     ("name", "limit", "served"),
     [
         ("ZeroOneAdam, local step", 32.1, 0.0),
-        ("ZeroOneAdam, synchronising step after a round of one", 24.9, 8.2),
-        ("ZeroOneAdam, mean over a round of 2", 36.6, 4.1),
-        ("ZeroOneAdam, mean over a round of 16", 32.7, 8.2 / 16),
-        ("OneBitLion", 20.7, 8.2),
+        ("ZeroOneAdam, synchronising step after a round of one", 24.7, 8.2),
+        ("ZeroOneAdam, mean over a round of 2", 36.5, 4.1),
+        ("ZeroOneAdam, mean over a round of 16", 32.65, 8.2 / 16),
+        ("OneBitLion", 20.55, 8.2),
     ],
 )
 def test_steps_of_zero_one_adam_and_lion_are_counted(printed: str, name: str, limit: float, served: float):
@@ -83,7 +83,7 @@ def test_whole_rounds_of_marsit_are_counted(printed: str):
     for name, world_size, counted in rounds:
         # Gradient, c, moments and parameter; Adam's weight decay reads it once more; and bits.
         floats = 4 + 8 + 8 + 8 if name == "MarsitSGD" else 4 + 8 + 16 + 8 + 4
-        bits = 4 / 8 + 3 / 8 * (1 - 1 / int(world_size))
+        bits = 3 / 8 + 3 / 8 * (1 - 1 / int(world_size))
         assert floats + bits <= float(counted) <= floats + bits + 0.2
 
 

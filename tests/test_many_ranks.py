@@ -53,7 +53,6 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
     def make() -> tuple:
         p = problem(sizes, world_size, 128)
         p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-        p.partials[2] = 0.0
         return p.finish_arguments("layer", norm)
 
     _, _, start, single, pieces, *_ = make()
@@ -64,17 +63,16 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
 
 
 @pytest.mark.long(but=6)
-@pytest.mark.parametrize("where", [0, 50, -1])
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_finish_flags_every_message_of_hundreds_wherever_an_element_was_dropped(scope, where):
+def test_finish_flags_every_message_of_hundreds_where_an_element_was_dropped(scope):
     sizes = (5, 7 * 128, 50 * 128, 3)
 
     def make() -> tuple:
         p = problem(sizes, 300, 128)
         p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-        p.partials[2] = 0.0
-        p.partials[2, where] = 1.0
-        return p.finish_arguments(scope, "l2")
+        arguments = p.finish_arguments(scope, "l2")
+        arguments[17].fill_(1)
+        return arguments
 
     arguments = make()
     triton_kernels.finish(*arguments)

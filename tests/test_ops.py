@@ -216,9 +216,9 @@ def check_momentum_compress(p: Problem, exp_avg_sq: Tensor | None = None, eps_in
     rows = c.reshape(p.layout.n_blocks, -1)
     np.testing.assert_allclose(p.partials[0], np.abs(rows).sum(1), rtol=1e-13)
     np.testing.assert_allclose(p.partials[1], (rows * rows).sum(1), rtol=1e-13)
-    assert np.array_equal(p.partials[2], dropped.reshape(rows.shape).sum(1))
+    assert int(p.found) == 32 | bool(dropped.any())
     if p.ternary:
-        assert np.array_equal(p.partials[3], (rows != 0).sum(1))
+        assert np.array_equal(p.partials[2], (rows != 0).sum(1))
         assert (c[p.live] == 0).sum() > p.live.sum() / 20 - 5, "zeros must be there to be seen"
 
 
@@ -242,7 +242,7 @@ def test_momentum_compress_takes_each_tensors_row_and_live_elements(live, world_
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_non_finite_gradient_is_dropped_alone_and_counted(bad):
+def test_a_non_finite_gradient_is_dropped_alone_and_told(bad):
     p = Problem(MIXED, 3, masks=MASKS)
     p.grads[0][[0, 1, 299]] = bad  # element 0 is masked
     p.grads[4][127] = bad
@@ -250,7 +250,8 @@ def test_a_non_finite_gradient_is_dropped_alone_and_counted(bad):
     clean.grads[0][[1, 299]] = clean.grads[4][127] = 0.0
     check_momentum_compress(p)
     ops.momentum_compress(*clean.momentum_arguments())
-    assert p.partials[2].sum() == 3
+    assert int(p.found) == 33
+    assert int(clean.found) == 32
     assert same_bits(p.compensated, clean.compensated)
 
 
@@ -259,7 +260,7 @@ def test_an_overflow_to_infinity_is_dropped_as_well():
     p.coef[:, Coef.UNIT] = 1e30
     p.grads[0][5] = 1e30
     check_momentum_compress(p)
-    assert p.partials[2].tolist() == [1, 0]
+    assert int(p.found) == 33
 
 
 def test_an_empty_gradient_stands_for_zeros():

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import block_io as io
 from . import headers, rules
 from .advance import WIDTH, power, programs_of, renew_kernel, renew_plainly
-from .eager import DROPPED, NONZERO
+from .eager import NONZERO
 from .finish import (
     LANES,
     UPDATE,
@@ -28,7 +28,7 @@ from .op import Doubles, Flag, Floats, Indices, PerBlock, Table, op
 from .rules import COLUMNS, CORRECTION1, GROUP_COLUMNS, UNBIAS1
 
 STEP, TAG, FLAGS, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.SIGNAL
-NONFINITE, VETO = headers.NONFINITE, headers.VETO
+VETO = headers.VETO
 
 
 @jit()
@@ -102,7 +102,7 @@ def finish_alone_kernel(
 ):  # fmt: skip
     """Grid: as that of ``finish``.
 
-    Bytes per block: 24 of partial sums in, 12 of scales out; where there is a limit 8 in.
+    Bytes per block: 16 of partial sums in, 12 of scales out; where there is a limit 8 in.
     """
     p = tl.program_id(0).to(tl.int64)
     if p < parts:
@@ -112,12 +112,12 @@ def finish_alone_kernel(
             of_update = block_tensor, weight, group_rows, group_of, steps, coef
             groups = tl.cdiv(singles, LANES)
             if p < groups:
-                j, some, begin, end, absolute, squares, dropped, n, longest = sum_shorts(
+                j, some, begin, end, absolute, squares, n, longest = sum_shorts(
                     p, single, singles, segment_start, partials, partials_stride, count, TERNARY
                 )
                 s = rules.scale_of(absolute, squares, n, NORM)
                 tl.store(measured + j, s, mask=some)
-                leave_shorts(p, some, absolute, squares, dropped, s, n, sums, sums_stride)
+                leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride)
                 update = _hand_out_shorts(begin, end, longest, s, to, of_update)
                 tl.store(sums + UPDATE * sums_stride + p, io.tree_sum(update))
             elif p < groups + longs:
@@ -133,8 +133,6 @@ def finish_alone_kernel(
             own = told | tl.load(pending)
             found = own | held
             if held == 0:
-                dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0
-                own |= dropped.to(tl.int32) * NONFINITE
                 found = own
                 if limit is not None:
                     size = tl.sqrt(io.ordered_sum(sums + UPDATE * sums_stride, 0, parts))
@@ -195,7 +193,7 @@ def finish_alone(
         scale, worker_scale, worker_settled: float32 [B], written: the result's, the residual's, and zeros.
         words: int32 [8], a header, of which STEP, TAG, FLAGS and SIGNAL are written.
         number, counter, counts, tag, told, pending: As of ``finish``.
-        hold: int32 [1]; where set headers and flags are written, but for SIGNAL and what was dropped, and nothing else.
+        hold: int32 [1]; where set headers and flags are written, but for SIGNAL, and nothing else.
         flags: int32 [1], written: those of the header and of ``hold``, and VETO where the update is refused.
         block_tensor: int32 [B].
         weight: float32 [B], see ``receive``; None, as ``limit`` and ``update_norm``: any update is let through.
@@ -219,7 +217,6 @@ def finish_alone(
         scale.copy_(torch.repeat_interleave(measured, segment_start.diff()))
         worker_scale.copy_(scale)
         worker_settled.zero_()
-        own = own | (ordered_sum(sums[DROPPED]) > 0) * int(NONFINITE)
         words[SIGNAL] = norm_left(sums).view(torch.int32)
     flags.copy_(own | hold)
     if not hold:

@@ -34,9 +34,9 @@ def tensor_of(b, block_tensor, coef):
 
 
 @jit()
-def place_of(table, tensors, t, block_start, b):
+def place_of(table, tensors, t, block_start, b, BLOCK_SIZE: tl.constexpr):
     """Finds a block in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
-    return tl.load(table + t), table + tensors + t, tl.multiple_of(tl.load(block_start + b), 16)
+    return tl.load(table + t), table + tensors + t, tl.load(block_start + b).to(tl.int64) * BLOCK_SIZE
 
 
 # ---------------------------------------------------------------- packed bits, LSB first
@@ -291,17 +291,13 @@ def store_norm(norm, b, x):
 
 
 @jit()
-def store_partials(partials, stride, b, c, dropped, TERNARY: tl.constexpr):
-    """Sums of |c| and c^2 over a block; dropped elements, None where there can't be any, and non-zero ones."""
+def store_partials(partials, stride, b, c, TERNARY: tl.constexpr):
+    """Sums of |c| and c^2 over a block, and, where ternary, how many elements are not zero."""
     size = tl.abs(c).to(tl.float64)  # once: conversions are slower than sums
     tl.store(partials + b, total_of(size))
     tl.store(partials + stride + b, squares_of(size))
-    if dropped is None:
-        tl.store(partials + 2 * stride + b, 0.0)
-    else:
-        tl.store(partials + 2 * stride + b, count(dropped))
     if TERNARY:
-        tl.store(partials + 3 * stride + b, count(c != 0))
+        tl.store(partials + 2 * stride + b, count(c != 0))
 
 
 @jit()

@@ -2,7 +2,7 @@
 
 Bits are one plane of signs, uint8 [W, P / 8W]; or, where ternary, two planes, uint8 [W, 2, P / 8W]: signs, and which
 elements are not zero (Tarasov & Ershov, section 4). Then sign(0) = 0, so that zeros have no residual and no momentum,
-weigh in no scale, and are counted in a fourth row of partial sums. Which of the two it is, ops see from the dimensions
+weigh in no scale, and are counted in a third row of partial sums. Which of the two it is, ops see from the dimensions
 of their bits and from the rows of their sums.
 
 Partial sums are taken in float64 of float32 terms: squares are exact there, sums round far below the float32 result,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .eager import DROPPED, compress, gather, only_live, scaled, tiles, write_partials
+from .eager import compress, gather, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
 
@@ -21,8 +21,8 @@ from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Size
 @jit()
 def momentum_compress_kernel(
     grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
-    block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, hold,
-    blocks_per_chunk,
+    block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, found,
+    hold, blocks_per_chunk,
     GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def momentum_compress_kernel(
     signs, nonzero = io.load_bits(packed, plane, TERNARY)
     m = io.scaled(signs, nonzero, scale, TERNARY)
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
-    place = io.place_of(grads_table, tensors, t, block_start, b)
+    place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
@@ -53,22 +53,26 @@ def momentum_compress_kernel(
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     finite = rules.finite(c)
     c = tl.where(finite, c, kept)
+    bad = io.any_of(~finite)  # here: no register holds it further
+    if bad != 0:
+        tl.atomic_or(found, io.NONFINITE)
     tl.store(compensated + b * BLOCK_SIZE + i, c)
     if IN_PLACE:
         tl.debug_barrier()  # all warps have read the last step's
     io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
-    io.store_partials(partials, partials_stride, b, c, ~finite, TERNARY)
+    io.store_partials(partials, partials_stride, b, c, TERNARY)
 
 
 @op(
     momentum_compress_kernel,
-    writes=("compensated", "bits", "partials"),
+    writes=("compensated", "bits", "partials", "found"),
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
     grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
-    eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, hold: Flag,
+    eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
+    hold: Flag,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -76,7 +80,7 @@ def momentum_compress(
 
     The residual is deferred: it is formed when ``c`` is read again, since its scale is known only
     after all of ``c`` was seen. ``m`` comes from the last synchronised bits and scales. An element
-    whose gradient exceeds GRAD_LIMIT, or whose new ``c`` is not finite, drops its gradient and is counted.
+    whose gradient exceeds GRAD_LIMIT, or whose new ``c`` is not finite, drops its gradient.
 
     Other arguments as for ``apply_momentum``.
 
@@ -88,8 +92,9 @@ def momentum_compress(
         exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
         live, live_row: The active mask: elements that count; others get c = 0.
         bits: As ``exp_avg_bits``, written.
-        partials: float64 [3, B], written: sums of |c| and of c^2, number of dropped elements; or
-            [4, B] where ternary: number of elements that are not zero.
+        partials: float64 [2, B], written: sums of |c| and of c^2; or [3, B] where ternary: number of elements that
+            are not zero.
+        found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
         hold: int32 [1]; where set nothing is written.
     """
     if hold:
@@ -111,7 +116,7 @@ def momentum_compress(
             finite = rules.finite(new)
             new = tl.where(finite, new, kept)
             write_partials(new, partials[:, b])
-            partials[DROPPED, b] = (~finite).sum(1).double()
+            found |= int(io.NONFINITE)
         flat[b] = new
         compress(new, bits[tile.chunk, ..., tile.bytes])
 

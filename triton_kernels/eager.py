@@ -19,7 +19,7 @@ from .jit import numpy, tl
 from .layout import FlatLayout, Span
 from .tables import FULL_ROW, SPREAD
 
-ABS, SQUARE, DROPPED, NONZERO = 0, 1, 2, 3  # rows of the partial sums; the last only where ternary
+ABS, SQUARE, NONZERO = 0, 1, 2  # rows of the partial sums; the last only where ternary
 TILE_NUMEL = {"cpu": 1 << 16}
 """Elements per tile by device type; elsewhere 2^22, where launches cost more than temporaries."""
 
@@ -213,12 +213,11 @@ def square_sum(x: Tensor) -> Tensor:
 def write_partials(c: Tensor, partials: Tensor) -> bool:
     """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is.
 
-    Where ``partials`` has a fourth row, it is the number of elements that are not zero.
+    Where ``partials`` has a third row, it is the number of elements that are not zero.
     """
     wide = c.double().abs_()
     partials[ABS] = wide.sum(1)
     partials[SQUARE] = wide.mul_(wide).sum(1)
-    partials[DROPPED] = 0.0
     if len(partials) > NONZERO:
         partials[NONZERO] = (c != 0).sum(1).double()
     return bool(torch.isfinite(partials[SQUARE]).all())

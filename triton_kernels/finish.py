@@ -16,7 +16,7 @@ from torch import Tensor
 from . import block_io as io
 from . import headers, rules
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
-from .eager import ABS, DROPPED, NONZERO, SQUARE
+from .eager import ABS, NONZERO, SQUARE
 from .jit import jit, tl
 from .op import Counters, Doubles, Flag, Floats, Headers, Indices, Table, op
 
@@ -27,8 +27,7 @@ LANES = io.SUM_LANES
 SHORT = 32  # blocks, the most that 4096 elements are
 PIECE = 1024  # blocks
 STEP, TAG, FLAGS, DIGEST, SIGNAL = headers.STEP, headers.TAG, headers.FLAGS, headers.DIGEST, headers.SIGNAL
-NONFINITE = headers.NONFINITE
-ERROR = 4  # row of what programs have summed, behind those of ``eager``
+ERROR = 3  # row of what programs have summed, behind those of ``eager``
 UPDATE = ERROR + 1  # only of a worker alone
 SUMS = UPDATE + 1
 OF_A_PIECE = 5  # numbers
@@ -70,8 +69,8 @@ class Segments(NamedTuple):
 def sum_shorts(p, single, singles, segment_start, partials, partials_stride, count, TERNARY: tl.constexpr):
     """Sums some short segments, a lane to each.
 
-    Returns their numbers, whether there are any, their first blocks and those behind their last, the sums of |c|, of
-    c^2 and of what was dropped, how many elements they have, and the length of the longest.
+    Returns their numbers, whether there are any, their first blocks and those behind their last, the sums of |c| and
+    of c^2, how many elements they have, and the length of the longest.
     """
     index = p * LANES + tl.arange(0, LANES)
     some = index < singles
@@ -80,7 +79,6 @@ def sum_shorts(p, single, singles, segment_start, partials, partials_stride, cou
     end = tl.load(segment_start + j + 1, mask=some, other=0).to(tl.int64)
     absolute = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
-    dropped = tl.zeros([LANES], tl.float64)
     # Loaded ahead: behind the loops the compiler would keep too few registers, and spill.
     n = tl.zeros([LANES], tl.float64) if TERNARY else tl.load(count + j, mask=some, other=0.0)
     longest = tl.max((end - begin).to(tl.int32), axis=0)
@@ -89,16 +87,14 @@ def sum_shorts(p, single, singles, segment_start, partials, partials_stride, cou
         inside = begin + k < end
         absolute += tl.load(at, mask=inside, other=0.0)
         squares += tl.load(at + partials_stride, mask=inside, other=0.0)
-        dropped += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
         if TERNARY:
-            n += tl.load(at + 3 * partials_stride, mask=inside, other=0.0)
-    return j, some, begin, end, absolute, squares, dropped, n, longest
+            n += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
+    return j, some, begin, end, absolute, squares, n, longest
 
 
 @jit()
-def leave_shorts(p, some, absolute, squares, dropped, s, n, sums, sums_stride):
+def leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride):
     """Leaves for the last program what it needs of short segments with scales ``s``."""
-    tl.store(sums + DROPPED * sums_stride + p, io.tree_sum(dropped))
     error = tl.where(some, rules.residual_square(absolute, squares, s, n), 0.0)
     tl.store(sums + ERROR * sums_stride + p, io.tree_sum(error))
 
@@ -115,7 +111,7 @@ def sum_piece(p, groups, pieces, partials, partials_stride, sums, sums_stride, t
     end = tl.load(piece + 2)
     first = tl.load(piece + 3)
     number = tl.load(piece + 4)
-    for row in tl.static_range(3 + TERNARY):
+    for row in tl.static_range(2 + TERNARY):
         tl.store(sums + row * sums_stride + p, io.ordered_sum(partials + row * partials_stride, begin, end))
     return io.is_last(tickets + 1 + first, number), j, groups + first, number
 
@@ -224,13 +220,13 @@ def finish_kernel(
             to = segment, message_scales, message_scales_stride, blocks_per_message
             groups = tl.cdiv(singles, LANES)
             if p < groups:
-                j, some, begin, end, absolute, squares, dropped, n, longest = sum_shorts(
+                j, some, begin, end, absolute, squares, n, longest = sum_shorts(
                     p, single, singles, segment_start, partials, partials_stride, count, TERNARY
                 )
                 s = rules.scale_of(absolute, squares, n, NORM)
                 tl.store(scale + j, s, mask=some)
                 _tell_shorts(j, begin, end, longest, s, to)
-                leave_shorts(p, some, absolute, squares, dropped, s, n, sums, sums_stride)
+                leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride)
             elif p < groups + longs:
                 all_there, j, first, pieces_of_it = sum_piece(
                     p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY
@@ -244,8 +240,6 @@ def finish_kernel(
             step = step_of(number, counter, COUNTS)
             flags = told | tl.load(pending)
             if held == 0:
-                dropped = io.ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0
-                flags |= dropped.to(tl.int32) * NONFINITE
                 _write_signal(words, words_stride, messages, signal_of(sums, sums_stride, parts))
             tl.store(pending, 0)
             _write_headers(words, words_stride, messages, step, tag, flags, headers.fold(tl.load(digest)))
@@ -285,7 +279,7 @@ def finish(
     Means over the live elements; where ternary, over those that are not zero. Without segments there are headers only.
 
     Args:
-        partials: float64 [3, B], or [4, B] where ternary.
+        partials: float64 [2, B], or [3, B] where ternary.
         segment: int32 [B], the scale that each block shares; rising.
         segment_start, single, pieces, sums, tickets: See ``Segments``; the last two are scratch.
         count: float64 [segments], live elements of each.
@@ -299,10 +293,10 @@ def finish(
         counter: Where STEP lies instead, int32 []; or None.
         counts: Whether ``counter`` is one less, and to be counted up.
         tag: TAG.
-        told: FLAGS of the host; NONFINITE is added where any element was dropped.
+        told: FLAGS of the host.
         pending: int32 [1], more of them; 0 afterwards.
         digest: int64 [1], of which DIGEST is made: its halves combined.
-        hold: int32 [1]; where set headers are written, but for SIGNAL and what was dropped, and nothing else.
+        hold: int32 [1]; where set headers are written, but for SIGNAL, and nothing else.
         group_rows, lr, group_of, steps, mean_sq: As for ``advance``, whose ``groups`` are the first.
         coef: float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the
             step that is being taken; None: nothing is.
@@ -323,7 +317,6 @@ def finish(
             slot = by_message - by_message[:, :1]
             message = torch.arange(len(words), device=segment.device)[:, None]
             message_scales[message, slot] = scale[segment].view_as(slot)
-        flags = flags | (ordered_sum(sums[DROPPED]) > 0) * int(NONFINITE)
         words[:, SIGNAL] = norm_left(sums).view(torch.int32)
     for word, value in ((STEP, step), (DIGEST, headers.folded(digest)), (TAG, tag), (FLAGS, flags)):
         words[:, word] = value
@@ -341,14 +334,14 @@ def finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, 
     n = totals[NONZERO] if ternary else count[j]
     scale[j] = rules.scale_of(totals[ABS], totals[SQUARE], n, norm)
     groups = -(-len(j) // LANES)
-    left = torch.stack([totals[DROPPED], rules.residual_square(totals[ABS], totals[SQUARE], scale[j], n)])
-    padded = torch.nn.functional.pad(left, (0, groups * LANES - len(j))).view(2, groups, LANES)
-    sums[DROPPED, :groups], sums[ERROR, :groups] = ordered_sum(padded)
+    left = rules.residual_square(totals[ABS], totals[SQUARE], scale[j], n)
+    padded = torch.nn.functional.pad(left, (0, groups * LANES - len(j))).view(groups, LANES)
+    sums[ERROR, :groups] = ordered_sum(padded)
     for q, (_, start, end, *_) in enumerate(work.pieces.tolist(), groups):
         sums[: len(partials), q] = ordered_sum(partials[:, start:end])
     for q, (segment, _, _, first, number) in enumerate(work.pieces.tolist()):
         if q == first:
-            absolute, squares, _, *nonzero = ordered_sum(sums[: len(partials), groups + first :][:, :number])
+            absolute, squares, *nonzero = ordered_sum(sums[: len(partials), groups + first :][:, :number])
             n = nonzero[0] if ternary else count[segment]
             scale[segment] = rules.scale_of(absolute, squares, n, norm)
             sums[ERROR, groups + first] = rules.residual_square(absolute, squares, scale[segment], n)

@@ -97,7 +97,7 @@ def flatten_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b)
+    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
     x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
     if unscale is not None:
         x = x * tl.load(unscale)

@@ -55,7 +55,7 @@ def lamb_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
-        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b), i, mask, row, PARAMS)
+        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
         io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
 
@@ -164,7 +164,7 @@ def lamb_move_kernel(
         at = b * BLOCK_SIZE + i
         update = rules.preconditioned(tl.load(exp_avg + at), tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params_table, tensors, t, block_start, b)
+        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -230,7 +230,7 @@ def lamb_ratio_kernel(
             tl.store(last_at + plane, nonzero)
         tl.store(last_scale + b, scale)
         if norms is not None:
-            x = io.load_user(io.place_of(params_table, tensors, t, block_start, b), i, mask, row, PARAMS)
+            x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
             adam = io.only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
             io.store_norm(norms, b, adam)
             io.store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))

@@ -51,7 +51,7 @@ def local_update_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
-    source = io.place_of(grads_table, tensors, t, block_start, b)
+    source = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     if GRADS % io.ALIGNED > io.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
         g = io.load_user(source, i, mask, row, GRADS)
     signs = tl.load(byte)
@@ -63,7 +63,7 @@ def local_update_kernel(
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or (MOVES and anchor is None):
-        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b), i, mask, row, PARAMS)
+        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
@@ -100,7 +100,7 @@ def local_update_kernel(
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
         # Looked up again, so that no register holds it meanwhile; so are the parameters where they are kept.
-        place = io.place_of(params_table, tensors, t, block_start, b)
+        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         if anchor is not None:
             x = io.keep_user(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
         io.store_user(place, i, x - u, None, mask, row, PARAMS)

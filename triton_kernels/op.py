@@ -92,7 +92,7 @@ STANDARD: Derived = {
     "plane": ("i32", lambda packed: packed.stride(-2)),  # bytes between the planes of bits, where TERNARY
     "TERNARY": ("constexpr", lambda packed: packed.dim() == 3),
     "tables": ("", block_tables),
-    "block_start": ("*i64", lambda tables: tables.start),  # where each block begins in its tensor
+    "block_start": ("*i32", lambda tables: tables.start),  # which of its tensor's blocks each is
     "block_tensor": ("*i32", lambda tables: tables.tensor),
     "live": ("*u8", lambda tables: tables.live.bits),
     "live_row": ("*i32", lambda tables: tables.live.row),

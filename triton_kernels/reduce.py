@@ -163,7 +163,7 @@ def server_reduce_kernel(
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
         tl.store(compensated + b * BLOCK_SIZE + i, c)
-    io.store_partials(partials, partials_stride, b, c, None, TERNARY)
+    io.store_partials(partials, partials_stride, b, c, TERNARY)
     io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
 
 
@@ -203,7 +203,7 @@ def server_reduce(
         server_scale: Its s of the last step, float32 [B / W].
         live, live_row: The active mask: elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
-        partials: float64 [3, B / W], or [4, B / W], written as by ``momentum_compress``.
+        partials: float64 [2, B / W], or [3, B / W], written as by ``momentum_compress``.
         hold: int32 [1]; where set nothing is written but what follows.
         flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
         kept_words: int32 [W, 8], written: the headers.

@@ -50,7 +50,7 @@ def gradient_squares_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b)
+    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
     x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
     bound = largest
     if loss_scale is not None:

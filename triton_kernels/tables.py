@@ -288,11 +288,10 @@ class BlockTables:
 
     @cached_property
     def start(self) -> Tensor:
-        """Returns where each block begins in its tensor: int64 [blocks]."""
+        """Tells which of its tensor's blocks each is, from 0 on: int32 [blocks]."""
         layout = self._layout
         first = torch.tensor(layout.first_block, dtype=torch.int64)
-        start = (torch.arange(layout.n_blocks) - first[layout.block_tensor()]) * layout.block_size
-        return start.to(self._device)
+        return (torch.arange(layout.n_blocks) - first[layout.block_tensor()]).to(self._device, torch.int32)
 
     @cached_property
     def live(self) -> LiveTable:

@@ -73,7 +73,7 @@ def apply_momentum_kernel(
                 v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
-            place = io.place_of(params_table, tensors, t, block_start, b)
+            place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
             moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
         if digest is not None:  # at the end: no load waits for this sum
             summed = io.sum_of_bytes(signs)
@@ -155,7 +155,7 @@ def adam_update_kernel(
         mask = io.counting(live, row, i, BLOCK_SIZE)
         m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
-        place = io.place_of(params_table, tensors, t, block_start, b)
+        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
@@ -194,7 +194,7 @@ def add_values_kernel(
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b)
+        place = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
         new = tl.load(values + b * BLOCK_SIZE + i)
         if not REPLACES:
             new = io.load_user(place, i, mask, row, PARAMS) - new

@@ -46,7 +46,7 @@ def vote_kernel(
         tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
     else:
         t, k = io.tensor_of(b, block_tensor, coef)
-        place = io.place_of(grads_table, tensors, t, block_start, b)
+        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         g = rules.counted(io.load_user(place, i, mask, row, GRADS), k)
         m = tl.load(exp_avg + b * BLOCK_SIZE + i)

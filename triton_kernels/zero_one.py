@@ -28,7 +28,7 @@ def local_step_kernel(
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
     if anchor is not None:
-        of_block = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b)
+        of_block = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
         x = io.keep_user(of_block, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
     if row == 1:
         tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
@@ -44,8 +44,8 @@ def local_step_kernel(
         held = tl.load(hold) != 0
         finite = i >= 0
         if MOVES:
-            place = io.place_of(params_table, tensors, t, block_start, b)
-            g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b), i, mask, row, GRADS)
+            place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+            g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
             if anchor is None:
                 x = io.load_user(place, i, mask, row, PARAMS)
             new = rules.momentum(m, rules.counted(g, k), k)

@@ -35,7 +35,7 @@ struct place {
 };
 
 static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensors, const float *coef,
-                              const int32_t *block_tensor, const int64_t *block_start, int64_t stored)
+                              const int32_t *block_tensor, const int32_t *block_start, int64_t stored, int64_t n)
 {
     static const float none[COLUMNS];
     if (tensors == 0) { /* then the index space is one block of padding, and no table has a row for it */
@@ -44,7 +44,7 @@ static struct place tensor_of(int64_t b, const int64_t *pointers, int64_t tensor
     }
     int64_t t = block_tensor[b];
     int64_t kind = stored % ALIGNED == MIXED ? pointers[tensors + t] : stored % ALIGNED;
-    struct place found = {coef + t * COLUMNS, (char *)(intptr_t)pointers[t], kind, block_start[b]};
+    struct place found = {coef + t * COLUMNS, (char *)(intptr_t)pointers[t], kind, block_start[b] * n};
     return found;
 }
 
@@ -342,9 +342,9 @@ static double sum_of(const float *restrict x, int64_t n)
     return sum_lanes(sum);
 }
 
-/* Sums of |c| and c^2 over a block; dropped and, where ternary, non-zero elements. */
-static void store_partials(double *partials, int64_t stride, int64_t b, const float *restrict c, int64_t dropped,
-                           int64_t ternary, int64_t n)
+/* Sums of |c| and c^2 over a block and, where ternary, how many elements are not zero. */
+static void store_partials(double *partials, int64_t stride, int64_t b, const float *restrict c, int64_t ternary,
+                           int64_t n)
 {
     double absolute[LINE] = {0}, square[LINE] = {0};
     int64_t nonzero = 0;
@@ -356,10 +356,9 @@ static void store_partials(double *partials, int64_t stride, int64_t b, const fl
         }
     partials[b] = sum_lanes(absolute);
     partials[stride + b] = sum_lanes(square);
-    partials[2 * stride + b] = dropped;
     if (ternary) {
         for (int64_t i = 0; i < n; i++)
             nonzero += c[i] != 0;
-        partials[3 * stride + b] = nonzero;
+        partials[2 * stride + b] = nonzero;
     }
 }

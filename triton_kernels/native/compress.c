@@ -5,7 +5,7 @@
 KERNEL(flatten)
 {
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS);
+        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS, BLOCK_SIZE);
         float *x = out + b * BLOCK_SIZE;
         int bad = 0;
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
@@ -39,7 +39,6 @@ static int store_sums(double *partials, int64_t stride, int64_t b, const struct 
 {
     partials[b] = sum_lanes(sums->absolute);
     partials[stride + b] = sum_lanes(sums->square);
-    partials[2 * stride + b] = 0;
     return isfinite(partials[stride + b]);
 }
 
@@ -67,12 +66,12 @@ static inline void compensate(float *restrict c, float *restrict kept, const flo
     }
 }
 
-/* An element that is not finite drops its gradient; returns how many there are. */
-static int64_t drop_bad(float *restrict c, const float *restrict kept, int64_t n)
+/* An element that is not finite drops its gradient; returns whether there are any. */
+static int drop_bad(float *restrict c, const float *restrict kept, int64_t n)
 {
     int32_t dropped = 0;
     for (int64_t i = 0; i < n; i++)
-        dropped += !finite(c[i]);
+        dropped |= !finite(c[i]);
     for (int64_t i = 0; dropped && i < n; i++)
         c[i] = finite(c[i]) ? c[i] : kept[i];
     return dropped;
@@ -84,7 +83,7 @@ KERNEL(momentum_compress)
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
+        struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         float *c = compensated + b * BLOCK_SIZE;
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
@@ -98,7 +97,9 @@ KERNEL(momentum_compress)
             compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
         if (TERNARY || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
-            store_partials(partials, partials_stride, b, c, drop_bad(c, kept, BLOCK_SIZE), TERNARY, BLOCK_SIZE);
+            if (drop_bad(c, kept, BLOCK_SIZE))
+                __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
+            store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         }
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), plane, c, TERNARY, BLOCK_SIZE);
     }
@@ -159,7 +160,7 @@ KERNEL(server_reduce)
         }
         if (TERNARY || live_row[b] != FULL) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
-            store_partials(partials, partials_stride, b, c, 0, TERNARY, BLOCK_SIZE);
+            store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         } else {
             store_sums(partials, partials_stride, b, &sums);
         }

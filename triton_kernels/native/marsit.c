@@ -69,8 +69,8 @@ KERNEL(local_update)
     struct update s;
     for (int64_t b = begin + first_block; b < end + first_block; b++) {
         int64_t row = live_row[b];
-        struct place to = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
-        struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
+        struct place to = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
+        struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         uint8_t *packed = bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE);
         int32_t *header = words + b / blocks_per_chunk * words_stride;
         float *c = compensated + b * BLOCK_SIZE, most = limit[b];

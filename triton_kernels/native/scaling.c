@@ -47,7 +47,7 @@ KERNEL(gradient_squares)
 {
     float x[MOST], bound = loss_scale ? largest * *loss_scale : largest;
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS);
+        struct place at = tensor_of(b, tensors_table, number, NULL, block_tensor, block_start, TENSORS, BLOCK_SIZE);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
             x[i] = fabsf(x[i]) <= bound ? x[i] : 0.0f;

@@ -70,7 +70,7 @@ KERNEL(apply_momentum)
             add_words(digest + b / blocks_per_digest, packed + side * plane, BLOCK_SIZE / 64);
         if (*skip || live_row[b] == EMPTY)
             continue;
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         float scale = plain_scale(exp_avg_scale[b], at.k);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE) : NULL;
         if (!is_plain(at, live_row[b])) {
@@ -94,7 +94,7 @@ KERNEL(adam_update)
 {
     float update[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
                 BLOCK_SIZE);
@@ -107,7 +107,7 @@ KERNEL(add_values)
 {
     float x[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params_table, tensors, NULL, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, NULL, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         if (!REPLACES)
             load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
@@ -120,7 +120,7 @@ KERNEL(lamb_update)
 {
     float x[MOST], u[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
                 BLOCK_SIZE);
@@ -142,7 +142,7 @@ KERNEL(lamb_move)
 {
     float update[MOST];
     EACH_MOVING_BLOCK(b) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         precondition(update, exp_avg + b * BLOCK_SIZE, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
     }
@@ -201,7 +201,7 @@ KERNEL(lamb_ratio)
 {
     float m[MOST], wide[MOST];
     for (int64_t b = begin; b < end && !*skip; b++) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         KEEP(k, at.k);
         const float *frozen = variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE);
         const uint8_t *now_at = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);

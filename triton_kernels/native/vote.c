@@ -44,7 +44,7 @@ KERNEL(NAME)
             memset(packed, 0xFF, BLOCK_SIZE / 8);
             continue;
         }
-        struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
+        struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         float *m = exp_avg + b * BLOCK_SIZE;
         load_user(g, at, live, live_row[b], BLOCK_SIZE);
         if (blend(new_m, c, m, g, at.k, live, live_row[b], BLOCK_SIZE) && !*hold)

@@ -2,8 +2,8 @@
 
 #include "clock.h"
 
-enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 4, UPDATE = 5, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
-enum { ABS, SQUARE, DROPPED, NONZERO };
+enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 3, UPDATE = 4, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
+enum { ABS, SQUARE, NONZERO };
 
 /* Neighbouring lanes, again and again. */
 static double tree_sum(double *lanes)
@@ -43,18 +43,17 @@ static void tell(int64_t j, int64_t begin, int64_t end, float s, const int32_t *
 
 struct segment {
     int64_t number, begin, end;
-    double absolute, squares, n, dropped;
+    double absolute, squares, n;
 };
 
 /* A short segment, from its blocks. */
 static struct segment short_segment(int64_t j, const int32_t *start, const double *partials, int64_t stride,
                                     const double *count, int64_t ternary)
 {
-    struct segment s = {j, start[j], start[j + 1], 0, 0, ternary ? 0 : count[j], 0};
+    struct segment s = {j, start[j], start[j + 1], 0, 0, ternary ? 0 : count[j]};
     for (int64_t b = s.begin; b < s.end; b++) {
         s.absolute += partials[b];
         s.squares += partials[SQUARE * stride + b];
-        s.dropped += partials[DROPPED * stride + b];
         if (ternary)
             s.n += partials[NONZERO * stride + b];
     }
@@ -65,7 +64,7 @@ static struct segment short_segment(int64_t j, const int32_t *start, const doubl
 static int add_piece(const int32_t *piece, int64_t p, const double *partials, int64_t partials_stride, double *sums,
                      int64_t sums_stride, int32_t *tickets, int64_t ternary)
 {
-    for (int row = 0; row < 3 + ternary; row++)
+    for (int row = 0; row < 2 + ternary; row++)
         sums[row * sums_stride + p] = ordered_sum(partials + row * partials_stride, piece[1], piece[2]);
     return is_last(tickets + 1 + piece[3], piece[4]);
 }
@@ -78,7 +77,7 @@ static struct segment long_segment(const int32_t *piece, int64_t first, const in
     return (struct segment){
         j, start[j], start[j + 1], ordered_sum(sums + ABS * stride, first, last),
         ordered_sum(sums + SQUARE * stride, first, last),
-        ternary ? ordered_sum(sums + NONZERO * stride, first, last) : count[j], 0};
+        ternary ? ordered_sum(sums + NONZERO * stride, first, last) : count[j]};
 }
 
 /* The norm of what the scales leave. */
@@ -98,17 +97,15 @@ KERNEL(finish)
             continue;
         }
         if (!*hold && p < groups) {
-            double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0};
+            double error[SUM_LANES] = {0};
             for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
                 struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
                                                  count, TERNARY);
                 scale[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                dropped[l] = s.dropped;
                 error[l] = residual_square(s.absolute, s.squares, scale[s.number], s.n);
                 tell(s.number, s.begin, s.end, scale[s.number], segment, message_scales, message_scales_stride,
                      blocks_per_message);
             }
-            sums[DROPPED * sums_stride + p] = tree_sum(dropped);
             sums[ERROR * sums_stride + p] = tree_sum(error);
         } else if (!*hold && p < groups + longs) {
             const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
@@ -127,8 +124,6 @@ KERNEL(finish)
         *pending = 0;
         if (counter && COUNTS)
             *counter = step;
-        if (!*hold && ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0)
-            flags |= NONFINITE;
         float signal = *hold ? 0 : norm_left(sums, sums_stride, parts);
         for (int64_t w = 0; w < messages; w++) {
             int32_t *header = words + w * words_stride;
@@ -183,16 +178,14 @@ KERNEL(finish_alone)
             continue;
         }
         if (!*hold && p < groups) {
-            double dropped[SUM_LANES] = {0}, error[SUM_LANES] = {0}, update[SUM_LANES] = {0};
+            double error[SUM_LANES] = {0}, update[SUM_LANES] = {0};
             for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
                 struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
                                                  count, TERNARY);
                 measured[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                dropped[l] = s.dropped;
                 error[l] = residual_square(s.absolute, s.squares, measured[s.number], s.n);
                 hand_out(s, measured[s.number], scale, worker_scale, worker_settled, &of_update, update + l, 1);
             }
-            sums[DROPPED * sums_stride + p] = tree_sum(dropped);
             sums[ERROR * sums_stride + p] = tree_sum(error);
             sums[UPDATE * sums_stride + p] = tree_sum(update);
         } else if (!*hold && p < groups + longs) {
@@ -215,8 +208,6 @@ KERNEL(finish_alone)
         if (counter && COUNTS)
             *counter = words[STEP];
         if (!*hold) {
-            if (ordered_sum(sums + DROPPED * sums_stride, 0, parts) > 0)
-                own |= NONFINITE;
             found = own;
             if (limit) {
                 *update_norm = own ? 0 : sqrt(ordered_sum(sums + UPDATE * sums_stride, 0, parts));

@@ -41,7 +41,7 @@ KERNEL(local_step)
     float m[MOST], x[MOST], d[MOST], g[MOST];
     int32_t fine[MOST], takes[MOST];
     for (int64_t b = begin; b < end; b++) {
-        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS);
+        struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         float *c = compensated + b * BLOCK_SIZE;
         int64_t row = live_row[b];
         float scale = worker_scale[b];
@@ -61,7 +61,7 @@ KERNEL(local_step)
         EACH_LINE(i, BLOCK_SIZE)
             LANES c[i + j] = residual(c[i + j], scale, 0);
         if (MOVES) {
-            struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS);
+            struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
             load_user(g, from, live, row, BLOCK_SIZE);
             load_user(x, at, live, row, BLOCK_SIZE);
             own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
