@@ -42,8 +42,7 @@ class ErrorFeedback:
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self._norm, self._ternary = norm, ternary
         self.segment = segment.to(device, torch.int32)
-        work = Segments.of(segment if measures else segment[:0], device)
-        self._start, self._single, self._pieces, self._sums, self._tickets = work
+        self._work = Segments.of(segment if measures else segment[:0], device)
         self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
         self._count = torch.zeros(len(self.measured) if measures else 0, dtype=torch.float64, device=device)
 
@@ -58,43 +57,20 @@ class ErrorFeedback:
 
         ``header``: The last arguments of the op ``finish``, from ``number`` on.
         """
-        finish(
-            self.partials,
-            self.segment,
-            self._start,
-            self._single,
-            self._pieces,
-            self._count,
-            self._norm,
-            self._sums,
-            self._tickets,
-            self.measured,
-            messages.scales,
-            messages.words,
-            *header,
-        )
+        finish(self.partials, self.segment, *self._measuring, messages.scales, messages.words, *header)
 
     def finish_alone(self, scale: Tensor, words: Tensor, *told: Any) -> None:
         """Make ``scale`` float32 [blocks], this one's and the result's, from ``partials``, and a header.
 
         ``told``: The last arguments of the op ``finish_alone``, from ``number`` on.
         """
-        finish_alone(
-            self.partials,
-            self._start,
-            self._single,
-            self._pieces,
-            self._count,
-            self._norm,
-            self._sums,
-            self._tickets,
-            self.measured,
-            scale,
-            self.scale,
-            self.settled,
-            words,
-            *told,
-        )
+        finish_alone(self.partials, *self._measuring, scale, self.scale, self.settled, words, *told)
+
+    @property
+    def _measuring(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor]:
+        """Return arguments that both ops share: from ``segment_start`` to where scales are written."""
+        start, single, pieces, sums, tickets = self._work
+        return start, single, pieces, self._count, self._norm, sums, tickets, self.measured
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
@@ -112,7 +88,7 @@ class ErrorFeedback:
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads."""
         measured = (self.measured,) if len(self._count) else ()  # else they are what they were made
-        return self.partials, self.settled, *measured, self._sums, self._tickets
+        return self.partials, self.settled, *measured, self._work.sums, self._work.tickets
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""

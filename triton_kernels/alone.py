@@ -14,14 +14,13 @@ from .finish import (
     UPDATE,
     Segments,
     finish_segments,
-    leave_shorts,
     long_scale,
     norm_left,
     ordered_sum,
+    short_scales,
     signal_of,
     step_of,
     sum_piece,
-    sum_shorts,
 )
 from .jit import jit, tl
 from .op import Doubles, Flag, Floats, Indices, PerBlock, Table, op
@@ -112,12 +111,10 @@ def finish_alone_kernel(
             of_update = block_tensor, weight, group_rows, group_of, steps, coef
             groups = tl.cdiv(singles, LANES)
             if p < groups:
-                j, some, begin, end, absolute, squares, n, longest = sum_shorts(
-                    p, single, singles, segment_start, partials, partials_stride, count, TERNARY
-                )
-                s = rules.scale_of(absolute, squares, n, NORM)
-                tl.store(measured + j, s, mask=some)
-                leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride)
+                _, begin, end, longest, s = short_scales(
+                    p, single, singles, segment_start, partials, partials_stride, count, measured, sums, sums_stride,
+                    NORM, TERNARY,
+                )  # fmt: skip
                 update = _hand_out_shorts(begin, end, longest, s, to, of_update)
                 tl.store(sums + UPDATE * sums_stride + p, io.tree_sum(update))
             elif p < groups + longs:

@@ -66,11 +66,13 @@ class Segments(NamedTuple):
 
 
 @jit()
-def sum_shorts(p, single, singles, segment_start, partials, partials_stride, count, TERNARY: tl.constexpr):
-    """Sums some short segments, a lane to each.
+def short_scales(
+    p, single, singles, segment_start, partials, partials_stride, count, scale, sums, sums_stride, NORM: tl.constexpr,
+    TERNARY: tl.constexpr,
+):  # fmt: skip
+    """Makes and stores scales of short segments, a lane to each, and leaves for the last program what it needs.
 
-    Returns their numbers, whether there are any, their first blocks and those behind their last, the sums of |c| and
-    of c^2, how many elements they have, and the length of the longest.
+    Returns their numbers, their first blocks and those behind their last, the length of the longest, and the scales.
     """
     index = p * LANES + tl.arange(0, LANES)
     some = index < singles
@@ -89,14 +91,11 @@ def sum_shorts(p, single, singles, segment_start, partials, partials_stride, cou
         squares += tl.load(at + partials_stride, mask=inside, other=0.0)
         if TERNARY:
             n += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
-    return j, some, begin, end, absolute, squares, n, longest
-
-
-@jit()
-def leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride):
-    """Leaves for the last program what it needs of short segments with scales ``s``."""
+    s = rules.scale_of(absolute, squares, n, NORM)
+    tl.store(scale + j, s, mask=some)
     error = tl.where(some, rules.residual_square(absolute, squares, s, n), 0.0)
     tl.store(sums + ERROR * sums_stride + p, io.tree_sum(error))
+    return j, begin, end, longest, s
 
 
 @jit()
@@ -220,13 +219,11 @@ def finish_kernel(
             to = segment, message_scales, message_scales_stride, blocks_per_message
             groups = tl.cdiv(singles, LANES)
             if p < groups:
-                j, some, begin, end, absolute, squares, n, longest = sum_shorts(
-                    p, single, singles, segment_start, partials, partials_stride, count, TERNARY
-                )
-                s = rules.scale_of(absolute, squares, n, NORM)
-                tl.store(scale + j, s, mask=some)
+                j, begin, end, longest, s = short_scales(
+                    p, single, singles, segment_start, partials, partials_stride, count, scale, sums, sums_stride,
+                    NORM, TERNARY,
+                )  # fmt: skip
                 _tell_shorts(j, begin, end, longest, s, to)
-                leave_shorts(p, some, absolute, squares, s, n, sums, sums_stride)
             elif p < groups + longs:
                 all_there, j, first, pieces_of_it = sum_piece(
                     p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY

@@ -1,31 +1,11 @@
 /* Scales gradients before they count. */
 
 #include "block_io.h"
+#include "sums.h"
 
-enum { SUM_LANES = 128, SCALED = 1024, PIECE = 1024 };
+enum { SCALED = 1024, PIECE = 1024 };
 enum { FOUND, NORM, EARLIER };
 enum { FACTOR, MEAN_NORM, RANKS, OVERFLOWED };
-
-/* Each lane in order, then neighbouring lanes, again and again. */
-static double ordered_sum(const double *row, int64_t n)
-{
-    double lanes[SUM_LANES] = {0};
-    for (int64_t i = 0; i < n; i++)
-        lanes[i % SUM_LANES] += row[i];
-    for (int half = SUM_LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
-    return lanes[0];
-}
-
-/* Whether all have come by the ticket, with `own` that come together; then it is 0 again. */
-static int all_there(int32_t *ticket, int32_t own, int64_t all)
-{
-    if (__atomic_add_fetch(ticket, own, __ATOMIC_ACQ_REL) != all)
-        return 0;
-    *ticket = 0;
-    return 1;
-}
 
 /* Adds up the pieces of which blocks begin..end-1 are the last to arrive; whether all pieces are there. */
 static int add_pieces(int64_t begin, int64_t end, const double *squares, double *sums, int32_t *tickets,
@@ -35,10 +15,10 @@ static int add_pieces(int64_t begin, int64_t end, const double *squares, double 
     for (int64_t p = begin / PIECE; p * PIECE < end; p++) {
         int64_t first = p * PIECE, behind = first + PIECE < blocks ? first + PIECE : blocks;
         int64_t own = (end < behind ? end : behind) - (begin > first ? begin : first);
-        if (!all_there(tickets + 1 + p, own, behind - first))
+        if (!are_last(tickets + 1 + p, own, behind - first))
             continue;
-        sums[p] = ordered_sum(squares + first, behind - first);
-        last |= all_there(tickets, 1, pieces);
+        sums[p] = ordered_sum(squares, first, behind);
+        last |= is_last(tickets, pieces);
     }
     return last;
 }
@@ -55,7 +35,7 @@ KERNEL(gradient_squares)
     }
     if (begin == end || !add_pieces(begin, end, squares, sums, tickets, blocks, pieces))
         return;
-    *total = ordered_sum(sums, pieces);
+    *total = ordered_sum(sums, 0, pieces);
     if (!told)
         return;
     told[FOUND] = found_inf && *found_inf > 0;

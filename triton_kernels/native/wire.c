@@ -1,37 +1,10 @@
 /* Scales from partial sums, headers, and what is made of what all ranks have sent. */
 
 #include "clock.h"
+#include "sums.h"
 
-enum { SUM_LANES = 128, OF_A_PIECE = 5, ERROR = 3, UPDATE = 4, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
+enum { OF_A_PIECE = 5, ERROR = 3, UPDATE = 4, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
 enum { ABS, SQUARE, NONZERO };
-
-/* Neighbouring lanes, again and again. */
-static double tree_sum(double *lanes)
-{
-    for (int n = SUM_LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++)
-            lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
-    return lanes[0];
-}
-
-/* row[begin..end-1]: each lane in order, then the lanes. */
-static double ordered_sum(const double *row, int64_t begin, int64_t end)
-{
-    double lanes[SUM_LANES] = {0};
-    for (int64_t at = begin; at < end; at += SUM_LANES)
-        for (int64_t l = 0; l < SUM_LANES && at + l < end; l++)
-            lanes[l] += row[at + l];
-    return tree_sum(lanes);
-}
-
-/* Whether all others have come by the ticket, which then is 0 again. */
-static int is_last(int32_t *ticket, int64_t programs)
-{
-    if (__atomic_fetch_add(ticket, 1, __ATOMIC_ACQ_REL) != programs - 1)
-        return 0;
-    *ticket = 0;
-    return 1;
-}
 
 /* A segment's scale, into all messages that have blocks of it. */
 static void tell(int64_t j, int64_t begin, int64_t end, float s, const int32_t *segment, float *message_scales,
