@@ -9,13 +9,13 @@ import pytest
 import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
-from optimizers import ADAM_AND_LAMB, PAPER, construct, objects
+from optimizers import ADAM_AND_LAMB, PAPER, by_name, construct, objects
 from ranks import simulate
 from teacher_forced import Deviation
 from test_freeze import gradient
 from torch.nn import Parameter
 
-from fusedonebit import Lamb, OneBitAdam, amp
+from fusedonebit import Lamb, OneBitAdam, OneBitLion, amp
 from fusedonebit.comm import Transport
 
 SHAPES = ((33, 40), (7,), (300,))
@@ -36,6 +36,18 @@ def local_gradients(rank: int, step: int, params: list[Parameter]) -> list[torch
 
 def factor_of(norm: float, most: float) -> float:
     return min(1.0, most / (norm + EPS))
+
+
+@pytest.mark.parametrize("kind", [by_name(OneBitAdam, freeze_step=3), by_name(OneBitLion)], ids=["adam", "lion"])
+def test_norms_that_are_kept_stay_what_they_were(kind):
+    p = Parameter(torch.zeros(300))
+    optimizer = kind([p], max_grad_norm=1.0)
+    kept = []
+    for size in range(1, 7):
+        p.grad = torch.full((300,), float(size))
+        optimizer.step()
+        kept.append(optimizer.last_grad_norm)
+    assert torch.allclose(torch.stack(kept), 300**0.5 * torch.arange(1.0, 7.0))
 
 
 # ---------------------------------------------------------------- the warm-up

@@ -70,7 +70,7 @@ class CompressingOptimizer(DistributedOptimizer):
         if agreed.hold is not None and agreed.overflowed is not None:
             self.overflowed = agreed.overflowed
         if agreed.grad_norm is not None:
-            self.last_grad_norm = agreed.grad_norm
+            self._grad_norm = agreed.grad_norm
         return agreed
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:

@@ -55,7 +55,7 @@ class DistributedOptimizer(Keeper):
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
         self.nothing = torch.empty(0, device=self.device)
         self.overflowed = torch.zeros(1, device=self.device)
-        self.last_grad_norm = torch.zeros((), device=self.device)
+        self._grad_norm = torch.zeros((), device=self.device)
         self._begun = self.averaged = False
         self._step_number: int | Tensor = 0
         self._captures = False
@@ -318,6 +318,14 @@ class DistributedOptimizer(Keeper):
         """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
         return not self.compressed
 
+    @property
+    def last_grad_norm(self) -> Tensor:
+        """Return the norm of the last step's gradients before clipping, in memory of its own, without waiting.
+
+        Float32 []; 0 without ``max_grad_norm``.
+        """
+        return self._grad_norm.clone()
+
     def stats(self) -> dict[str, Any]:
         """Return where training stands. Waits for the device.
 
@@ -350,7 +358,7 @@ class DistributedOptimizer(Keeper):
             # Of a ring all-reduce of float32 gradients.
             "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
             "state_bytes": self._state_bytes(),
-            "grad_norm": None if self.options.max_grad_norm is None else float(self.last_grad_norm),
+            "grad_norm": None if self.options.max_grad_norm is None else float(self._grad_norm),
         }
 
     def _state_bytes(self) -> int:
@@ -362,7 +370,7 @@ class DistributedOptimizer(Keeper):
         """Return what is declared, what else the next step needs of the last, and tables."""
         declared = [spec.tensor(self) for spec in self.kept if spec.wanted(self)]
         masters = [self.parameters.dense[i] for i in self.parameters.masters]
-        told = [self.updates, self.own_steps, self.overflowed, self.last_grad_norm]
+        told = [self.updates, self.own_steps, self.overflowed, self._grad_norm]
         return [*declared, *masters, *told, self._block_tensor, *self.live]
 
     def _scratch(self) -> list[Tensor]:

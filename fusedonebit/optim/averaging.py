@@ -65,8 +65,8 @@ class AveragingOptimizer(DistributedOptimizer):
         if loss_scale.found_inf is not None:
             self.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self.last_grad_norm = gradient_norm([values], self._flat, self.shards)
-            values *= clip_factor(self.last_grad_norm, self.options.max_grad_norm)
+            self._grad_norm = gradient_norm([values], self._flat, self.shards)
+            values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
         return flags
 
