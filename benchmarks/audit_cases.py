@@ -45,7 +45,7 @@ LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | VARIANCE
 OWN_STEP = {"PRECONDITION": True, "MOVES": True}
 FIRST = {"anchor": "*fp32"}
-OF_A_ROUND = {"summed": "*fp32", "mean_sq": "*fp64"}
+OF_A_ROUND = {"summed": "*fp32", "awaited": "*fp64"}
 MOVED = {"moved": "*fp32"}
 ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
 
@@ -246,6 +246,7 @@ VARIANTS = {
     ),
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
     "rebuild_momentum, of a round": Case("rebuild_momentum", OF_A_ROUND),
+    "rebuild_momentum, renews": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | RENEWS),
     "rebuild_momentum, eps inside": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
     "rebuild_momentum, small blocks": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"BLOCK_SIZE": 128}),
     "lion_compress, mixed": Case("lion_compress", {"GRADS": 3}),

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from advance_arguments import advance_arguments
 from backends import DTYPES, assert_equal_backends, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +14,12 @@ from marsit_arguments import local_arguments
 from reference_ops import Problem
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
 
+from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
 
 pytestmark = pytest.mark.kernels
 
+COEF, EXP_AVG = 8, 12  # places among the arguments of rebuild_momentum
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 
 
@@ -151,6 +154,26 @@ def test_what_is_zero_has_the_same_sign_on_every_backend():
     assert_equal_backends("apply_momentum", lambda: zeros().apply_arguments())
     assert_equal_backends("local_step", lambda: local_step_arguments(zeros(), (False, True, False, False)))
     assert_equal_backends("local_update", lambda: local_arguments(zeros()))
+
+
+@pytest.mark.parametrize("way", [{"tables": True}, {"captured": True, "flags": 0}], ids=str)
+def test_a_launch_that_rebuilds_renews_coefficients_as_finish_does(way):
+    sizes = (300, *[5] * 99)
+    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, _ = advance_arguments(len(sizes), **way)
+    renewal = groups, lr, group_of, steps, mean_sq
+
+    def make() -> tuple:
+        return *rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True), *renewal
+
+    assert_equal_backends("rebuild_momentum", make)
+    rebuilt, plain, finished = make(), rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True), problem(sizes)
+    triton_kernels.finish(*finished.finish_arguments("layer", "l2"), *renewal, finished.coef)
+    triton_kernels.rebuild_momentum(*rebuilt)
+    triton_kernels.rebuild_momentum(*plain)
+    assert torch.equal(rebuilt[EXP_AVG], plain[EXP_AVG])
+    renewed = [Coef.LR, Coef.STEP_SIZE, Coef.DECAY, Coef.UNBIAS1]
+    assert torch.equal(rebuilt[COEF][:, renewed], finished.coef[:, renewed])
+    assert not torch.equal(rebuilt[COEF][:, renewed], plain[COEF][:, renewed])
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_eager():

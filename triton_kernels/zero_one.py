@@ -6,9 +6,10 @@ import torch
 
 from . import block_io as io
 from . import rules
+from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, op
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Table, Tensors, op
 from .rules import BETA1
 
 
@@ -151,11 +152,18 @@ def local_step(
 
 @jit()
 def rebuild_momentum_kernel(
-    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, summed, mean_sq, exp_avg_sq, coef, block_tensor, live, live_row,
-    exp_avg, sent, blocks_per_chunk, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, summed, awaited, exp_avg_sq, coef, block_tensor, live, live_row,
+    exp_avg, sent, group_rows, lr, group_of, tensors, steps, mean_sq, blocks, blocks_per_chunk,
+    EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any."""
+    """Grid: blocks, and behind them, where coefficients are renewed, ceil(tensors / WIDTH).
+
+    Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any.
+    """
     b = tl.program_id(0).to(tl.int64)
+    if group_rows is not None and b >= blocks:
+        renew_kernel(b - blocks, group_rows, lr, group_of, tensors, steps, mean_sq, coef, None, 0, 1, WIDTH)
+        return
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
@@ -172,19 +180,29 @@ def rebuild_momentum_kernel(
         scale = whole
         if summed is not None:
             scale = tl.div_rn(whole, tl.load(summed + t))
-        if mean_sq is not None:
-            scale = rules.seen(scale, tl.load(mean_sq + t))
+        if awaited is not None:
+            scale = rules.seen(scale, tl.load(awaited + t))
         m = io.scaled(signs, signs, scale, False)
         if exp_avg_sq is not None:
             m = m * rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
         tl.store(exp_avg + at, io.only_active(m, io.counting(live, row, i, BLOCK_SIZE), row))
 
 
-@op(rebuild_momentum_kernel, writes=("exp_avg_scale", "exp_avg", "sent"))
+@op(
+    rebuild_momentum_kernel,
+    writes=("exp_avg_scale", "exp_avg", "sent", "coef"),
+    derive={
+        "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
+        "programs": ("i32", lambda blocks, group_of: blocks + programs_of(group_of)),
+        "WIDTH": ("constexpr", lambda: WIDTH),
+    },
+)
 def rebuild_momentum(
     sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None,
-    mean_sq: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices,
-    live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock,
+    awaited: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices,
+    live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock, group_rows: Doubles | None = None,
+    lr: Floats | None = None, group_of: Table | None = None, steps: Doubles | None = None,
+    mean_sq: Doubles | None = None,
 ) -> None:  # fmt: skip
     """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
@@ -194,19 +212,23 @@ def rebuild_momentum(
         exp_avg_bits: uint8 [W, P / 8W].
         exp_avg_scale: float32 [B]: the buffer's scale; then 0, so that the bits stand for nothing.
         summed: float32 [tensors]: steps that the buffer sums; None: one.
-        mean_sq: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
+        awaited: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
         live, live_row: The active mask: elements that count; others get 0.
         exp_avg: m, float32 [>= P], written.
         sent: float32 [B], written: ``exp_avg_scale`` as it was.
+        group_rows, lr, group_of, steps, mean_sq: As of ``finish``: with them LR, STEP_SIZE, DECAY and UNBIAS1 of
+            ``coef`` are written, for the step that is being taken; this op reads none of these.
     """
+    if group_rows is not None and group_of is not None and steps is not None:
+        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef, None, 1)
     sent.copy_(exp_avg_scale)
     exp_avg_scale.zero_()
     scale, owner = sent, block_tensor.long()
     if summed is not None:
         scale = scale / summed[owner]
-    if mean_sq is not None:
-        scale = rules.seen(scale, mean_sq[owner])
+    if awaited is not None:
+        scale = rules.seen(scale, awaited[owner])
     flat = exp_avg[: len(scale) * block_size].view(-1, block_size)
     for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg.device, len(block_tensor)):
         b = tile.blocks

@@ -89,6 +89,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             self._average_gradient(grads, agreed, told, coef)
             return
         # The last step of a round is as the others; what all have added up is compressed apart.
+        if self._local == 0:
+            self._make_floats(coef, renews=False)
         self._step_alone(grads, agreed, coef)
         coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / self._round.steps
         coef[:, Coef.DECAY] = self._moved[DECAY]

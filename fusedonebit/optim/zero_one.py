@@ -136,7 +136,8 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     @property
     def _renews_on_the_way(self) -> bool:
-        return self._phase == "one-bit" and not self.leaks
+        rebuilds = self._local == 0 and not self._as_floats
+        return not self.leaks and (self._phase == "one-bit" or (self._phase == "local" and rebuilds))
 
     def coefficient_table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
@@ -159,10 +160,13 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._end_round(self._round)
         return flags
 
+    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
+        if self._local == 0:  # before loss scales are put into coefficients that this renews
+            self._make_floats(coef, renews=False)
+        return super()._move_alone(grads, coef)
+
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
-        if self._local == 0:
-            self._make_floats(coef, renews=False)
         scaled, last = agreed.coef, self._local == self._round.steps - 2 and not self.leaks
         if not self._missing:
             self._add(grads, scaled, agreed.hold, moves=True, last=last)

@@ -240,7 +240,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     ) -> None:
         """Turn bits into floats; of the bits only ``stats`` wants to know any further how large they were."""
         bits, scale = self.reducer.bits, self.reducer.scale
-        where = (coef, *self._tables, out, self._sent_scale)
+        renewal: tuple[Any, ...] = self.coefficients.renewal()[:-1]  # without the table, which is ``coef``
+        where = (coef, *self._tables, out, self._sent_scale, *renewal)
         rebuild_momentum(*self._places, bits, scale, summed, awaited, exp_avg_sq, inside, *where)
 
     # ---------------------------------------------------------------- checkpoints

@@ -1,6 +1,6 @@
 /* 0/1 Adam: a step between two synchronisations, and what follows one. */
 
-#include "block_io.h"
+#include "clock.h"
 
 /* A block's m, x and c after a gradient, where that is finite; says whether it was. */
 static void own_step(float *restrict m, float *restrict x, float *restrict c, int32_t *restrict fine,
@@ -83,6 +83,9 @@ KERNEL(local_step)
 KERNEL(rebuild_momentum)
 {
     float d[MOST];
+    for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
+        renew(p - blocks, group_rows, lr, group_of, tensors, steps, mean_sq, coef, NULL, 0, 1, WIDTH);
+    end = end < blocks ? end : blocks;
     for (int64_t b = begin; b < end; b++) {
         float *m = exp_avg + b * BLOCK_SIZE, scale = exp_avg_scale[b];
         int64_t t = block_tensor[b];
@@ -94,8 +97,8 @@ KERNEL(rebuild_momentum)
         }
         if (summed)
             scale = scale / summed[t];
-        if (mean_sq)
-            scale = mean_sq[t] > 0 ? scale : 0;
+        if (awaited)
+            scale = awaited[t] > 0 ? scale : 0;
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), 0, scale, 0,
                BLOCK_SIZE);
         if (exp_avg_sq) {
