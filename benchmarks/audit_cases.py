@@ -14,7 +14,7 @@ PACKED = ("merge_signs", "pick_owned", "place_owned")
 CONSTANTS = dict.fromkeys(("PARAMS", "GRADS", "TENSORS"), 4) | {
     "BLOCK_SIZE": BLOCK,
     "WORDS": WORDS,
-    "LANES": 1024,
+    "AT_ONCE": 1024,
     "WIDTH": 64,
 }
 """What constants are where a case does not say, False otherwise: tensors are float32 and aligned."""

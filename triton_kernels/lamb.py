@@ -37,7 +37,7 @@ from .update import moments_kernel, moved_kernel
 PER_LAYER: Derived = {
     "programs": ("i32", lambda coef: len(coef)),
     "tensors": ("i32", lambda coef: len(coef)),
-    "LANES": ("constexpr", lambda: 1024),  # blocks that a layer's program reads at once
+    "AT_ONCE": ("constexpr", lambda: 1024),  # blocks that a layer's program reads at once
 }
 
 
@@ -91,7 +91,7 @@ def lamb_update(
 
 @jit()
 def lamb_coefficient_kernel(
-    norms, norms_stride, layer_start, skip, coef, layers, tensors, DEEPSPEED: tl.constexpr, LANES: tl.constexpr
+    norms, norms_stride, layer_start, skip, coef, layers, tensors, DEEPSPEED: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Grid: tensors."""
     t = tl.program_id(0).to(tl.int64)
@@ -99,8 +99,8 @@ def lamb_coefficient_kernel(
         begin = tl.load(layer_start + t)
         end = tl.load(layer_start + t + 1)
         k = coef + t * COLUMNS
-        x = tl.sqrt(io.sum_of(norms, begin, end, LANES))
-        u = tl.sqrt(io.sum_of(norms + norms_stride, begin, end, LANES))
+        x = tl.sqrt(io.sum_of(norms, begin, end, AT_ONCE))
+        u = tl.sqrt(io.sum_of(norms + norms_stride, begin, end, AT_ONCE))
         c = rules.coefficient(x, u, k)
         c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
         tl.store(layers + AVERAGE * tensors + t, rules.average(c_avg, c, k, DEEPSPEED).to(tl.float32))
@@ -292,11 +292,11 @@ def lamb_ratio(
 
 
 @jit()
-def _max_of(row, begin, end, LANES: tl.constexpr):
+def _max_of(row, begin, end, AT_ONCE: tl.constexpr):
     """Largest of row[begin:end], float32; 0 of nothing."""
-    lane = tl.arange(0, LANES)
-    most = tl.zeros([LANES], tl.float32)
-    for at in range(begin, end, LANES):
+    lane = tl.arange(0, AT_ONCE)
+    most = tl.zeros([AT_ONCE], tl.float32)
+    for at in range(begin, end, AT_ONCE):
         most = tl.maximum(most, tl.load(row + at + lane, mask=at + lane < end, other=0.0))
     return tl.max(most, axis=0)
 
@@ -304,7 +304,7 @@ def _max_of(row, begin, end, LANES: tl.constexpr):
 @jit()
 def lamb_rescale_kernel(
     largest, norms, norms_stride, layer_start, skip, started, coef, layers, tensors,
-    DEEPSPEED: tl.constexpr, LANES: tl.constexpr,
+    DEEPSPEED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tensors."""
     t = tl.program_id(0).to(tl.int64)
@@ -313,11 +313,11 @@ def lamb_rescale_kernel(
         end = tl.load(layer_start + t + 1)
         k = coef + t * COLUMNS
         last = tl.load(layers + RATIO * tensors + t).to(tl.float64)
-        found = _max_of(largest, begin, end, LANES).to(tl.float64)
+        found = _max_of(largest, begin, end, AT_ONCE).to(tl.float64)
         r = found
         if norms is not None:
-            adam = tl.sqrt(io.sum_of(norms, begin, end, LANES))
-            r = rules.blended(r, adam, tl.sqrt(io.sum_of(norms + norms_stride, begin, end, LANES)))
+            adam = tl.sqrt(io.sum_of(norms, begin, end, AT_ONCE))
+            r = rules.blended(r, adam, tl.sqrt(io.sum_of(norms + norms_stride, begin, end, AT_ONCE)))
         c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
         r, c = rules.rescaled(rules.limited(r, last, k, DEEPSPEED), found, last, c_avg)
         tl.store(layers + RATIO * tensors + t, r)

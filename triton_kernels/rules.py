@@ -303,16 +303,17 @@ def variance_ratio(frozen, v, k, EPS_INSIDE_SQRT: tl.constexpr, DEEPSPEED: tl.co
 
 
 @rule
-def blended(r, adam, u):
+def blended(r: float, adam: float, u: float) -> float:
     """DeepSpeed's r, with the share of the weight decay: R*r + 1 - R, R = min(1, |m/denom|/|u|); float64."""
     share = tl.where(adam < u, adam / u, 1.0)
     return r * share + (1.0 - share)
 
 
 @rule
-def limited(r, last, k, DEEPSPEED: tl.constexpr):
+def limited(r: float, last: float, k, DEEPSPEED: tl.constexpr) -> float:
     """r, near the last one (Algorithm 1, line 18), then in its range (line 19); DeepSpeed swaps them; float64."""
-    low, high = of(k, R_MIN).to(tl.float64), of(k, R_MAX).to(tl.float64)
+    low = of(k, R_MIN).to(tl.float64)
+    high = of(k, R_MAX).to(tl.float64)
     threshold = of(k, R_THRESHOLD).to(tl.float64)
     if DEEPSPEED:
         r = tl.minimum(tl.maximum(r, low), high)
@@ -323,14 +324,14 @@ def limited(r, last, k, DEEPSPEED: tl.constexpr):
 
 
 @rule
-def rescaled(r, found, last, c_avg):
+def rescaled(r: float, found: float, last: float, c_avg: float):
     """r_t, the last one in a layer that found no ratio, and c_t = r_t * c_avg (line 20); float64, r in float32."""
-    r = tl.where(found > 0, r, last).to(tl.float32)
-    return r, r.to(tl.float64) * c_avg
+    kept = tl.where(found > 0, r, last).to(tl.float32)
+    return kept, kept.to(tl.float64) * c_avg
 
 
 @rule
-def layer_step(c, k):
+def layer_step(c: float, k):
     """Makes the columns STEP_SIZE, DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
     step = of(k, LR).to(tl.float64) * c
     step_size = (step * of(k, UNBIAS1).to(tl.float64)).to(tl.float32)

@@ -67,11 +67,13 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     """Returns the text of ``generated.h``."""
     columns = ", ".join(column.name for column in rules.Coef)
     of_groups = ", ".join(f"{column.name} = {column.value}" for column in rules.Group)
+    layers = ", ".join(row.name for row in rules.Layer)
     words = ", ".join(word.name for word in headers.Word)
     flags = ", ".join(f"{flag.name} = {int(flag)}" for flag in headers.Flag)
     lines = [
         f"enum {{ {columns}, COLUMNS }}; /* of the table of coefficients */",
         f"enum {{ {of_groups}, GROUP_COLUMNS }}; /* of a group's row */",
+        f"enum {{ {layers} }}; /* rows of a table of layers */",
         f"enum {{ {words}, WORDS, CHECKED = {headers.CHECKED} }}; /* of a message's header */",
         f"enum {{ {flags}, KNOWN = {headers.KNOWN} }}; /* why a step is skipped */",
         *_rules(RULES.read_text()),
@@ -176,7 +178,9 @@ _CALLS = {
     "sqrt": "sqrt({})",
     "sqrt_rn": "sqrtf({})",
     "minimum": "fmin({}, {})",
+    "maximum": "fmax({}, {})",
     "to": "({})",  # what it is assigned to, or returned as, converts
+    "to float32": "(float)({})",
     "div_rn": "({} / {})",
     "abs": "fabsf({})",
     "of": "{}[{}]",
@@ -248,6 +252,8 @@ def _expression(node: ast.expr) -> str:
             return f"({_expression(left)} {_OPERATORS[type(operator)]} {_expression(right)})"
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return f"(-{_expression(operand)})"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return f"(!{_expression(operand)})"
         case ast.Name(id=name):
             return name
         case ast.Constant(value=float() as value):
@@ -258,6 +264,8 @@ def _expression(node: ast.expr) -> str:
             name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
             of = [function.value] if isinstance(function, ast.Attribute) and name == "to" else arguments
             values = [_expression(each) for each in of]
+            if name == "to" and ast.unparse(arguments[0]) == "tl.float32":
+                name = "to float32"
             if name in _CALLS:
                 return _CALLS[name].format(*values)
             if hasattr(rules, name):

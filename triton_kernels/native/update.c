@@ -231,3 +231,33 @@ KERNEL(lamb_ratio)
             blend(at, m, frozen, norms, norms_stride, b, EPS_INSIDE_SQRT, live, live_row[b], BLOCK_SIZE);
     }
 }
+
+/* The root of row[begin..end-1]'s sum. */
+static double norm_of_layer(const double *row, int64_t begin, int64_t end)
+{
+    double sum = 0;
+    for (int64_t b = begin; b < end; b++)
+        sum += row[b];
+    return sqrt(sum);
+}
+
+KERNEL(lamb_rescale)
+{
+    for (int64_t t = begin; t < end && !*skip; t++) {
+        float *k = coef + t * COLUMNS, most = 0, last = layers[RATIO * tensors + t];
+        int64_t first = layer_start[t], behind = layer_start[t + 1];
+        for (int64_t b = first; b < behind; b++)
+            most = fmaxf(most, largest[b]);
+        double r = most;
+        if (norms)
+            r = blended(r, norm_of_layer(norms, first, behind), norm_of_layer(norms + norms_stride, first, behind));
+        struct rescaled now = rescaled(limited(r, last, k, DEEPSPEED), most, last, layers[AVERAGE * tensors + t]);
+        struct layer_step step = layer_step(now.x1, k);
+        layers[RATIO * tensors + t] = now.x0;
+        layers[COEFFICIENT * tensors + t] = now.x1;
+        k[STEP_SIZE] = step.x0;
+        k[DECAY] = step.x1;
+        if (t == 0)
+            *started = 1;
+    }
+}
