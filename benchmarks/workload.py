@@ -214,7 +214,7 @@ class Workload:
         of_server = self._slot[:served].to(self.device, torch.int32)
         written = [self._scale(0.0, n) for n in (blocks, blocks, blocks, served, served)]
         arguments = (
-            *(messages.words, messages.words[0].clone(), messages.front, messages.scales, segment),
+            *(messages.words, messages.words[:1].clone(), messages.front, messages.scales, segment),
             *(self._scale(0.3, int(segment[-1]) + 1), of_server, self._scale(0.2, self._slots), 0, *written),
             *(self.skip, self.skip.clone(), self._sum(), self._sum(), self.skip.clone()),
             *(self.coef, self.block_tensor, self._scale(1.0, blocks)),

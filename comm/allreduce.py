@@ -26,23 +26,21 @@ from ..triton_kernels import (
     ScaleScope,
     live_table,
     momentum_compress,
-    receive,
     server_reduce,
 )
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.receive import spans_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .feedback import FeedbackReducer
 from .message import Messages, Told
 from .partition import Part
+from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
 
 
-class CompressedAllReduce(FeedbackReducer):
+class CompressedAllReduce(Receiver):
     """Averages flat tensors over all ranks at one bit per element (or two), carrying the errors along.
 
     Stand-alone use, on any tensors that keep their sizes from call to call::
@@ -65,8 +63,8 @@ class CompressedAllReduce(FeedbackReducer):
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
-        gathered, scale, served, digest: W messages, float32 [B], zeros float32 [P / W] and int64 [1] to use as the
-            result's, the server's c, and the checksum; None allocates them.
+        gathered, scale, residual, served, digest: W messages, float32 [B], zeros float32 [P / W], a message and int64
+            [1] to use as the result's, the server's c, what it sends, and the checksum; None allocates them.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -77,6 +75,9 @@ class CompressedAllReduce(FeedbackReducer):
         hold: int32 [1], flags for which the present step changes nothing.
         found: int32 [1], ``Flag`` bits that ``compress`` sets.
     """
+
+    worker: ErrorFeedback
+    server: ErrorFeedback
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class CompressedAllReduce(FeedbackReducer):
         part: Part | None = None,
         gathered: Messages | None = None,
         scale: Tensor | None = None,
-        served: Tensor | None = None,
+        residual: Tensor | None = None,
+        served: Messages | None = None,
         digest: Tensor | None = None,
     ) -> None:
         self.layout, self.part = layout, part or Part(layout)
@@ -112,26 +114,24 @@ class CompressedAllReduce(FeedbackReducer):
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
-        served = torch.zeros(layout.chunk_numel if self.serves else 0, device=device) if served is None else served
-        self.worker_residual, self.server_residual = compensated, served
+        if residual is None:
+            residual = torch.zeros(layout.chunk_numel if self.serves else 0, device=device)
+        self.worker_residual, self.server_residual = compensated, residual
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
-            self.server = ErrorFeedback(served, slot[self._own], norm, ternary, measures[1])
+            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1])
             self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
-            self.served = Messages(1, slots, layout, device, ternary)
+            self.served = served or Messages(1, slots, layout, device, ternary)
         else:
             self.to_servers = self.served = self.gathered
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
-        words = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(5))
-        self._agreed, self._received, self._no_flags, self._found, self._ticket = words
-        self.flags, self.hold, self.found = self._received, self._no_flags, self._found
+        self._agreed, self._no_flags, self._found = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
+        self.hold, self.found = self._no_flags, self._found
         if self.serves:
             self.digest = torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest
-        self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        programs = layout.world_size * spans_of(layout.blocks_per_chunk)
-        self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
+        self.make_room(1)
         self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
         self.kept = []
@@ -139,13 +139,9 @@ class CompressedAllReduce(FeedbackReducer):
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int32, device=device)
 
-    def share(self, found: Tensor, kept: Tensor) -> None:
-        """Keep in memory that other parts are kept beside: what a step has found, and the scales of the last side.
-
-        ``found``: int32 [1]; ``kept``: float32, as long as they are.
-        """
+    def share(self, found: Tensor) -> None:
+        """Keep what a step has found in ``found`` int32 [1], beside which other parts have theirs."""
         self.flags = self._received = found
-        self.sides[-1].scale = kept
 
     def set_live(self, live: LiveTable) -> None:
         self.live = live
@@ -203,11 +199,15 @@ class CompressedAllReduce(FeedbackReducer):
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
+        self.exchange(compress, told)
+        self.receive(told)
+
+    def exchange(self, compress: Compress, told: Told) -> None:
+        """Compress, average, and gather the servers' messages, which ``receive`` is to take up."""
         self.write(compress, told)
         self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
         self.serve(told)
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)  # line 11
-        self.receive(told)
 
     def write(self, compress: Compress, told: Told) -> None:
         """Write this rank's messages to the servers (1-bit LAMB's Algorithm 1, lines 6 and 7: 1-bit Adam's)."""
@@ -247,50 +247,6 @@ class CompressedAllReduce(FeedbackReducer):
         if self.server.measures:
             self.server.finish(self.served, *header, self.digest, self.hold)
 
-    def receive(self, told: Told) -> None:
-        """Take up the servers' messages in ``gathered``: m of line 13.
-
-        Where this step is held back the bits of the last result are here again: servers have kept them.
-        """
-        limit: tuple[Tensor | None, ...] = (None,) * 6
-        if (judged := self._limit(told)) is not None:
-            coef, *rest = judged
-            limit = (coef, self.block_tensor, *rest, self._squares)
-        assert self.digest is not None
-        # All ranks know the same flags, unless a server's message is of another step or length: then those that
-        # have got it skip, and the next step's digests tell the others.
-        receive(
-            self.gathered.words,
-            self.served.words[0],
-            self.gathered.front if told.sums else self.gathered.payload,
-            self.gathered.scales,
-            self.worker.segment,
-            self.worker.measured,
-            self.server.segment,
-            self.server.measured,
-            self.transport.rank,
-            self.scale,
-            self.worker.scale,
-            self.worker.settled,
-            self.server.scale,
-            self.server.settled,
-            self.hold,
-            self._received,
-            self.digest,
-            self._total,
-            self._ticket,
-            *limit,
-        )
-        self._end(told)
-
-    def _end(self, told: Told) -> None:
-        """Take note of what the last launch of a synchronisation has found."""
-        self.flags = self._received
-        self.hold = self._no_flags
-        if self.shards.count > 1:
-            self._skip_with_shards(told)
-            self._refuse_beyond(told.limit)
-
     def _keep(self, missing: tuple[int, ...]) -> None:
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
         on_cuda = self.device.type == "cuda"
@@ -320,12 +276,6 @@ class CompressedAllReduce(FeedbackReducer):
         number: int | Tensor = self.synchronisations if told.number is None else told.number
         step = (0, number) if isinstance(number, Tensor) else (number, None)
         return (*step, counts, told.tag, flags, pending)
-
-    def refuse(self, flags: Tensor) -> None:
-        kept = ((self.flags != 0) | (flags == 0)).float()
-        self.flags |= flags
-        for scale in (self.scale, self.sides[-1].scale):
-            scale *= kept
 
     def take_residuals(self, out: Tensor) -> None:
         self.settle()

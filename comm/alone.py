@@ -25,8 +25,10 @@ class AloneAllReduce(CompressedAllReduce):
 
     serves = False
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
+    def exchange(self, compress: Compress, told: Told) -> None:
         self.write(compress, told)
+
+    def receive(self, told: Told) -> None:
         self._end(told)
 
     def _finish(self, told: Told) -> None:

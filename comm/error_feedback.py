@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,36 @@ from ..triton_kernels.finish import Segments
 from .message import Messages
 
 
-class ErrorFeedback:
+class Side:
+    """Has scales of blocks, as workers or servers keep them; attributes as of ``ErrorFeedback``."""
+
+    segment: Tensor
+    measured: Tensor
+    scale: Tensor
+    settled: Tensor
+
+
+class SideOfParts(Side):
+    """Has those of several parts, one behind the other, in memory of which each part's own get views.
+
+    Args:
+        sides: Of each part, just made.
+    """
+
+    def __init__(self, sides: Sequence[ErrorFeedback]) -> None:
+        for name in ("measured", "scale", "settled"):
+            each = [getattr(side, name) for side in sides]
+            setattr(self, name, torch.cat(each))
+            for side, view in zip(sides, getattr(self, name).split([len(own) for own in each]), strict=True):
+                setattr(side, name, view)
+        first, segments = 0, []
+        for side in sides:
+            segments.append(side.segment + first)
+            first += len(side.measured)
+        self.segment = torch.cat(segments)
+
+
+class ErrorFeedback(Side):
     """Keeps what a worker, or a server, could not send: e = c - s*sign(c), of compensated values c and scales s.
 
     e is formed when it is next read. sign(0) is 0 where ternary.

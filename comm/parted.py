@@ -33,9 +33,11 @@ from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
+from .error_feedback import SideOfParts
 from .feedback import FeedbackReducer
 from .message import Messages, Told
 from .partition import NodePart, Part
+from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
 from .transport import LocalTransport, Transport
@@ -82,6 +84,7 @@ class PartedAllReduce(FeedbackReducer):
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         if self.serves:
+            self.served = Messages(len(here), most, layout, device, ternary)
             self.digest = torch.zeros(len(here), dtype=torch.int64, device=device)
         self._parts = [
             make_all_reduce(
@@ -99,19 +102,13 @@ class PartedAllReduce(FeedbackReducer):
                 # Sent inside the node: it must not lie in the buffer that receives those of all its ranks.
                 else Messages(transport.world_size, most, part.layout, device, ternary),
                 scale=self.scale[part.blocks],
-                served=served,
+                residual=residual,
+                served=self.served.rows(slice(i, i + 1), part.layout) if self.serves else None,
                 digest=None if self.digest is None else self.digest[i : i + 1],
             )
-            for i, (part, served) in enumerate(zip(here, self.server_residual, strict=True))
+            for i, (part, residual) in enumerate(zip(here, self.server_residual, strict=True))
         ]
         self.kept = []
-        self._part_flags, self._united, self._ticket = (
-            torch.zeros(n, dtype=torch.int32, device=device) for n in (len(here), 1, 1)
-        )
-        self._kept_scales = torch.zeros(len(here), len(self._parts[0].sides[-1].scale), device=device)
-        for i, part in enumerate(self._parts):
-            part.share(self._part_flags[i : i + 1], self._kept_scales[i])
-        self._squares = torch.zeros(programs_of(self.scale), dtype=torch.float64, device=device)
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
@@ -119,18 +116,12 @@ class PartedAllReduce(FeedbackReducer):
         for each in self.parts:
             each.set_live(each.part.live(live))
 
-    def refuse(self, flags: Tensor) -> None:
-        for part in self.parts:
-            part.refuse(flags)
-        self.scale *= ((self.flags != 0) | (flags == 0)).float()
-        self.flags = self.flags | flags
-
     @property
     def parts(self) -> list[CompressedAllReduce]:
         return self._parts
 
 
-class BucketedAllReduce(PartedAllReduce):
+class BucketedAllReduce(PartedAllReduce, Receiver):
     """Averages equal ranges, one after the other, or each when ``start`` is called.
 
     Args:
@@ -143,10 +134,22 @@ class BucketedAllReduce(PartedAllReduce):
         under_way: Buckets that have been started since the last step.
     """
 
+    worker: SideOfParts
+    server: SideOfParts
+
     def __init__(self, layout: FlatLayout, count: int, transport: Transport | None = None, **options: Any) -> None:
         self.transport: Transport = transport if transport is not None else LocalTransport()
         super().__init__(layout, count, [Part(layout, i, count) for i in range(count)], self.transport, **options)
         self.under_way: set[int] = set()
+        self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.make_room(count)
+        self.worker = SideOfParts([part.worker for part in self.parts])
+        if self.serves:
+            self.server = SideOfParts([part.server for part in self.parts])
+            return
+        self._part_flags = torch.zeros(count, dtype=torch.int32, device=self.device)
+        for part, found in zip(self.parts, self._part_flags.split(1), strict=True):
+            part.share(found)
 
     def start(self, bucket: int, compress: Compress, told: Told) -> None:
         """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
@@ -154,7 +157,7 @@ class BucketedAllReduce(PartedAllReduce):
         part = self.parts[bucket]
         # Of its own tensors alone: a bucket that was sent earlier could not know of others'.
         missing = [i for i in told.missing if part.layout.sizes[i]]
-        part.synchronise(compress, told._replace(missing=missing, limit=None))
+        part.exchange(compress, told._replace(missing=missing, limit=None))
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """Average the buckets that have not been started, the last first; all are skipped, or none."""
@@ -164,15 +167,28 @@ class BucketedAllReduce(PartedAllReduce):
         self.under_way.clear()
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
+        self.hold = self._no_flags if told.hold is None else told.hold
+        self.receive(told)
+
+    def receive(self, told: Told) -> None:
+        """Take up all buckets together; what one rank alone has made of each only wants to be closed."""
+        if self.serves:
+            super().receive(told)
+            return
         limit: tuple[Tensor | None, ...] = (None,) * 6
         if (judged := self._limit(told)) is not None:
             coef, *rest = judged
-            limit = (coef, self.block_tensor, *rest, self._squares)
-        close_parts(self._part_flags, self.scale, self._kept_scales, self._united, self._ticket, *limit)
-        self.flags = self._united
-        if self.shards.count > 1:
-            self._skip_with_shards(told)
-            self._refuse_beyond(told.limit)
+            limit = (coef, self.block_tensor, *rest, self._squares[: programs_of(self.scale)])
+        close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, *limit)
+        self._end(told)
+
+    @property
+    def sides(self) -> tuple[SideOfParts, ...]:
+        """See ``Receiver``."""
+        return (self.worker, self.server) if self.serves else (self.worker,)
+
+    def state(self) -> list[Tensor]:
+        return [*super().state(), *(side.segment for side in self.sides)]
 
     def check_idle(self) -> None:
         """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""
@@ -240,6 +256,11 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.flags = flags
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if told.missing else None
         self._refuse_beyond(told.limit)
+
+    def refuse(self, flags: Tensor) -> None:
+        self.parts[0].refuse(flags)
+        self.scale *= ((self.flags != 0) | (flags == 0)).float()
+        self.flags = self.flags | flags
 
     def _compared_words(self) -> Tensor:
         """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""

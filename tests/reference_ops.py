@@ -183,15 +183,25 @@ class Problem:
         )
 
     def receive_arguments(
-        self, scope: str, rank: int = 0, flags: int = 0, hold: int = 0, limit: float | None = None
+        self,
+        scope: str,
+        rank: int = 0,
+        flags: int = 0,
+        hold: int = 0,
+        limit: float | None = None,
+        parts: int = 1,
     ) -> tuple:
+        """Of a step in ``parts`` of the layout's chunks; layout words differ from part to part."""
         layout, (slot, slots) = self.layout, self.layout.scale_slots(scope)
-        segment, own = layout.scale_segments(scope).int(), slice(rank * layout.blocks_per_chunk, None)
-        served = slot[own][: layout.blocks_per_chunk].int()
+        segment, by_chunk = layout.scale_segments(scope).int(), slot.view(parts, -1, layout.blocks_per_chunk)
+        served = (by_chunk[:, rank] + slots * torch.arange(parts)[:, None]).view(-1).int()
         messages = Messages(layout.world_size, slots, layout, torch.device("cpu"), self.ternary)
         messages.payload.copy_(torch.randint(256, messages.payload.shape, generator=self._random, dtype=torch.uint8))
         messages.scales.copy_(self.normal(*messages.scales.shape).abs())
         words, own_words = self.headers(flags)
+        words.view(parts, -1, len(Word))[..., Word.LAYOUT] += torch.arange(parts, dtype=torch.int32)[:, None]
+        own_words = own_words.repeat(parts, 1)
+        own_words[:, Word.LAYOUT] += torch.arange(parts, dtype=torch.int32)
         messages.words.copy_(words)
         measured = [self.normal(int(each[-1]) + 1).abs() for each in (segment, served)]
         written = [torch.full((len(each),), torch.nan) for each in (segment, segment, segment, served, served)]
@@ -204,7 +214,8 @@ class Problem:
             judged = (self.coef, self.block_tensor, self.normal(layout.n_blocks).abs(), *numbers, squares)
         return (
             *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
-            *(served, measured[1], rank, *written, held, found, torch.tensor([-1]), torch.tensor([0]), ticket, *judged),
+            *(served, measured[1], rank, *written, held, found),
+            *(torch.full((parts,), -1), torch.zeros(parts, dtype=torch.int64), ticket, *judged),
         )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:

@@ -69,7 +69,7 @@ CASES = {
     "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
     "OneBitAdam, 4 buckets": Case(
-        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (31, 11), (27, 27)
+        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (27, 11), (27, 11)
     ),
     "OneBitLamb, clips, scaler": Case(
         OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), (14, 8), scaler=True

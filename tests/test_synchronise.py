@@ -88,12 +88,13 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
 @pytest.mark.parametrize("limit", [None, 1e9, 1e-9])
 @pytest.mark.parametrize(("flags", "hold"), [(0, 0), (1, 0), (0, 16), (2, 16)])
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "ternary"), [(SOME, 1, False), (SOME, 5, True), ((3 * 2**17,), 2, False)]
+    ("sizes", "world_size", "parts", "ternary"),
+    [(SOME, 1, 1, False), (SOME, 5, 1, True), ((3 * 2**17,), 2, 1, False), (SOME, 2, 3, False), (SOME, 1, 17, False)],
 )
-def test_receive_equals_eager(sizes, world_size, ternary, flags, hold, limit):
+def test_receive_equals_eager(sizes, world_size, parts, ternary, flags, hold, limit):
     def make() -> tuple:
-        p = problem(sizes, world_size, 128, ternary=ternary)
-        return p.receive_arguments("block", world_size - 1, flags, hold, limit)
+        p = problem(sizes, parts * world_size, 128, ternary=ternary)
+        return p.receive_arguments("block", world_size - 1, flags, hold, limit, parts)
 
     assert_equal_backends("receive", make, float64_rtol=0.0)
 
@@ -113,6 +114,34 @@ def test_receive_hands_out_scales_flags_and_the_digest():
     assert torch.equal(server, of_server[served])
     assert not settled.any()
     assert not server_settled.any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backend", ["plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler)])
+@pytest.mark.parametrize("differs", [False, True])
+def test_receive_takes_up_parts_as_if_each_came_alone_but_skips_all_where_it_skips_one(differs, backend):
+    together = problem(SOME, 6, 128).receive_arguments("block", 1, parts=3)
+    rows, served = together[4].view(3, -1), together[6].view(3, -1)
+    together[0][5, Word.TAG] += differs
+    alone = []
+    for part in range(3):
+        own, one = slice(2 * part, 2 * part + 2), [each.clone() if torch.is_tensor(each) else each for each in together]
+        one[:4] = together[0][own], together[1][part : part + 1], together[2][own], together[3][own]
+        one[4], one[6] = rows[part], served[part]
+        one[9:14] = [each.view(3, -1)[part].clone() for each in together[9:14]]
+        one[16:18] = [each[part : part + 1].clone() for each in together[16:18]]
+        with using("plain"):
+            triton_kernels.receive(*one)
+        alone.append(one)
+    with using(backend):
+        triton_kernels.receive(*together)
+    assert [int(one[15]) for one in alone] == [0, 0, int(Flag.MISMATCH) * differs]
+    assert int(together[15]) == int(Flag.MISMATCH) * differs
+    assert torch.equal(together[16], torch.cat([one[16] for one in alone]))
+    for at in range(9, 14):
+        skipped = differs and at in (9, 12)  # of the result, and of servers
+        expected = torch.cat([one[at] for one in alone])
+        assert torch.equal(together[at], torch.zeros_like(expected) if skipped else expected)
 
 
 @pytest.mark.parametrize("factor", [1.001, 0.999, math.nan])
@@ -143,7 +172,7 @@ def test_a_header_that_differs_or_has_a_flag_zeroes_scales_but_of_workers_whose_
     scale, worker, server, flags = (arguments[i] for i in (9, 10, 12, 15))
     if word != Word.FLAGS:
         words[1, word] += 1
-    expected = int(agreed_flags(words, own))
+    expected = int(agreed_flags(words, own[0]))
     triton_kernels.receive(*arguments)
     assert int(flags) == expected != 0
     assert not scale.any()

@@ -1,4 +1,4 @@
-"""Closes a step that was synchronised in parts: flags of all, and the guard's verdict over all."""
+"""Closes a step that one rank alone has made in parts: flags of all, and the guard's verdict over all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes up the servers' messages: what they agree on, a checksum, scales of blocks, and the guard's verdict."""
+"""Takes up the servers' messages, of all parts of a step: flags, checksums, scales of blocks, the guard's verdict."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def sum_span(payload, begin, end):
     for at in range(begin, end, TILE):
         total += tl.load(payload + at + lane, mask=at + lane < end, other=0)
     return tl.sum(total, axis=0)
+
+
+@jit()
+def _count_flags(words, stride, own, own_stride, world_size, parts):
+    """Does as ``count_flags``, of the headers of each part; of its counts only those of 0 are exact."""
+    counts = 0
+    first = tl.full([], 0, tl.int64)
+    for _ in range(parts):
+        counts |= headers.count_flags(words + first * stride, stride, own, world_size)
+        first += world_size
+        own += own_stride
+    return counts
 
 
 @jit()
@@ -71,22 +83,23 @@ def zero(at, count):
 
 @jit()
 def receive_kernel(
-    words, words_stride, own_words, summed, summed_stride, message_scales, message_scales_stride, segment,
-    worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
+    words, words_stride, own_words, own_words_stride, summed, summed_stride, message_scales, message_scales_stride,
+    segment, worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
     server_settled, hold, flags, digest, total, ticket, coef, block_tensor, weight, limit, norm, squares, world_size,
-    spans, length, span, blocks_per_message, programs,
+    parts, spans, length, span, blocks_per_message, programs,
 ):  # fmt: skip
-    """Grid: W rows of spans, each of LANES blocks of a message and a share of what is summed.
+    """Grid: W rows of each part, of spans, each of LANES blocks of a message and a share of what is summed.
 
     Bytes: what is summed in; per block 4 of a scale in, 12 out; where there is a limit 12 more in.
     """
     p = tl.program_id(0).to(tl.int64)
     w = p // spans
     j = p % spans
-    bad = headers.count_flags(words, words_stride, own_words, world_size)
+    part = w // world_size
+    bad = _count_flags(words, words_stride, own_words, own_words_stride, world_size, parts)
     kept = bad == 0
     row = (summed + w * summed_stride).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_add(total, sum_span(row, j * span, tl.minimum(j * span + span, length)), sem="relaxed")
+    tl.atomic_add(total + part, sum_span(row, j * span, tl.minimum(j * span + span, length)), sem="relaxed")
     held = tl.load(hold)
     if held == 0:
         averaged = tl.load(words + w * words_stride + FLAGS) == 0
@@ -102,17 +115,21 @@ def receive_kernel(
             tl.store(squares + p, io.tree_sum(squares_of(s, first + b, mask, coef, block_tensor, weight)))
         # A server that has seen nothing wrong has averaged what arrived, and keeps that.
         _store_side(first + b, mask, worker_measured, of, averaged, worker_scale, worker_settled)
-        if w == rank:
-            of = tl.load(server_segment + b, mask=mask, other=0)
-            _store_side(b, mask, server_measured, of, kept, server_scale, server_settled)
+        if w - part * world_size == rank:
+            served = part * blocks_per_message + b
+            of = tl.load(server_segment + served, mask=mask, other=0)
+            _store_side(served, mask, server_measured, of, kept, server_scale, server_settled)
     if io.is_last(ticket, programs):
+        for begin in range(0, parts, LANES):
+            q = begin + tl.arange(0, LANES)
+            mask = q < parts
+            tl.store(digest + q, tl.atomic_xchg(total + q, tl.zeros([LANES], tl.int64), mask=mask), mask=mask)
         found = headers.flags_of(bad)
         if limit is not None:
             found |= _verdict(held, limit, norm, squares, programs)
             if found & VETO != 0:
-                zero(scale, world_size * blocks_per_message)
-                zero(server_scale, blocks_per_message)
-        tl.store(digest, tl.atomic_xchg(total, 0))
+                zero(scale, parts * world_size * blocks_per_message)
+                zero(server_scale, parts * blocks_per_message)
         tl.store(flags, found)
 
 
@@ -123,17 +140,18 @@ def receive_kernel(
         *("flags", "digest", "total", "ticket", "norm", "squares"),
     ),
     derive={
-        "world_size": ("i32", lambda words: len(words)),
+        "parts": ("i32", lambda own_words: len(own_words)),
+        "world_size": ("i32", lambda words, parts: len(words) // parts),
         "length": ("i32", lambda summed: summed.shape[1] // 8),
         "spans": ("i32", spans_of),
         "span": ("i32", lambda length, spans: -(-length // spans)),
-        "blocks_per_message": ("i32", lambda segment, world_size: len(segment) // world_size),
-        "programs": ("i32", lambda world_size, spans: world_size * spans),
+        "blocks_per_message": ("i32", lambda segment, words: len(segment) // len(words)),
+        "programs": ("i32", lambda words, spans: len(words) * spans),
         "num_warps": ("i32", lambda: 1),
     },
 )
 def receive(
-    words: Headers, own_words: Flag, summed: Bits, message_scales: Floats, segment: Indices, worker_measured: Floats,
+    words: Headers, own_words: Headers, summed: Bits, message_scales: Floats, segment: Indices, worker_measured: Floats,
     server_segment: Table, server_measured: Floats, rank: int, scale: PerBlock, worker_scale: PerBlock,
     worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, digest: Counters,
     total: Counters, ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None,
@@ -141,39 +159,42 @@ def receive(
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
-    Where any server's header has a flag, or differs from this rank's in a checked word, the step is skipped: s := 0
+    Of a step in parts these lie one behind the other in all tensors, W messages of each. Where any server's header has
+    a flag, or differs from this rank's of that part in a checked word, the step is skipped, all parts of it: s := 0
     turns all of c into residual, which already contains the momentum. A server that has seen nothing wrong has
     averaged what arrived, and keeps that: workers don't keep it as well. An update whose norm is beyond the limit, or
     not a number, is refused in the same way.
 
     Args:
-        words: int32 [W, 8], the headers.
-        own_words: int32 [8], this rank's.
-        summed: uint8 [W, n], what of the messages ``digest`` is to have now; of what is left out, ``apply_momentum``
-            adds the bits.
-        message_scales: float32 [W, slots].
+        words: int32 [parts * W, 8], the headers.
+        own_words: int32 [parts, 8], this rank's.
+        summed: uint8 [parts * W, n], what of the messages ``digest`` is to have now; of what is left out,
+            ``apply_momentum`` adds the bits.
+        message_scales: float32 [parts * W, slots].
         segment: int32 [B], the scale that each block shares on workers; rising. Servers cut these at chunk boundaries.
         worker_measured: float32 [segments], this worker's scales.
         server_segment: int32 [B / W], as this server shares its scales.
         server_measured: float32 [segments of its], its scales.
-        rank: Whose chunk this server's is.
+        rank: Whose chunk of each part this server's is.
         scale: float32 [B], written: the result's.
         worker_scale, worker_settled: float32 [B], written: scales, and zeros.
         server_scale, server_settled: float32 [B / W], written: the same of the server.
         hold: int32 [1]; where set scales stay.
         flags: int32 [1], written: ``agreed_flags``, and VETO where the update is refused.
-        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed``, whatever is skipped or held.
-        total: int64 [1], 0; scratch.
+        digest: int64 [parts], written: the wrapping sum of the 8-byte words of each part's ``summed``, whatever is
+            skipped or held.
+        total: int64 [parts], 0; scratch.
         ticket: int32 [1], 0; scratch.
         coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
         block_tensor: int32 [B].
         weight: float32 [B], the root of the square of the update's norm per square of a block's scale.
         limit: float64 [], the largest norm that is let through; None, as the others here: any.
         norm: float64 [], written: the update's.
-        squares: float64 [W * ``spans_of``]; scratch.
+        squares: float64 [parts * W * ``spans_of``]; scratch.
     """
-    flags.copy_(headers.agreed_flags(words, own_words))
-    digest.copy_(summed.view(torch.int64).sum())
+    of_parts = zip(words.chunk(len(own_words)), own_words, strict=True)
+    flags.copy_(headers.union(torch.cat([headers.agreed_flags(*of_part) for of_part in of_parts])))
+    digest.copy_(summed.view(torch.int64).unflatten(0, (len(own_words), -1)).sum((1, 2)))
     if hold:
         return
     by_message = segment.view(len(words), -1)

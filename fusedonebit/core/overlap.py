@@ -97,7 +97,10 @@ class OverlappedAllReduce(BucketedAllReduce):
                 "a GradScaler can't be used with Wire(overlap=True): gradients are sent before it has unscaled them; "
                 "train in bfloat16 without one, or pass Wire(overlap=False)"
             )
-        super().synchronise(compress, told if error is None else told._replace(abort=True, missing=()))
+        if error is not None:
+            # What was sent cannot be held back: all buckets are skipped.
+            told = told._replace(abort=True, missing=(), hold=None)
+        super().synchronise(compress, told)
         self.error = error
 
     def close(self) -> None:

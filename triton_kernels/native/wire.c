@@ -208,11 +208,14 @@ static void add_span(int64_t *total, const uint8_t *row, int64_t begin, int64_t 
 
 KERNEL(receive)
 {
-    int32_t found = agreed_flags(words, words_stride, own_words, world_size);
+    int32_t found = 0;
     double lanes[SUM_LANES];
+    for (int64_t q = 0; q < parts; q++)
+        found |= agreed_flags(words + q * world_size * words_stride, words_stride, own_words + q * own_words_stride,
+                              world_size);
     for (int64_t p = begin; p < end; p++) {
-        int64_t w = p / spans, j = p % spans, first = w * blocks_per_message;
-        add_span(total, summed + w * summed_stride, j * span, span, length);
+        int64_t w = p / spans, j = p % spans, first = w * blocks_per_message, part = w / world_size;
+        add_span(total + part, summed + w * summed_stride, j * span, span, length);
         int averaged = words[w * words_stride + FLAGS] == 0;
         memset(lanes, 0, sizeof lanes);
         for (int64_t b = j * SUM_LANES; !*hold && b < blocks_per_message && b < (j + 1) * SUM_LANES; b++) {
@@ -223,9 +226,10 @@ KERNEL(receive)
                     update_square(scale[at], coef[block_tensor[at] * COLUMNS + UNBIAS1], weight[at]);
             worker_scale[at] = averaged ? worker_measured[segment[at]] : 0;
             worker_settled[at] = 0;
-            if (w == rank) {
-                server_scale[b] = found ? 0 : server_measured[server_segment[b]];
-                server_settled[b] = 0;
+            if (w % world_size == rank) {
+                int64_t served = part * blocks_per_message + b;
+                server_scale[served] = found ? 0 : server_measured[server_segment[served]];
+                server_settled[served] = 0;
             }
         }
         if (limit && !*hold)
@@ -236,11 +240,12 @@ KERNEL(receive)
                 *norm = sqrt(ordered_sum(squares, 0, programs));
                 if (!(*norm <= *limit)) {
                     *flags |= VETO;
-                    memset(scale, 0, world_size * blocks_per_message * sizeof *scale);
-                    memset(server_scale, 0, blocks_per_message * sizeof *server_scale);
+                    memset(scale, 0, parts * world_size * blocks_per_message * sizeof *scale);
+                    memset(server_scale, 0, parts * blocks_per_message * sizeof *server_scale);
                 }
             }
-            *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
+            for (int64_t q = 0; q < parts; q++)
+                digest[q] = __atomic_exchange_n(total + q, 0, __ATOMIC_RELAXED);
         }
     }
 }

@@ -1,0 +1,101 @@
+"""Takes up what servers have sent, in one launch, of one part of the index space or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout, receive
+from ..triton_kernels.receive import spans_of
+from .error_feedback import Side
+from .feedback import FeedbackReducer
+from .message import Messages, Told
+from .transport import Transport
+
+
+class Receiver(FeedbackReducer):
+    """Skeleton of what takes up the messages of all parts that are here together.
+
+    Attributes:
+        transport: Between the servers.
+        worker: This rank's worker.
+        server: Its server, of the chunk of each part which it serves.
+        sides: The worker, and the server where there is one; what the last compresses is the result.
+        served: The server's messages, one for each part.
+        hold: int32 [1], flags for which the present step changes nothing.
+    """
+
+    layout: FlatLayout
+    device: torch.device
+    transport: Transport
+    worker: Side
+    server: Side
+    served: Messages
+    hold: Tensor
+    _no_flags: Tensor
+
+    def make_room(self, parts: int) -> None:
+        """Allocate what ``receive`` needs for so many parts."""
+        device = self.device
+        self._received, self._ticket = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        self.flags = self._received
+        self._total = torch.zeros(parts, dtype=torch.int64, device=device)
+        programs = self.layout.world_size * spans_of(self.layout.blocks_per_chunk)
+        self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
+
+    @property
+    def sides(self) -> Sequence[Side]:
+        """See above."""
+        raise NotImplementedError
+
+    def receive(self, told: Told) -> None:
+        """Take up the servers' messages in ``gathered``: m of line 13.
+
+        Where this step is held back the bits of the last result are here again: servers have kept them.
+        """
+        limit: tuple[Tensor | None, ...] = (None,) * 6
+        if (judged := self._limit(told)) is not None:
+            coef, *rest = judged
+            limit = (coef, self.block_tensor, *rest, self._squares)
+        assert self.digest is not None
+        # All ranks know the same flags, unless a server's message is of another step or length: then those that
+        # have got it skip, and the next step's digests tell the others.
+        receive(
+            self.gathered.words,
+            self.served.words,
+            self.gathered.front if told.sums else self.gathered.payload,
+            self.gathered.scales,
+            self.worker.segment,
+            self.worker.measured,
+            self.server.segment,
+            self.server.measured,
+            self.transport.rank,
+            self.scale,
+            self.worker.scale,
+            self.worker.settled,
+            self.server.scale,
+            self.server.settled,
+            self.hold,
+            self._received,
+            self.digest,
+            self._total,
+            self._ticket,
+            *limit,
+        )
+        self._end(told)
+
+    def _end(self, told: Told) -> None:
+        """Take note of what the last launch of a synchronisation has found."""
+        self.flags = self._received
+        self.hold = self._no_flags
+        if self.shards.count > 1:
+            self._skip_with_shards(told)
+            self._refuse_beyond(told.limit)
+
+    def refuse(self, flags: Tensor) -> None:
+        kept = ((self.flags != 0) | (flags == 0)).float()
+        self.flags |= flags
+        for scale in (self.scale, self.sides[-1].scale):
+            scale *= kept
