@@ -69,7 +69,8 @@ class BatchedAllReduce(WorkerAllReduce):
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
         world_size = of.layout.world_size
         super().__init__(of.layout, of.transport, compensated=of.worker_residual, live=of.live, **options)
-        options |= {"gathered": self.gathered, "scale": self.scale, "live": of.live}  # the result, which all share
+        # The result, which all share, and its checksum.
+        options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.digest, "live": of.live}
         others = [AlikeTransport(rank, world_size) for rank in range(1, world_size)]
         self.ranks = [self, *(WorkerAllReduce(of.layout, each, **options) for each in others)]
 
