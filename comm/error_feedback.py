@@ -72,7 +72,8 @@ class ErrorFeedback(Side):
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self._norm, self._ternary = norm, ternary
         self.segment = segment.to(device, torch.int32)
-        self._work = Segments.of(segment if measures else segment[:0], device)
+        work = Segments.of(segment if measures else segment[:0], device)
+        self._start, self._single, self._pieces, self._sums, self._tickets = work  # each is state
         self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
         self._count = torch.zeros(len(self.measured) if measures else 0, dtype=torch.float64, device=device)
 
@@ -99,8 +100,8 @@ class ErrorFeedback(Side):
     @property
     def _measuring(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor]:
         """Return arguments that both ops share: from ``segment_start`` to where scales are written."""
-        start, single, pieces, sums, tickets = self._work
-        return start, single, pieces, self._count, self._norm, sums, tickets, self.measured
+        cut = self._start, self._single, self._pieces
+        return *cut, self._count, self._norm, self._sums, self._tickets, self.measured
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
@@ -118,7 +119,7 @@ class ErrorFeedback(Side):
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads."""
         measured = (self.measured,) if len(self._count) else ()  # else they are what they were made
-        return self.partials, self.settled, *measured, self._work.sums, self._work.tickets
+        return self.partials, self.settled, *measured, self._sums, self._tickets
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""
