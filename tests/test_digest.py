@@ -13,6 +13,7 @@ from reference_ops import checksum_of
 from torch import Tensor
 from torch.nn import Parameter
 
+from fusedonebit import Wire, ZeroOneAdam
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.simulated import SimulatedTransport
 from fusedonebit.errors import OutOfStepError
@@ -28,11 +29,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "overlap": ("OneBitAdam", {"buckets": 2, "overlap": True}),
     "1-bit LAMB": ("OneBitLamb", {}),
     "0/1 Adam": ("ZeroOneAdam", {"sync_policy": EveryStep()}),
+    "DeepSpeed's 0/1 Adam, whose variance lives": ("from_deepspeed", {"var_freeze_step": 100}),
+    "DeepSpeed's 0/1 Adam": ("from_deepspeed", {"var_freeze_step": 3}),
     "a majority": ("OneBitLion", {}),
     "a mean": ("OneBitLion", {"aggregation": "mean"}),
     "MarsitSGD": ("MarsitSGD", {"full_precision_every": 0}),
     "MarsitSGD, floats": ("MarsitSGD", {"full_precision_every": 1}),
 }
+
+
+def from_deepspeed(
+    params: list[Parameter], *, process_group: Any, lr: float, block_size: int, **given: int
+) -> ZeroOneAdam:
+    config = {"lr": lr, "var_update_scaler": 2, **given}
+    return ZeroOneAdam.from_deepspeed(params, config, process_group=process_group, wire=Wire(block_size=block_size))
 
 
 @pytest.mark.kernels
@@ -59,7 +69,8 @@ def steps(
     kind, options = KINDS[name]
     generator = torch.Generator().manual_seed(7)
     params = [Parameter(torch.randn(n, generator=generator)) for n in (300, 0, 5, 700)]
-    optimizer = MAKE[kind](params, process_group=transport, lr=1e-3, block_size=128, **options | more)
+    make = from_deepspeed if kind == "from_deepspeed" else MAKE[kind]
+    optimizer = make(params, process_group=transport, lr=1e-3, block_size=128, **options | more)
     found = []
     for step in range(count):
         loss = sum((p * torch.randn(len(p), generator=generator)).sum() for p in params) * (1 + rank)

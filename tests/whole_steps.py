@@ -163,6 +163,7 @@ TWO_STAGES: dict[str, dict[str, Any]] = {
     "bf16 variance, mixed": {"options": {"frozen_dtype": BFLOAT16}, "dtypes": (FLOAT32, BFLOAT16)},
     "dead coordinates kept": {"options": {"dead_coordinates": "keep", "precondition": False, "variance_floor": 0.0}},
     "buckets": {"options": {"buckets": 3}},
+    "buckets, W = 1": {"options": {"buckets": 3}, "world_size": 1},
     "buckets, ternary, no precondition": {"options": {"buckets": 3, "ternary": True, "precondition": False}},
     "captured": {"options": {"capturable": True}, "special": ("captured",)},
     "captured, W = 1": {"options": {"capturable": True}, "special": ("captured",), "world_size": 1},

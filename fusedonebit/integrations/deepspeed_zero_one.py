@@ -107,6 +107,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take Adam's step with the average of compressed gradients, and with the variance that is."""
         reducer = self.reducer
+        told = told._replace(sums=False)  # no ``apply_momentum`` reads these bits
         self._synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
         if self._absent is not None:
             reducer.scale.masked_fill_(self._absent[self._block_tensor], 0.0)
