@@ -123,7 +123,9 @@ def receive_kernel(
         for begin in range(0, parts, LANES):
             q = begin + tl.arange(0, LANES)
             mask = q < parts
-            tl.store(digest + q, tl.atomic_xchg(total + q, tl.zeros([LANES], tl.int64), mask=mask), mask=mask)
+            # What was there, and 0 from now on: AMD's compiler knows no exchange of several.
+            before = tl.atomic_and(total + q, tl.zeros([LANES], tl.int64), mask=mask)
+            tl.store(digest + q, before, mask=mask)
         found = headers.flags_of(bad)
         if limit is not None:
             found |= _verdict(held, limit, norm, squares, programs)
