@@ -23,20 +23,25 @@ from ..triton_kernels import (
     Coef,
     FlatLayout,
     LiveTable,
+    Projections,
     ScaleScope,
+    change_unit,
     live_table,
     momentum_compress,
+    project,
     server_reduce,
 )
 from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
+from .feedback import Unit
 from .message import Messages, Told
 from .partition import Part
 from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
+from .squares import Logarithms, average_squares
 from .transport import LocalTransport, Transport
 
 
@@ -63,6 +68,7 @@ class CompressedAllReduce(Receiver):
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
+        worker_sq: float32 [P] to use as the squares that ``compress`` follows; None: nobody wants them.
         gathered, scale, residual, served, digest: W messages, float32 [B], zeros float32 [P / W], a message and int64
             [1] to use as the result's, the server's c, what it sends, and the checksum; None allocates them.
 
@@ -93,6 +99,7 @@ class CompressedAllReduce(Receiver):
         measures: tuple[bool, bool] = (True, True),
         shards: ShardGroup | None = None,
         part: Part | None = None,
+        worker_sq: Tensor | None = None,
         gathered: Messages | None = None,
         scale: Tensor | None = None,
         residual: Tensor | None = None,
@@ -117,6 +124,8 @@ class CompressedAllReduce(Receiver):
         if residual is None:
             residual = torch.zeros(layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual, self.server_residual = compensated, residual
+        self.worker_sq = worker_sq
+        self._projections: Tensor | None = None  # of the gradients just compressed
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
@@ -169,6 +178,8 @@ class CompressedAllReduce(Receiver):
         coef: Tensor,
         exp_avg_sq: Tensor | None = None,
         eps_inside_sqrt: bool = False,
+        projected: Tensor | None = None,
+        factor: Tensor | None = None,
     ) -> None:
         """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
 
@@ -177,9 +188,16 @@ class CompressedAllReduce(Receiver):
             coef: float32 [tensors, columns of ``Coef``].
             exp_avg_sq: Where the momentum is preconditioned: v of the whole index space, float32 [P]; else None.
             eps_inside_sqrt: Of its denominator.
+            projected: int64 [], the updates done, where gradients are projected on random signs, too; else None.
+            factor: What these are multiplied with, float32 [1]; None: nothing.
         """
+        grads = self.part.gradients(tensors)
+        if projected is not None:
+            self._projections = torch.empty(Projections.of(self.layout).starts[-1], device=self.device)
+            where = self.layout, self.part.elements.start
+            project(grads, *where, factor, projected, self.live.bits, self.live.row, self._projections)
         momentum_compress(
-            self.part.gradients(tensors),
+            grads,
             self.layout.sizes,
             self.layout.block_size,
             self.worker.compensated,
@@ -196,7 +214,44 @@ class CompressedAllReduce(Receiver):
             self.worker.partials,
             self.found,
             self.hold,
+            self.worker_sq,
         )
+
+    def exchange_projections(self) -> Tensor:
+        """Return the mean over the ranks of the last projections, float32 [``Projections``]; once."""
+        assert self._projections is not None
+        means, self._projections = self._projections, None
+        self.transport.all_reduce(means)
+        return means.div_(self.transport.world_size)
+
+    def exchange_squares(self) -> Logarithms:
+        """Return the mean over the ranks of ``worker_sq``."""
+        assert self.worker_sq is not None
+        return average_squares(self.layout, self.transport, self.worker_sq)
+
+    def change_part(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
+        """See ``OnePart``."""
+        bits: tuple[Tensor | None, ...] = (self.gathered.bits, None)
+        everything = slice(None), slice(None)
+        own = self._own, slice(self._own.start * self.layout.block_size, self._own.stop * self.layout.block_size)
+        for side, m, (blocks, elements) in zip(self.sides, bits, (everything, own), strict=False):
+            change_unit(
+                self.layout.block_size,
+                side.compensated,
+                side.scale,
+                self.gathered.bits.dim() == 3,
+                m,
+                self.scale,
+                unit.eps_inside_sqrt,
+                unit.coef,
+                self.block_tensor[blocks],
+                v[elements],
+                logs[elements],
+                tops[blocks],
+                unit.tables,
+                self.live.bits,
+                self.live.row[blocks],
+            )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         self.exchange(compress, told)
@@ -259,7 +314,8 @@ class CompressedAllReduce(Receiver):
             return
         worker, rows = self.worker, absence(self.layout, missing, self.device).rows
         tables = [worker.scale, worker.settled, worker.partials, self.scale]
-        self.kept = [Kept(rows, self.block_tensor, [worker.compensated], bits=[self.gathered.bits], tables=tables)]
+        elements = [worker.compensated, *(() if self.worker_sq is None else (self.worker_sq,))]
+        self.kept = [Kept(rows, self.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
         for server in self.sides[1:]:
             rows = absence(self.layout, missing, self.device, self._own).rows
             own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing

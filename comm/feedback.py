@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..triton_kernels import Coef, LiveTable, rules
+from ..triton_kernels import Coef, FlatLayout, LiveTable, projected_squares, rules
 from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
 from .absent import Kept
 from .error_feedback import ErrorFeedback
@@ -18,7 +18,18 @@ from .message import Limit, Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Reducer
 from .shards import ShardGroup
+from .squares import Logarithms
 from .transport import Transport
+
+
+class Unit(NamedTuple):
+    """What coordinates are divided by, before and after a renewal of their variance."""
+
+    coef: Tensor
+    """float32 [tensors, columns of ``Coef``]."""
+    eps_inside_sqrt: bool
+    tables: Tensor
+    """float32 [3, tensors], see ``squares.renewed``."""
 
 
 class OnePart(Protocol):
@@ -31,6 +42,7 @@ class OnePart(Protocol):
     served: Messages
     arrived_words: Tensor
     kept: list[Kept]
+    worker_sq: Tensor | None
 
     @property
     def sides(self) -> tuple[ErrorFeedback, ...]:
@@ -47,6 +59,15 @@ class OnePart(Protocol):
     def squares_of_result(self) -> Tensor:
         """Return the square of the result's norm by block: float64 [B]."""
 
+    def exchange_projections(self) -> Tensor:
+        """Return the mean over the ranks of the last projections, float32 [``Projections``]."""
+
+    def exchange_squares(self) -> Logarithms:
+        """Return the mean over the ranks of ``worker_sq``."""
+
+    def change_part(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
+        """Do what ``FeedbackReducer.change_unit`` does of this part, but for the result's scale; v float32 [P]."""
+
 
 class FeedbackReducer(Reducer):
     """Skeleton of an all-reduce with error feedback on workers and servers, in one part or more.
@@ -58,6 +79,7 @@ class FeedbackReducer(Reducer):
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
         server_residual: That of the chunks which it serves: float32.
         kept: What ``restore`` puts back.
+        worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
         serves: Whether this rank is a server besides, with residuals of its own.
     """
 
@@ -67,6 +89,8 @@ class FeedbackReducer(Reducer):
     worker_residual: Tensor
     server_residual: Tensor
     kept: list[Kept]
+    layout: FlatLayout
+    worker_sq: Tensor | None
     serves: bool = True
 
     @property
@@ -99,6 +123,50 @@ class FeedbackReducer(Reducer):
 
     def begin(self) -> None:
         """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
+
+    def follow(self, squares: Tensor) -> None:
+        """Go on from ``squares`` float32 [P], equal on all ranks, in ``worker_sq``."""
+        for part in self.parts:
+            assert part.worker_sq is not None
+            part.worker_sq.copy_(squares[part.part.elements])
+
+    def projected_squares(self) -> Tensor:
+        """Return by tensor the sum of the squares of the mean gradient's projections: float64 [tensors].
+
+        Of the gradients that ``compress`` was told to project, on average |mean g|^2. Equal on all ranks.
+        """
+        by_block = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
+        for part in self.parts:
+            by_block[part.part.blocks] = projected_squares(part.exchange_projections(), part.part.layout)
+        return self._by_tensor(by_block)
+
+    def _by_tensor(self, by_block: Tensor) -> Tensor:
+        sums = by_block.new_zeros(len(self.layout.sizes))
+        return sums.index_add_(0, self.block_tensor, by_block)
+
+    def mean_squares(self) -> tuple[Tensor, Tensor]:
+        """Return the mean over the ranks of ``worker_sq``, as ``encode`` writes it: uint8 [P] and uint8 [B]."""
+        device = self.scale.device
+        logs, tops = (torch.empty(n, dtype=torch.uint8, device=device) for n in (self.layout.numel, len(self.scale)))
+        for part in self.parts:
+            mean = part.exchange_squares()
+            logs[part.part.elements], tops[part.part.blocks] = mean.logs.reshape(-1), mean.tops.reshape(-1)
+        return logs, tops
+
+    def change_unit(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
+        """Bring momentum and residuals to the unit of the next v, of which nothing is written here.
+
+        The momentum becomes part of the workers' residuals: the result is zero until the next step.
+
+        Args:
+            unit: What they are divided by.
+            v: The variance in whose unit they are, float32 or bfloat16 [P].
+            logs, tops: What ``mean_squares`` returns.
+        """
+        for part in self.parts:
+            here, blocks = part.part.elements, part.part.blocks
+            part.change_part(unit, v[here], logs[here], tops[blocks])
+        self.scale.zero_()
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""

@@ -52,6 +52,7 @@ class PartedAllReduce(FeedbackReducer):
         here: Those parts that this rank averages.
         transport: Between the ranks that average a part.
         serve_alone: See ``make_all_reduce``.
+        worker_sq: float32, of the parts that are here, one behind the other; None: nobody wants it.
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
@@ -70,8 +71,10 @@ class PartedAllReduce(FeedbackReducer):
         ternary: bool = False,
         shards: ShardGroup | None = None,
         serve_alone: bool = True,
+        worker_sq: Tensor | None = None,
     ) -> None:
         self.layout, self.device, self.count = layout, device, count
+        self.worker_sq = worker_sq
         self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
         slots = [Part(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
@@ -97,6 +100,7 @@ class PartedAllReduce(FeedbackReducer):
                 compensated=compensated[part.elements],
                 ternary=ternary,
                 part=part,
+                worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
                 gathered=self.gathered.rows(part.chunks, part.layout)
                 if len(here) == count
                 # Sent inside the node: it must not lie in the buffer that receives those of all its ranks.
@@ -292,3 +296,12 @@ class HierarchicalAllReduce(PartedAllReduce):
         own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
+
+    def _by_tensor(self, by_block: Tensor) -> Tensor:
+        return ShardGroup(self.inside).sum(super()._by_tensor(by_block))
+
+    def mean_squares(self) -> tuple[Tensor, Tensor]:
+        logs, tops = super().mean_squares()
+        for whole, own in ((logs, logs[self._part.elements]), (tops, tops[self._part.blocks])):
+            self.inside.all_gather(whole.view(self.count, -1), own.clone().view(1, -1))
+        return logs, tops

@@ -4,6 +4,8 @@
     1-bit LAMB   Li et al., 2021          Algorithm 1           lamb, freeze, then onebit_lamb
     Marsit       Wu et al., DAC 2022      Algorithms 1 and 2    marsit_sgd, which calls marsit
 
+and 1-bit Adam with a variance that lives, which is no paper's: live once, then living_adam, and renew at times.
+
 Each function is one step, in the paper's order and symbols; behind a line of code stands the number of the algorithm's
 line (for 1-bit Adam that of 1-bit LAMB, whose lines 6 to 13 repeat it). Workers are rows: what each of W workers has of
 its own is a tensor [W, d], what all have alike is a tensor [d]. Nothing here is fast, communicates or looks for errors.
@@ -70,6 +72,61 @@ def exchange(s: State, m: Tensor, g: Tensor, beta1: float) -> Tensor:
     m_bar = torch.cat([s.C(chunk) for chunk in average.tensor_split(s.servers)])
     s.server_error = average - m_bar                                 # line 10; line 11 sends m_bar
     return m_bar                                                     # line 13, on the workers
+
+# ---------------------------------------------------------------- 1-bit Adam with a variance that lives
+
+class LivingState(State):
+    """What it carries besides; layers are slices of the model. m and both errors are in units of the update."""
+    def __init__(self, x: Tensor, workers: int, layers: Sequence[slice]) -> None:
+        super().__init__(x, workers)
+        self.layers, self.s = layers, x.new_zeros(workers, len(x))   # the EMA of each worker's own squares
+        self.level, self.weight = x.new_zeros(len(layers)), 0.0      # that of |mean g|^2, and its weights' sum
+
+
+def live(s: LivingState, t: int, *, beta2: float = 0.999, eta: float = 1e-8, floor: float = 0.03) -> None:
+    """End of a warm-up of t steps: all workers go on from its variance, which is brought to a mean's scale."""
+    s.s[:] = s.v
+    s.level = torch.stack([s.v[l].sum() for l in s.layers])
+    s.weight = 1 - beta2**t
+    s.v = torch.cat([floored(s.v[l] / s.weight, floor) for l in s.layers])
+    s.m = s.m / (s.v.sqrt() + eta)
+
+
+def floored(v: Tensor, floor: float) -> Tensor:
+    """v, which has a share of its mean at least, and that mean where it is 0."""
+    mean = v[v > 0].mean()
+    return torch.where(v > 0, v, mean).clamp(min=floor * mean)
+
+
+def living_adam(s: LivingState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999, eta: float = 1e-8
+                ) -> None:
+    """Compression stage: the workers' own squares are followed; the update itself is what is compressed."""
+    s.s = beta2 * s.s + (1 - beta2) * g**2
+    s.m = exchange(s, s.m, g / (s.v.sqrt() + eta), beta1)
+    s.x = s.x - gamma * s.m
+
+
+def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int], *, beta2: float = 0.999,
+          eta: float = 1e-8, floor: float = 0.03) -> None:
+    """After a step on the gradients g [W, d]: v anew, from random signs r [d], alike on all workers.
+
+    since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum.
+    """
+    p = [(r * g)[:, l].unflatten(1, (-1, share)).sum(2).mean(0) for l, share in zip(s.layers, shares)]
+    squares = torch.stack([of_layer.square().sum() for of_layer in p])   # E p^2 = |mean g|^2, of as many elements
+    b = beta2**since
+    s.level, s.weight = b * s.level + (1 - b) * squares, b * s.weight + 1 - b
+    mean = logarithm(logarithm(s.s).mean(0))                         # sent to servers, and back
+    level = [s.level[k] / s.weight / mean[l].sum() for k, l in enumerate(s.layers)]
+    v = torch.cat([floored(level[k] * mean[l], floor) for k, l in enumerate(s.layers)])
+    unit = (s.v.sqrt() + eta) / (v.sqrt() + eta)
+    s.v, s.m, s.worker_error, s.server_error = v, unit * s.m, unit * s.worker_error, unit * s.server_error
+
+
+def logarithm(x: Tensor) -> Tensor:
+    """x as 8 bits tell it: eight steps to an octave."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((16 * mantissa + 0.5).floor() / 16, exponent)
 
 # ---------------------------------------------------------------- 1-bit LAMB
 

@@ -53,6 +53,7 @@ def by_name(kind: Callable[..., Any], **first: Any) -> Callable[..., Any]:
 
 ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
     "onebit-adam": by_name(OneBitAdam),
+    "onebit-adam-living": by_name(OneBitAdam, variance="shared"),
     "onebit-lamb": by_name(OneBitLamb),
     "onebit-lamb-frozen": by_name(OneBitLamb, adaptive=False),
 }

@@ -11,6 +11,8 @@ Where no rank has a gradient, no term changes at all.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -61,7 +63,8 @@ def denominators(optimizer: OneBitOptimizer) -> np.ndarray:
     """What preconditioned momentum was divided by; of the frozen variance."""
     group, params = optimizer.param_groups[0], parameters(optimizer)
     v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
-    correction = 1 - group["betas"][1] ** WARMUP if optimizer.options.bias_correction else 1.0
+    corrected = optimizer.options.lives or not optimizer.options.bias_correction
+    correction = 1.0 if corrected else 1 - group["betas"][1] ** WARMUP
     return np.sqrt(v / correction) + group["eps"]
 
 
@@ -125,12 +128,13 @@ def check(name: str, schedule: Schedule, beta1: float, options: dict) -> list[di
         assert [run["updates"][t] for run in runs] == [updates, updates]
         for key in ("x", "m", "v", *REBUILDING):
             np.testing.assert_array_equal(runs[0]["states"][t + 1][key], runs[1]["states"][t + 1][key])
-        if t and events == NOTHING:
+        renewed = (before["v"] != after["v"]).any()
+        if t and events == NOTHING and not renewed:
             starts = (before["started"] != after["started"]).any()
             for key in set(before).difference(REBUILDING if starts else ()):
                 for run in runs:
                     np.testing.assert_array_equal(run["states"][t][key], run["states"][t + 1][key], err_msg=key)
-        else:  # the step that freezes turns the momentum into residual, with or without gradients
+        else:  # a freeze, or a renewal, turns the momentum into residual, with or without gradients
             worst = np.maximum(worst, imbalance(runs, t, beta1))  # a NaN stays
     print(f"{name}, {len(schedule)} steps: imbalance, of the terms: {worst:.1e} (limit 3e-7)")
     assert worst <= 3e-7
@@ -148,6 +152,7 @@ OPTIONS = {
 PLAIN = {"precondition": False}
 SKIPS_FIRST = [("nan", "fine"), ("fine", "fine"), ("inf", "many nan"), ("fine", "fine")]
 SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "large")]
+RENEWALS = [("fine", "fine")] * 17
 LEFT_ALONE = [("fine", "fine"), NOTHING, ("fine", "large"), NOTHING]
 LEFT_ALONE_FIRST = [NOTHING, ("fine", "fine"), ("nan", "none"), NOTHING, ("zero", "none")]
 LEFT_ALONE_LATE = [("nan", "fine"), NOTHING, ("fine", "fine"), ("fine", "fine")]
@@ -163,6 +168,21 @@ LEFT_ALONE_LATE = [("nan", "fine"), NOTHING, ("fine", "fine"), ("fine", "fine")]
 @example(schedule=LEFT_ALONE_FIRST, beta1=0.9, options=PLAIN)
 def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
+
+
+@settings(max_examples=15)
+@given(schedule=SCHEDULES, beta1=BETAS1, options=st.fixed_dictionaries(OPTIONS))
+@example(schedule=SKIPS_FIRST, beta1=0.9, options={})
+@example(schedule=SKIPS_LATER, beta1=0.9, options={"frozen_dtype": torch.bfloat16})
+@example(schedule=LEFT_ALONE, beta1=0.9, options={"ternary": True})
+@example(schedule=LEFT_ALONE_FIRST, beta1=0.9, options={})
+@example(schedule=RENEWALS, beta1=0.9, options={})
+def test_renewals_of_a_living_variance_lose_nothing_either(schedule, beta1, options):
+    runs = check("onebit-adam-living", schedule, beta1, options)
+    if schedule is RENEWALS:
+        variances = [state["v"] for state in runs[0]["states"][1:]]
+        renewed = [t for t, (a, b) in enumerate(pairwise(variances), 1) if (a != b).any()]
+        assert renewed == [1, 2, 3, 4, 5, 6, 7, 9, 11, 14], renewed
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -25,6 +26,8 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, reference
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.triton_kernels import FlatLayout, Projections
+from fusedonebit.triton_kernels.squares import random_signs
 
 WORKERS, WARMUP, STEPS = 4, 10, 40
 SHAPES = [(16, 8), (256,), (2, 8, 8)]  # whole blocks of 128 elements, of which each worker serves one
@@ -65,10 +68,13 @@ ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 LAMB = {"betas": (0.9, 0.9), "beta3": 0.8, "eps": 1e-6, "c_min": 0.5, "c_max": 2.0}
 LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
 AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
+SHARES = Projections.of(FlatLayout(tuple(SIZES), WORKERS, 128)).shares
+LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.3}
 MARSIT = {"lr": 0.02, "global_ratio": 0.7, "full_precision_every": 5, "compensation_limit": None}
 MAKE: dict[str, Callable[..., Any]] = {
     "adam, l1": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
     "adam, l2": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED),
+    "living": by_name(OneBitAdam, lr=1e-2, bias_correction=False, variance="shared", **ADAM, **LIVING),
     "lamb": by_name(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
     "marsit": by_name(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
 }
@@ -133,6 +139,28 @@ def follow_adam(paper: ModuleType, name: str) -> Iterator[Seen]:
             yield {"x": s.x, "m": s.m, "v": s.v, "worker_error": s.worker_error, "server_error": s.server_error}
 
 
+def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
+    s = paper.LivingState(model().double(), WORKERS, LAYERS)
+    s.C, s.servers = partial(paper.compress, p=2), WORKERS
+    (beta1, beta2), last, due, before = ADAM["betas"], WARMUP, None, gradients(s.x, 0)
+    for t in range(STEPS):
+        g = gradients(s.x, t)
+        if t < WARMUP:
+            paper.adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
+            yield {"x": s.x, "m": s.m, "v": s.v}
+            continue
+        if t == WARMUP:  # no bias correction: as if the warm-up had been endless
+            paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.3)
+        elif due:
+            r = random_signs(torch.tensor(t - 1), 0, (1, ENDS[-1]))[0].double()
+            paper.renew(s, before, r, t - last, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
+            last = t
+        paper.living_adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
+        due, before, unit = t + 1 - last >= max(1, (t + 1 - WARMUP) // 4), g, s.v.sqrt() + 1e-8
+        errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}
+        yield {"x": s.x, "m": s.m * unit, "v": s.v} | errors
+
+
 def follow_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
     s = paper.LambState(model().double(), WORKERS, LAYERS)
     s.C, s.servers = partial(paper.compress, p=2), WORKERS
@@ -162,7 +190,8 @@ def follow_marsit(paper: ModuleType, name: str) -> Iterator[Seen]:
         yield {"x": x, "c": c}
 
 
-FOLLOW = {"adam, l1": follow_adam, "adam, l2": follow_adam, "lamb": follow_lamb, "marsit": follow_marsit}
+FOLLOW = {"adam, l1": follow_adam, "adam, l2": follow_adam, "living": follow_living}
+FOLLOW |= {"lamb": follow_lamb, "marsit": follow_marsit}
 
 
 def deviations(paper: ModuleType, name: str) -> dict[str, float]:
@@ -216,6 +245,26 @@ MUTANTS = {
         ("line 2, x", "adam", "s.x - gamma", "s.x + gamma"),
         ("line 13", "onebit_adam", "s.v.sqrt()", "s.v"),
         ("line 13, sign", "onebit_adam", "s.x - gamma", "s.x + gamma"),
+    ],
+    "living": [
+        *EXCHANGE,
+        ("a worker's own", "living_adam", "g**2", "g.mean(0) ** 2"),
+        ("the update", "living_adam", "g / (s.v.sqrt() + eta)", "g / s.v.sqrt().mean()"),
+        ("from the warm-up's", "live", "s.s[:] = s.v", "s.s[:] = s.v.mean()"),
+        ("at its level", "live", "s.v[l].sum()", "s.v[l].mean()"),
+        ("in its unit", "live", "s.m / (s.v", "s.m / (s.level.mean() + s.v"),
+        ("not below a share", "floored", "floor * mean", "0.0"),
+        ("signs", "renew", "(r * g)[:, l]", "g[:, l]"),
+        ("the workers' mean", "renew", "sum(2).mean(0)", "sum(2)[0]"),
+        ("its squares", "renew", "of_layer.square().sum()", "of_layer.abs().sum()"),
+        ("the level's memory", "renew", "b = beta2**since", "b = beta2"),
+        ("the mean's shape", "renew", "logarithm(s.s).mean(0)", "logarithm(s.s)[0]"),
+        ("its level", "renew", "s.level[k] / s.weight / mean[l].sum()", "s.level[k] / s.level[k]"),
+        ("the next unit", "renew", "(s.v.sqrt() + eta) / (v.sqrt() + eta)", "1.0"),
+        ("of the momentum", "renew", "unit * s.m,", "s.m,"),
+        ("of workers' errors", "renew", "unit * s.worker_error", "s.worker_error"),
+        ("of servers' errors", "renew", "unit * s.server_error", "s.server_error"),
+        ("eight steps", "logarithm", "(16 * mantissa + 0.5).floor() / 16", "mantissa"),
     ],
     "lamb": [
         *EXCHANGE,

@@ -22,13 +22,14 @@ from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Size
 def momentum_compress_kernel(
     grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
     block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, found,
-    hold, blocks_per_chunk,
+    hold, worker_sq, blocks_per_chunk,
     GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if any.
+    Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if any;
+    4 + 4 for the worker's own, if any.
     """
     if tl.load(hold) != 0:
         return
@@ -44,6 +45,9 @@ def momentum_compress_kernel(
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
     place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
+    if worker_sq is not None:
+        own = worker_sq + b * BLOCK_SIZE + i
+        tl.store(own, rules.followed(tl.load(own), g, k))
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
         c = rules.with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT)
@@ -65,14 +69,14 @@ def momentum_compress_kernel(
 
 @op(
     momentum_compress_kernel,
-    writes=("compensated", "bits", "partials", "found"),
+    writes=("compensated", "bits", "partials", "found", "worker_sq"),
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
     grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
     eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
-    hold: Flag,
+    hold: Flag, worker_sq: PerElement | None = None,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -96,6 +100,7 @@ def momentum_compress(
             are not zero.
         found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
         hold: int32 [1]; where set nothing is written.
+        worker_sq: float32 [P], written: the EMA of the squares of this worker's own gradients; None: nobody wants it.
     """
     if hold:
         return
@@ -107,6 +112,9 @@ def momentum_compress(
         m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
         kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
         g = gather(grads, tile, block_size)
+        if worker_sq is not None:
+            own = worker_sq.view(-1, block_size)[b]
+            own.copy_(only_live(rules.followed(own, g, k), live, live_row, tile))
         if exp_avg_sq is None:
             new = rules.with_gradient(kept, g, k)
         else:

@@ -20,7 +20,7 @@ from .eager import ABS, NONZERO, SQUARE
 from .jit import jit, tl
 from .op import Counters, Doubles, Flag, Floats, Headers, Indices, Table, op
 
-SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2}
+SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2, "relaxed": 3}
 """What ``finish`` takes as ``norm``, by the name that users give."""
 
 LANES = io.SUM_LANES

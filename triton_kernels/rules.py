@@ -216,6 +216,25 @@ def variance(v, g, k):
 
 
 @rule
+def followed(v, g, k):
+    """v_t of a worker's own gradient; v_{t-1} where that is too large to count."""
+    new = variance(v, counted(g, k), k)
+    return tl.where(finite(new), new, v)
+
+
+@rule
+def renewed(mean_sq, level, mean, least):
+    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
+    return tl.maximum(tl.where(mean_sq > 0, mean_sq * level, mean), least)
+
+
+@rule
+def in_unit(x, old, new):
+    """What was divided by one denominator, as the next would have divided it."""
+    return x * tl.div_rn(old, new)
+
+
+@rule
 def moved(x, update, k):
     """x_t = (1 - lr * wd) * x_{t-1} - step_size * update (AdamW; 1-bit Adam, line 13)."""
     return x * of(k, DECAY) - update * of(k, STEP_SIZE)
@@ -344,7 +363,10 @@ def layer_step(c: float, k):
 
 @rule
 def scale_of(absolute: float, squares: float, n: float, NORM: tl.constexpr):
-    """Makes the scale of n elements with these sums: l1, l2, or min(l2, 1.9 * l1), which contracts; none of none."""
+    """Makes the scale of n elements with these sums; none of none.
+
+    l1, l2, min(l2, 1.9 * l1) or min(1.3 * l2, 1.9 * l1): what is below 2 * l1 contracts.
+    """
     least = tl.where(n >= 1, n, 1.0)
     l1 = absolute / least
     l2 = tl.sqrt(squares / least)
@@ -352,8 +374,10 @@ def scale_of(absolute: float, squares: float, n: float, NORM: tl.constexpr):
         return l1.to(tl.float32)
     elif NORM == 1:
         return l2.to(tl.float32)
-    else:
+    elif NORM == 2:
         return tl.minimum(l2, 1.9 * l1).to(tl.float32)
+    else:
+        return tl.minimum(1.3 * l2, 1.9 * l1).to(tl.float32)
 
 
 @rule

@@ -20,6 +20,7 @@ FOUND, NORM, EARLIER = 0, 1, 2  # of what is told
 FACTOR, MEAN_NORM, RANKS, OVERFLOWED = 0, 1, 2, 3  # of what is made of it
 OVERFLOW, LOCAL = headers.Flag.OVERFLOW, headers.Flag.LOCAL
 SPAN = 1024  # coefficients that a program scales
+SQUARES = 3  # of ``weighs``
 
 
 @jit()
@@ -143,6 +144,8 @@ def scale_coefficients_kernel(
     column = i % COLUMNS
     weighs = (WEIGHS > 0) & (column == ONE_MINUS_BETA1) | (WEIGHS > 1) & (column == ONE_MINUS_BETA2)
     x = tl.load(coef + i, mask=i < numbers, other=0.0)
+    if WEIGHS == SQUARES:
+        x = tl.where(column == ONE_MINUS_BETA2, x * factor, x)
     x = tl.where(weighs, x * factor, tl.where(column == GRAD_LIMIT, x * scale, x))
     tl.store(scaled + i, x, mask=i < numbers)
 
@@ -171,7 +174,8 @@ def scale_coefficients(
         loss_scale: float32 [], what this rank's gradients were multiplied with; None: nothing.
         clips: Whether norms count.
         max_norm: What the mean of ranks' norms is brought down to.
-        weighs: How many columns weigh gradients: 0, 1 (ONE_MINUS_BETA1), or 2 (ONE_MINUS_BETA2 as well).
+        weighs: How many columns weigh gradients: 0, 1 (ONE_MINUS_BETA1), or 2 (ONE_MINUS_BETA2 as well); 3 where that
+            weighs squares.
         outcome: float32 [4], written: the factor; the mean norm, 0 if nobody clips; how many ranks have found an inf,
             now or earlier; and 1 where any has.
         hold: int32 [1], written: OVERFLOW where any rank has found one now, and LOCAL where not all have.
@@ -189,6 +193,6 @@ def scale_coefficients(
     ranks = found + told[EARLIER:] if told.numel() > EARLIER else found
     outcome.copy_(torch.cat([factor, mean, ranks, (ranks > 0).float()]))
     scaled.copy_(coef)
-    for column in (ONE_MINUS_BETA1, ONE_MINUS_BETA2)[:weighs]:
+    for column in (ONE_MINUS_BETA1, ONE_MINUS_BETA2, ONE_MINUS_BETA2)[:weighs]:
         scaled[:, column] *= factor
     scaled[:, GRAD_LIMIT] *= scale

@@ -130,6 +130,8 @@ class FeedbackOptimizer(CompressingOptimizer):
     )
     phases: ClassVar[dict[Phase, bool]] = {"one-bit": True}
     header_fields: ClassVar[Fields] = COMPRESSED
+    follows_squares: bool = False
+    """Whether workers keep squares of their own gradients."""
     reducer: FeedbackReducer
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:

@@ -42,6 +42,9 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
         "ternary": options.ternary,
         "shards": optimizer.shards,
     }
+    if optimizer.follows_squares:
+        here = layout.numel if optimizer.levels is None else layout.numel // optimizer.levels[1].world_size
+        shared["worker_sq"] = torch.zeros(here, device=optimizer.device)
     if optimizer.levels is not None:
         return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone

@@ -12,6 +12,7 @@ from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
 from .averaging import AdamUpdate
 from .from_deepspeed import FromDeepSpeed
+from .onebit_options import Variance
 from .two_stage import OneBitOptimizer
 
 
@@ -41,6 +42,11 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         weight_decay: Decoupled, as in AdamW.
         freeze_step: Number of uncompressed updates; ``"auto"``: until v is stable, 10/(1 - beta2) updates at most; or a
             ``Freeze``, which also takes the variance of an earlier run.
+        variance: ``"frozen"``, as in the paper: v stays what it is then. ``"shared"``: it lives on, renewed every 50
+            steps or sooner from squares that workers tell each other (docs/numerics.md).
+        warmup: Number of uncompressed updates, or their share of ``total_steps``, instead of ``freeze_step``. None: 250
+            with beta2 = 0.999, 0.25 / (1 - beta2), where v lives on.
+        total_steps: Of the run; only where ``warmup`` is a share.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
             which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
@@ -69,6 +75,9 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         weight_decay: float = 1e-2,
         *,
         freeze_step: int | Literal["auto"] | Freeze = "auto",
+        variance: Variance = "frozen",
+        warmup: int | float | None = None,
+        total_steps: int | None = None,
         max_grad_norm: float | None = None,
         process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
@@ -77,6 +86,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
@@ -87,7 +97,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         """
         # Lines 6 and 7, done where the reducer calls ``worker``: m_i = beta1*m + (1 - beta1)*g_i is compressed to
         # C(m_i + e_i), and e_i becomes what that loses.
-        worker = self.compressing(grads, agreed.coef)
+        worker = self.compressing(grads, agreed.coef, agreed.factor)
         # Lines 8 to 13: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
         # loses; m, the same on all workers, is what all servers send back.
         coef = self._synchronise(worker, told, coef)

@@ -36,6 +36,10 @@ class DivergenceGuard:
         self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._root = torch.empty(0, device=device)
 
+    def weigh(self, weight: Tensor) -> None:
+        """Take the weights w, float64 [B], of a variance that is new."""
+        self._root = weight.sqrt().float()  # w itself may be beyond float32
+
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
         """Take what the freeze knows.
 
@@ -47,7 +51,7 @@ class DivergenceGuard:
         """
         self.reference.copy_(torch.maximum(last, noise))
         self.limit.copy_(torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference)
-        self._root = weight.sqrt().float()  # w itself may be beyond float32
+        self.weigh(weight)
 
     def resume(self, reference: float, limit: float) -> None:
         """Take up a checkpoint's numbers; ``arm`` has given the weights."""

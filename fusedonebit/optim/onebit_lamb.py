@@ -22,7 +22,6 @@ from ..core.settings import (
     Freeze,
     Layerwise,
     Numerics,
-    OneBitOptions,
     Options,
     Params,
     Ranks,
@@ -35,6 +34,7 @@ from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_ratio, lamb_rescale, live_variance
 from .from_deepspeed import FromDeepSpeed
 from .lamb import LambOptions, LambUpdate
+from .onebit_options import OneBitOptions
 from .two_stage import OneBitOptimizer
 
 QUIET = 0.03

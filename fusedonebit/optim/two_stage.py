@@ -20,7 +20,7 @@ from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import Made
 from ..core.overlap import make_reducer
-from ..core.settings import Freeze, OneBitOptions, Options
+from ..core.settings import Freeze, Options
 from ..core.state.header import (
     AMOUNT,
     COMPRESSED,
@@ -38,10 +38,16 @@ from ..core.state.header import (
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm, update_sums
+from ..triton_kernels.scaling import SQUARES
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
+from .living import LivingVariance
+from .onebit_options import OneBitOptions
 from .warm_start import warm_start
+
+_BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
+"""What settled options were before checkpoints said so; of others False."""
 
 
 class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
@@ -57,6 +63,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
         *FeedbackOptimizer.kept,
+        StateSpec("worker_sq", "part", "reducer.worker_sq", stage="compressed", of_rank=True, when="follows_squares"),
+        StateSpec("variance_level", "tensor", "living.levels", 4, stage="compressed", when="follows_squares"),
     )
     phases: ClassVar = {"warmup": False, "compression": True}
     header_fields: ClassVar = {
@@ -73,6 +81,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         "dead_tensors": Field(list_of(COUNT), one_per="index", at="dead_tensors"),
         "dead_coordinates": Field(COUNT, at="dead_coordinates"),
         "auto": Field(or_none(TABLE), False),
+        "renewals": Field(or_none(list_of(COUNT)), False),
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
@@ -86,6 +95,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def build(self) -> None:
         super().build()
         options, device = self.options, self.device
+        self.follows_squares = options.lives
+        self.living = LivingVariance(self) if options.lives else None
         self.reducer = make_reducer(self, vars(self).get("reducer"))
         self._entered = torch.zeros_like(self.own_steps)  # updates of v; infinite where it is corrected
         self._warming = True  # v follows the gradients
@@ -98,7 +109,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
         self._auto: AutoFreeze | None = None
-        if options.freeze_step == "auto":
+        if options.watches:
             self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
@@ -145,7 +156,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def coefficient_table(self) -> Tensor:
         self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
-        return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit))
+        mean_sq = None if self.living is None or self._phase == "warmup" else self.living.mean_sq
+        return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit, mean_sq))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
@@ -157,15 +169,29 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         """Return v, by whose root updates are divided at the end; None where gradients were, before compression."""
         return None if self.options.precondition else self.exp_avg_sq
 
-    def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
+    @property
+    def weighs(self) -> int:  # type: ignore[override]
+        """See ``CompressingOptimizer``; a living variance counts squares of gradients."""
+        return 1 if self.living is None else SQUARES
+
+    @property
+    def block_tensor(self) -> Tensor:
+        """Return each block's tensor, int32 [B]."""
+        return self._block_tensor
+
+    def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        return lambda part: part.compress(grads, coef, v, inside)
+        projected = self.updates if self.living is not None and self.living.due else None
+        return lambda part: part.compress(grads, coef, v, inside, projected, factor)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
         if self.options.guard != "off":
             told = told._replace(limit=self._guard.limit_of(coef))
-        return super()._synchronise(compress, told, coef)
+        still = super()._synchronise(compress, told, coef)
+        if self.living is not None and self.living.due:
+            self.living.follow(self, coef)
+        return still
 
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
@@ -189,6 +215,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             every = self.options.rewarm_every
             if vetoed or (every > 0 and self._has_updates((self._frozen_at or 0) + every)):
                 self._rewarm(vetoed)
+            elif self.living is not None:
+                self.living.begin_step(self)
         elif watched is not None and watched.due():
             self._freeze()
         elif self._has_updates(self._freeze_due):
@@ -217,11 +245,15 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._grad = None
         self._warming = False
         self.coefficients.freeze_variance(self._taken)
+        if self.living is not None:
+            self.living.begin(self, dead.mean)
+            dead.mean.copy_(self.living.mean_sq)
+            self._entered.fill_(math.inf)
         coef = self.coefficient_table()
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
         last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
-        if options.precondition:
+        if options.precondition and self.living is None:
             floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
@@ -232,10 +264,12 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._phase = "compression"
         self._frozen_at = self.outcomes.updates
         self.dead_coordinates = dead.count
-        if dead.tensors:
+        if dead.tensors and self.living is None:  # else they wait for their first gradient
             warn(warn_text(dead, self.parameters.names, keep))
-        if not keep and dead.tensors:
-            self._exclude(dead.tensors)
+            if not keep:
+                self._exclude(dead.tensors)
+        if self.living is not None:
+            self.living.begin_step(self)
         self._arm_guard(last)
         self.publish_state()
 
@@ -282,13 +316,23 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.options.guard == "off":
             return
         owner, live = self._block_tensor, self.live.numel.double()
-        coef = self.coefficient_table().double()
-        factor, beta1 = self._layer_factor().double().square()[owner], coef[:, Coef.BETA1][owner]
-        weight = live if self.options.precondition else self._update_sums(None, coef.float())
-        weight = weight / coef[:, Coef.UNIT][owner].square() * factor
+        factor = self._layer_factor().double().square()[owner]
+        beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
         noise = self.shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
-        self._guard.arm(last, noise, weight)
+        self._guard.arm(last, noise, self._update_weights())
+
+    def weigh_guard(self) -> None:
+        """Tell the guard of a variance that was renewed; preconditioned updates are divided already."""
+        if self.options.guard != "off" and not self.options.precondition:
+            self._guard.weigh(self._update_weights())
+
+    def _update_weights(self) -> Tensor:
+        """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
+        owner, coef = self._block_tensor, self.coefficient_table()
+        weight = self.live.numel.double() if self.options.precondition else self._update_sums(None, coef)
+        factor = self._layer_factor().double().square()[owner]
+        return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
 
     def _layer_factor(self) -> Tensor:
         """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
@@ -304,12 +348,14 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             self.reducer.settle()
 
     def _held(self) -> list[Tensor]:
-        return [*super()._held(), self._entered, *self._guard.state()]
+        living = [] if self.living is None else self.living.state()
+        return [*super()._held(), self._entered, *self._guard.state(), *living]
 
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
         own = self.options
         told = {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(own.frozen_dtype)}
+        told["variance"] = own.variance
         return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def plain_state(self) -> dict[str, Any]:
@@ -319,13 +365,14 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             "freeze_due": self._freeze_due,
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
             "auto": None if self._auto is None else self._auto.state_dict(),
+            "renewals": None if self.living is None else self.living.state_dict(),
         }
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
             for name, now in self._settled().items():
                 # What is missing did not exist when it was written.
-                was = header["settled"].get(name, str(torch.float32) if name == "frozen_dtype" else False)
+                was = header["settled"].get(name, _BEFORE.get(name, False))
                 if was != now:
                     raise ValueError(
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
@@ -365,6 +412,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self._phase == "compression":
+            if self.living is not None:
+                self.living.resume(header["renewals"])
             self.reducer.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
             if header.get("guard") and self.options.guard != "off":
@@ -440,4 +489,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
         half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
-        return [f"freeze_step: {options.freeze_step!r}", scale, *half]
+        warmup = f"freeze_step: {options.freeze_step!r}"
+        if options.lives:
+            warmup = f"variance: {options.variance}, after {self._freeze_due} updates"
+        return [warmup, scale, *half]

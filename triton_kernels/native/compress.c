@@ -77,6 +77,13 @@ static int drop_bad(float *restrict c, const float *restrict kept, int64_t n)
     return dropped;
 }
 
+static void follow(float *restrict v, const float *restrict g, const float *row, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n)
+        LANES v[i + j] = followed(v[i + j], g[i + j], k);
+}
+
 KERNEL(momentum_compress)
 {
     float kept[MOST], room[MOST], wide[MOST];
@@ -89,6 +96,8 @@ KERNEL(momentum_compress)
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
+        if (worker_sq)
+            follow(worker_sq + b * BLOCK_SIZE, g, at.k, BLOCK_SIZE);
         if (!v) /* constants: each a loop of its own */
             compensate(c, kept, g, NULL, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
         else if (EPS_INSIDE_SQRT)

@@ -3,7 +3,7 @@
 #include "block_io.h"
 #include "sums.h"
 
-enum { SCALED = 1024, PIECE = 1024 };
+enum { SCALED = 1024, PIECE = 1024, SQUARES = 3 };
 enum { FOUND, NORM, EARLIER };
 enum { FACTOR, MEAN_NORM, RANKS, OVERFLOWED };
 
@@ -62,7 +62,8 @@ KERNEL(scale_coefficients)
         for (int64_t i = p * SCALED; i < numbers && i < (p + 1) * SCALED; i++) {
             int column = i % COLUMNS, weighs = (WEIGHS > 0 && column == ONE_MINUS_BETA1) ||
                                                (WEIGHS > 1 && column == ONE_MINUS_BETA2);
-            scaled[i] = weighs ? coef[i] * factor : column == GRAD_LIMIT ? coef[i] * scale : coef[i];
+            float x = WEIGHS == SQUARES && column == ONE_MINUS_BETA2 ? coef[i] * factor : coef[i];
+            scaled[i] = weighs ? x * factor : column == GRAD_LIMIT ? x * scale : x;
         }
     }
 }

@@ -106,6 +106,11 @@ def _onebit_adam(params: Params, of: Setting, **options: Any) -> Any:
     return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **_two_stage(of, options))
 
 
+def _living(params: Params, of: Setting, warmup: float) -> Any:
+    warmed_up: dict[str, Any] = {"variance": "shared", "warmup": max(1, int(warmup * of.steps))}
+    return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **warmed_up)
+
+
 def _onebit_lamb(params: Params, of: Setting, **options: Any) -> Any:
     return OneBitLamb(params, of.lr, BETAS, LAMB_EPS, of.weight_decay, **_two_stage(of, options))
 
@@ -164,6 +169,9 @@ apart = partial(Contender, parent="adamw", rate=0.3)
 CONTENDERS: dict[str, Contender] = {
     "adamw": of_adam(AveragedAdamW),
     "onebit-adam": of_adam(_onebit_adam),
+    "onebit-adam-living": of_adam(partial(_living, warmup=0.05)),
+    "onebit-adam-living-2": of_adam(partial(_living, warmup=0.02)),
+    "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),

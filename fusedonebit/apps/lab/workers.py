@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...comm import CompressedAllReduce, Told
 from ...comm.reducer import Compress
+from ...comm.squares import Logarithms
 from ...comm.transport import CountingTransport, Pending, Waiting
 from ...optim.two_stage import OneBitOptimizer
 from ...optim.zero_one import ZeroOneAdam
@@ -68,11 +69,14 @@ class BatchedAllReduce(WorkerAllReduce):
     def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
         world_size = of.layout.world_size
-        super().__init__(of.layout, of.transport, compensated=of.worker_residual, live=of.live, **options)
+        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq, "live": of.live}
+        super().__init__(of.layout, of.transport, **taken, **options)
         # The result, which all share, and its checksum.
         options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.digest, "live": of.live}
         others = [AlikeTransport(rank, world_size) for rank in range(1, world_size)]
-        self.ranks = [self, *(WorkerAllReduce(of.layout, each, **options) for each in others)]
+        own = [None if of.worker_sq is None else torch.zeros_like(of.worker_sq) for _ in others]
+        pairs = zip(others, own, strict=True)
+        self.ranks = [self, *(WorkerAllReduce(of.layout, each, worker_sq=sq, **options) for each, sq in pairs)]
 
     def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         """Take each worker's gradients by parameter, of the coming step."""
@@ -100,6 +104,38 @@ class BatchedAllReduce(WorkerAllReduce):
         others = self.layout.world_size - 1
         self.transport.traffic.add(others * self.to_servers.buffer[0].nbytes)
         self.transport.traffic.add(others * self.served.buffer.nbytes)
+
+    def follow(self, squares: Tensor) -> None:
+        """See ``FeedbackReducer``."""
+        for rank in self.ranks:
+            CompressedAllReduce.follow(rank, squares)
+
+    def exchange_projections(self) -> Tensor:
+        """See ``OnePart``."""
+        means = [CompressedAllReduce.exchange_projections(rank) for rank in self.ranks]
+        total = means[0]
+        for each in means[1:]:
+            total += each
+        return total / len(means)
+
+    def exchange_squares(self) -> Logarithms:
+        """See ``OnePart``."""
+        sent = [Logarithms(self.layout, self.layout.world_size, self.device) for _ in self.ranks]
+        for logarithms, rank in zip(sent, self.ranks, strict=True):
+            assert rank.worker_sq is not None
+            logarithms.take(rank.worker_sq)
+        rows = torch.stack([logarithms.rows for logarithms in sent])
+        for chunk in range(len(sent)):
+            served = Logarithms(self.layout, 1, self.device)
+            served.mean(rows[:, chunk])
+            sent[0].rows[chunk] = served.rows[0]
+        self.transport.traffic.add(2 * (self.layout.world_size - 1) * sent[0].rows[0].nbytes)
+        return sent[0]
+
+    def change_part(self, *how: Any) -> None:
+        """See ``OnePart``."""
+        for rank in self.ranks:
+            CompressedAllReduce.change_part(rank, *how)
 
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""

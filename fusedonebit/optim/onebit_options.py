@@ -1,0 +1,162 @@
+"""What optimizers with a compression stage make of their options: how long they warm up, what becomes of v, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ..core.options import check_count, is_int, is_share
+from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Numerics, Options, Wire, names_of
+
+Variance = Literal["shared", "frozen"]
+
+LIVING_FLOOR = 0.03
+"""Default of ``variance_floor`` where v lives on; see docs/numerics.md."""
+
+OVERLAPPED_BUCKETS = 4
+"""Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
+
+LIVES_AFTER = 0.25
+"""Memories of the variance, 1/(1 - beta2) updates each, that are its warm-up where it lives on."""
+
+SETTLES_WITHIN = 10
+"""The same after which ``Freeze`` waits no longer; see docs/design.md."""
+
+_T = TypeVar("_T", bound="OneBitOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitOptions(Options):
+    """Those of an optimizer with a compression stage."""
+
+    precondition: bool = True
+    bias_correction: bool = True
+    freeze_step: int | Literal["auto"]
+    lr_warmup_steps: int
+    deadline: int | None
+    warm_started: bool
+    variance: Variance = "frozen"
+    warmup: int | float | None = None
+    total_steps: int | None = None
+
+    takes: ClassVar = names_of(Numerics, Wire, Faults)
+    told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor")
+
+    @classmethod
+    def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
+        """See ``Options``; where v lives on the default scale is another."""
+        made = super().of(optimizer, arguments)
+        usual = arguments.get("numerics", NUMERICS).scale_norm is None
+        return replace(made, scale_norm="relaxed") if usual and made.lives else made
+
+    @property
+    def bucket_count(self) -> int:
+        """See ``Options``."""
+        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
+
+    @property
+    def lives(self) -> bool:
+        """Tell whether the variance is renewed in the compression stage."""
+        return self.variance != "frozen"
+
+    @property
+    def least_share(self) -> float:
+        """Return the share of its tensor's mean that frozen v has at least."""
+        preconditioned = 0.0 if not self.precondition else LIVING_FLOOR if self.lives else VARIANCE_FLOOR
+        return preconditioned if self.variance_floor is None else self.variance_floor
+
+    def latest_freeze(self, beta2: float) -> int:
+        """Return the number of updates after which v is frozen at the latest."""
+        if self.freeze_step != "auto":
+            return self.freeze_step
+        if self.warmup is not None:
+            return self.warmup if is_int(self.warmup) else max(1, round(self.warmup * (self.total_steps or 0)))
+        if self.lives:
+            return max(1, round(LIVES_AFTER / (1.0 - beta2)))
+        settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))
+        return settled if self.deadline is None else self.deadline
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        super().check()
+        self._check_freeze()
+        self._check_warmup()
+        self._check_buckets()
+        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
+            way_out = "precondition=False" if self.precondition else "variance_floor=0"
+            raise ValueError(
+                f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics({way_out})'
+            )
+
+    def _check_freeze(self) -> None:
+        if isinstance(self.freeze_step, type):
+            raise TypeError(
+                f'freeze_step must be an int >= 0, "auto" or fusedonebit.Freeze(...), got {self.freeze_step!r}'
+            )
+        check_count("freeze_step", self.freeze_step, alternative="auto")
+        check_count("lr_warmup_steps", self.lr_warmup_steps)
+        if self.deadline is not None and not (is_int(self.deadline) and self.deadline > self.lr_warmup_steps):
+            raise ValueError(
+                f"deadline must be an int > lr_warmup_steps={self.lr_warmup_steps}, or None, got {self.deadline!r}"
+            )
+        if self.lr_warmup_steps and self.freeze_step != "auto":
+            raise ValueError(f'lr_warmup_steps must be 0 unless freeze_step is "auto", got {self.lr_warmup_steps!r}')
+        if self.deadline is not None and self.freeze_step != "auto":
+            raise ValueError(f'deadline must be None unless freeze_step is "auto", got {self.deadline!r}')
+        if self.warm_started and self.freeze_step == "auto" and self.warmup is None:
+            raise ValueError(
+                'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try '
+                "Freeze(step=0, warm_start=...)"
+            )
+
+    @property
+    def watches(self) -> bool:
+        """Tell whether the warm-up ends when v is stable."""
+        return self.freeze_step == "auto" and self.warmup is None and not self.lives
+
+    def _check_warmup(self) -> None:
+        share = is_share(self.warmup) and not is_int(self.warmup)
+        if self.warmup is not None and not (share and self.warmup) and not (is_int(self.warmup) and self.warmup >= 1):
+            raise ValueError(
+                f"warmup must be an int >= 1, a share of total_steps between 0 and 1, or None, got {self.warmup!r}"
+            )
+        if self.total_steps is not None:
+            check_count("total_steps", self.total_steps, least=1)
+        if share != (self.total_steps is not None):
+            raise ValueError(
+                f"total_steps must be an int >= 1 where warmup is a share of them, and None elsewhere, got "
+                f"{self.total_steps!r} with warmup={self.warmup!r}"
+            )
+        if self.warmup is not None and (self.freeze_step != "auto" or self.lr_warmup_steps or self.deadline):
+            raise ValueError(
+                f"warmup must be None where freeze_step says how long it is, got {self.warmup!r}; pass one of them"
+            )
+        if self.lives and (self.lr_warmup_steps or self.deadline is not None):
+            raise ValueError(
+                f'lr_warmup_steps and deadline must be left out with variance="{self.variance}", got '
+                f"{self.lr_warmup_steps!r} and {self.deadline!r}: nobody waits for it to be stable; pass warmup"
+            )
+        if self.lives and self.capturable:
+            raise ValueError(
+                f'capturable must be False with variance="{self.variance}", got True: a captured step renews '
+                'nothing; pass variance="frozen"'
+            )
+
+    def _check_buckets(self) -> None:
+        if self.bucket_count > 1 and self.scale_scope == "global":
+            raise ValueError(
+                f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
+                "scale for all is known only when all gradients are"
+            )
+        if not self.overlap:
+            return
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm must be None with Wire(overlap=True), got {self.max_grad_norm!r}: the norm is known "
+                "only when all gradients are; the guard refuses outliers"
+            )
+        if self.capturable:
+            raise ValueError(
+                "capturable must be False with Wire(overlap=True), got True: the backward pass sends buckets"
+            )

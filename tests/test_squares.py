@@ -1,0 +1,154 @@
+"""What workers tell each other of their gradients' squares: an estimate without bias, and logarithms of 8 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks, simulate
+from torch import Tensor
+
+from fusedonebit.comm import TorchTransport, Transport
+from fusedonebit.comm.squares import average_squares
+from fusedonebit.triton_kernels import FlatLayout, Projections, decode, encode, live_table, project
+from fusedonebit.triton_kernels.squares import random_signs
+
+SHAPES = [(2,), (3,), (15,), (16,), (17,), (31,), (5, 7), (64,), (100,), (129,), (12, 12, 3), (300,), (1000,)]
+SHAPES += [(31, 33), (4096,), (70, 71), (9999,), (128, 130), (30_000,), (40_000,)]
+WORKERS, DRAWS, ERRORS = 4, 400, 5.0
+
+
+def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool = False) -> Tensor:
+    """A worker's projections of its gradient: a mean that all have, and noise of its own of twice the size."""
+    size = int(np.prod(shape))
+    layout = FlatLayout((size,), 1, 128)
+    generators = [torch.Generator().manual_seed(n) for n in (size, 1000 * worker + size)]
+    g = torch.randn(size, generator=generators[0]) + 2 * torch.randn(size, generator=generators[1])
+    live, out = live_table(layout), torch.empty(Projections.of(layout).starts[-1])
+    updates = torch.tensor(draw + 10**6 * (other_signs and worker == 1))
+    project([g.view(shape)], layout, 0, None, updates, live.bits, live.row, out)
+    return out
+
+
+def mean_square(shape: tuple[int, ...]) -> float:
+    size = int(np.prod(shape))
+    own = [torch.randn(size, generator=torch.Generator().manual_seed(1000 * w + size)) for w in range(WORKERS)]
+    mean = torch.randn(size, generator=torch.Generator().manual_seed(size)) + 2 * torch.stack(own).mean(0)
+    return float(mean.double().square().sum())
+
+
+def drawn(other_signs: bool = False) -> list[np.ndarray]:
+    """Of each shape all draws of the square of the mean projection."""
+    return [
+        np.array(
+            [
+                float(
+                    sum(projected(w, shape, draw, other_signs).double() / WORKERS for w in range(WORKERS))
+                    .square()
+                    .sum()
+                )
+                for draw in range(DRAWS)
+            ]
+        )
+        for shape in SHAPES
+    ]
+
+
+def worst_deviation(draws: list[np.ndarray]) -> float:
+    """Of their mean from |mean g|^2, in standard errors: the largest of all shapes."""
+    pairs = zip(SHAPES, draws, strict=True)
+    return max(abs(found.mean() - mean_square(shape)) / found.std() * DRAWS**0.5 for shape, found in pairs)
+
+
+@pytest.mark.long
+def test_projections_estimate_the_square_of_the_mean_gradient():
+    draws = drawn()
+    right, larger = worst_deviation(draws), worst_deviation([1.02 * found for found in draws])
+    other = worst_deviation(drawn(other_signs=True))
+    print(f"deviation of {len(SHAPES)} shapes, {DRAWS} draws: {right:.1f} standard errors (limit {ERRORS})")
+    print(f"1.02 times as large: {larger:.1f}; with signs of its own on one worker: {other:.1f} (both above)")
+    assert right <= ERRORS < min(larger, other)
+
+
+def test_signs_are_fair_and_differ_from_step_to_step_and_from_place_to_place():
+    signs = torch.stack([random_signs(torch.tensor(t), 64 * t, (32, 128)).flatten() for t in range(64)])
+    assert (signs.abs() == 1).all()
+    means = [signs.mean(0), signs.mean(1), (signs[1:] * signs[:-1]).mean(1), (signs[:, 1:] * signs[:, :-1]).mean(0)]
+    for mean, n in zip(means, (64, 4096, 4096, 64), strict=True):
+        assert float(mean.abs().max()) <= 6 / n**0.5
+    further = random_signs(torch.tensor(5), 1024, (8, 128))
+    assert torch.equal(further, random_signs(torch.tensor(5), 0, (16, 128))[8:]), "a part has the signs of the whole"
+    far = random_signs(torch.tensor(5), 2**35, (1, 128))
+    assert not torch.equal(far, random_signs(torch.tensor(5), 0, (1, 128))), "beyond 2^32 there are others"
+
+
+def coded(x: Tensor, blocks: int) -> Tensor:
+    logs, tops = (torch.empty(n, dtype=torch.uint8) for n in (x.numel(), blocks))
+    encode(x, tops, logs)
+    return decode(logs, tops).view_as(x)
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-12, 1.0, 1e20, 3e37])
+def test_a_logarithm_is_within_a_sixteenth_over_32_octaves(magnitude):
+    octaves = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 30
+    x = (magnitude * torch.exp2(-octaves)).double().clamp(min=1.2e-38).float()
+    found = coded(x, 8)
+    off = float(((found - x).abs() / x).max())
+    print(f"{magnitude}: off by {off:.4f} (limit 1/16)")
+    assert off <= 1 / 16 * (1 + 1e-6)
+
+
+def test_logarithms_of_zero_of_what_is_tiny_and_of_the_largest_number():
+    x = torch.tensor([1.0, 0.0, 2.0**-40, 3.4e38, 0.0, 1.0] + [0.0] * 6)
+    assert coded(x, 4).tolist()[:3] == [1.0, 0.0, 0.0]
+    found = coded(x, 4)[3:6]
+    assert 3e38 < found[0] < float("inf")
+    assert found[1:].tolist() == [0.0, 0.0]
+    assert not coded(x, 4)[6:].any()
+    again = coded(torch.rand(256).square(), 2)
+    assert torch.equal(coded(again, 2), again), "what was told once is told again without loss"
+
+
+LAYOUT = {"sizes": (700, 1, 4000), "block_size": 128}
+
+
+def squares_of(rank: int, numel: int) -> Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).square()
+    return x * torch.exp2(-20 * torch.rand(numel, generator=torch.Generator().manual_seed(9))) * 10.0 ** (3 * rank)
+
+
+def averaged(rank: int, transport: Transport) -> tuple[np.ndarray, int]:
+    layout = FlatLayout(LAYOUT["sizes"], transport.world_size, LAYOUT["block_size"])
+    before = transport.traffic.bytes_total
+    found = average_squares(layout, transport, squares_of(rank, layout.numel))
+    sent = transport.traffic.bytes_total - before
+    logs, tops = found.logs.reshape(-1), found.tops.reshape(-1)
+    return decode(logs, tops).view(-1).numpy(), sent
+
+
+def averaged_over_gloo(rank: int, world_size: int) -> tuple[np.ndarray, int]:
+    return averaged(rank, TorchTransport(None, torch.device("cpu")))
+
+
+def check_average(results: list[tuple[np.ndarray, int]]) -> None:
+    world_size = len(results)
+    for found, _ in results[1:]:
+        np.testing.assert_array_equal(found, results[0][0])
+    numel = results[0][0].size
+    mean = torch.stack([squares_of(rank, numel) for rank in range(world_size)]).mean(0).numpy()
+    seen = mean > mean.reshape(-1, 128).max(1).repeat(128) * 2.0**-28
+    off = np.abs(results[0][0] - mean)[seen] / mean[seen]
+    print(f"{world_size} ranks: mean of squares off by {off.max():.3f} (limit {2 / 16 + 1 / 256})")
+    assert off.max() <= 2 / 16 + 1 / 256
+    sent = results[0][1]
+    print(f"{sent * world_size / max(1, world_size - 1) / numel:.4f} bytes an element (limit {2 * 129 / 128})")
+    assert sent * world_size == 2 * (world_size - 1) * numel * 129 // 128
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_know_the_same_mean_of_squares(world_size):
+    check_average(simulate(averaged, world_size))
+
+
+def test_ranks_over_gloo_know_the_same_mean_of_squares():
+    check_average(run_ranks(averaged_over_gloo, 2))
