@@ -35,7 +35,7 @@ from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .feedback import Unit
+from .feedback import NOWHERE, Looks, Unit
 from .message import Messages, Told
 from .partition import Part
 from .receiver import Receiver
@@ -178,8 +178,7 @@ class CompressedAllReduce(Receiver):
         coef: Tensor,
         exp_avg_sq: Tensor | None = None,
         eps_inside_sqrt: bool = False,
-        projected: Tensor | None = None,
-        factor: Tensor | None = None,
+        looks: Looks = NOWHERE,
     ) -> None:
         """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
 
@@ -188,14 +187,14 @@ class CompressedAllReduce(Receiver):
             coef: float32 [tensors, columns of ``Coef``].
             exp_avg_sq: Where the momentum is preconditioned: v of the whole index space, float32 [P]; else None.
             eps_inside_sqrt: Of its denominator.
-            projected: int64 [], the updates done, where gradients are projected on random signs, too; else None.
-            factor: What these are multiplied with, float32 [1]; None: nothing.
+            looks: What besides it does with gradients.
         """
         grads = self.part.gradients(tensors)
-        if projected is not None:
+        if looks.projects is not None:
             self._projections = torch.empty(Projections.of(self.layout).starts[-1], device=self.device)
             where = self.layout, self.part.elements.start
-            project(grads, *where, factor, projected, self.live.bits, self.live.row, self._projections)
+            live = self.live.bits, self.live.row
+            project(grads, *where, looks.factor, looks.projects, *live, self._projections)
         momentum_compress(
             grads,
             self.layout.sizes,

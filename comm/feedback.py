@@ -22,6 +22,18 @@ from .squares import Logarithms
 from .transport import Transport
 
 
+class Looks(NamedTuple):
+    """What is done with gradients besides compressing them: what renewals of a variance need."""
+
+    projects: Tensor | None = None
+    """Where they are projected on random signs the number of updates done, int64 []; else None."""
+    factor: Tensor | None = None
+    """What gradients are multiplied with before: float32 [1]; None: nothing."""
+
+
+NOWHERE = Looks()
+
+
 class Unit(NamedTuple):
     """What coordinates are divided by, before and after a renewal of their variance."""
 

@@ -112,7 +112,7 @@ def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int
 
     since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum.
     """
-    p = [(r * g)[:, l].unflatten(1, (-1, share)).sum(2).mean(0) for l, share in zip(s.layers, shares)]
+    p = [(r * g)[:, l].unflatten(1, (-1, share)).sum(2).mean(0) for l, share in zip(s.layers, shares, strict=True)]
     squares = torch.stack([of_layer.square().sum() for of_layer in p])   # E p^2 = |mean g|^2, of as many elements
     b = beta2**since
     s.level, s.weight = b * s.level + (1 - b) * squares, b * s.weight + 1 - b

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag, Told
+from ..comm.feedback import NOWHERE, Looks
 from ..comm.reducer import Compress
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import Made
@@ -181,8 +182,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        projected = self.updates if self.living is not None and self.living.due else None
-        return lambda part: part.compress(grads, coef, v, inside, projected, factor)
+        looks = Looks(self.updates, factor) if self.living is not None and self.living.due else NOWHERE
+        return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
