@@ -23,6 +23,7 @@ MIXED = {"PARAMS": 7, "GRADS": 7}
 UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
+FOLLOWED = {"worker_sq": "*fp32"}
 STOCHASTIC = {"rounding": "*i64"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
@@ -115,6 +116,8 @@ CASES = {
     "momentum_compress, preconditioned, bf16 variance, in place": Case(
         "momentum_compress", FROZEN_BF16 | {"IN_PLACE": True}
     ),
+    "momentum_compress, preconditioned, living": Case("momentum_compress", VARIANCE | FOLLOWED),
+    "momentum_compress, preconditioned, bf16 variance, living": Case("momentum_compress", FROZEN_BF16 | FOLLOWED),
     "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
     "server_reduce, W=2": Case("server_reduce", loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1),
     "server_reduce, W=8": Case("server_reduce", loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1),

@@ -23,15 +23,13 @@ from ..triton_kernels import (
     Coef,
     FlatLayout,
     LiveTable,
-    Projections,
     ScaleScope,
-    change_unit,
     live_table,
     momentum_compress,
-    project,
     server_reduce,
 )
 from ..triton_kernels.headers import Flag, Word
+from ..triton_kernels.squares import Projections, change_unit, project
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
@@ -234,6 +232,7 @@ class CompressedAllReduce(Receiver):
         everything = slice(None), slice(None)
         own = self._own, slice(self._own.start * self.layout.block_size, self._own.stop * self.layout.block_size)
         for side, m, (blocks, elements) in zip(self.sides, bits, (everything, own), strict=False):
+            side.settled += side.scale
             change_unit(
                 self.layout.block_size,
                 side.compensated,

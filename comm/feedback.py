@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..triton_kernels import Coef, FlatLayout, LiveTable, projected_squares, rules
+from ..triton_kernels import Coef, FlatLayout, LiveTable, rules
 from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
+from ..triton_kernels.squares import projected_squares
 from .absent import Kept
 from .error_feedback import ErrorFeedback
 from .message import Limit, Messages, Told, describe_mismatch

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, decode, encode
+from ..triton_kernels import FlatLayout
+from ..triton_kernels.squares import average_logs, encode
 from .transport import Transport
 
 
@@ -42,11 +43,8 @@ class Logarithms:
 
     def mean(self, arrived: Tensor) -> None:
         """Encode the mean of one chunk's rows, uint8 [W, width], added in the order of ranks: the only chunk here."""
-        share, elements = 1.0 / len(arrived), self._elements
-        total = decode(arrived[0, :elements], arrived[0, elements:]) * share
-        for row in arrived[1:]:
-            total += decode(row[:elements], row[elements:]) * share
-        encode(total.view(-1), self.tops[0], self.logs[0])
+        elements = self._elements
+        average_logs(arrived[:, :elements], arrived[:, elements:], self.tops[0], self.logs[0])
 
 
 def average_squares(layout: FlatLayout, transport: Transport, squares: Tensor) -> Logarithms:

@@ -79,6 +79,9 @@ MAKE: dict[str, Callable[..., Any]] = {
 """Every optimizer; two steps later what it sends is bits."""
 
 EACH_ONEBIT = pytest.mark.parametrize("name", ONEBIT)
+FROZEN = [name for name in ONEBIT if name != "onebit-adam-living"]
+EACH_FROZEN = pytest.mark.parametrize("name", FROZEN)
+"""Whose variance stays what it is at the freeze."""
 EACH = pytest.mark.parametrize("name", [*ONEBIT, "lamb"])
 ADAM_AND_LAMB = pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb"])
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from optimizers import ONEBIT, UNGUARDED, construct, objects
+from optimizers import FROZEN, UNGUARDED, construct, objects
 from ranks import run_ranks
 from tape import capturing, in_a_capture
 
@@ -81,7 +81,7 @@ def train(rank: int, world_size: int, name: str, extra: str, replayed: bool) -> 
     ("name", "extra"),
     [
         pytest.param(name, extra, marks=() if name == "onebit-adam" or extra in OF_LAMB else pytest.mark.full)
-        for name in ONEBIT
+        for name in FROZEN
         for extra in EXTRAS
     ],
 )

@@ -254,13 +254,17 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_flat
     lines |= {f"{momentum}_scale": (torch.float32, (1, blocks)) for momentum in momenta}
     lines |= {"worker_error": (torch.float32, (2, 1, numel)), "server_error": (torch.float32, (2, 1, numel // 2))}
     lines |= {"rank": (torch.int64, (2, 1, 1))}
-    scalars = {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})
+    scalars = {"variance_level": (torch.float32, (4,))} if name == "onebit-adam-living" else {}
+    lines |= {"worker_sq": (torch.float32, (2, 1, numel))} if scalars else {}
+    scalars |= (
+        {} if scalars else {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})
+    )
     for rank, file in enumerate(saved):
         for i, p in enumerate(make()):
             whole = (torch.float32, tuple(p.shape))
             expected = {"step": (torch.float64, ()), "exp_avg_sq": whole}
             expected |= {"exp_avg_sq_fresh": whole} if name == "onebit-lamb" else {}
-            expected |= (scalars if "lamb" in name else {}) | (lines if i == 0 else {})
+            expected |= (scalars if name != "onebit-adam" else {}) | (lines if i == 0 else {})
             assert {k: (v.dtype, tuple(v.shape)) for k, v in file["state"][i].items()} == expected
         # Its own rows alone, and as rows they are other than what replicas share.
         own = {name: local(file["state"][0][name]) for name in ("worker_error", "server_error", "rank")}
@@ -294,6 +298,7 @@ def test_files_hold_little_but_the_state(name):
         optimizer.step()
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
-    ratio = file.tell() / (300_017 * (4 + 4 + 4 + 1 / 8 + (4 + 1 / 8) * (name == "onebit-lamb")))
+    more = {"onebit-lamb": 4 + 1 / 8, "onebit-adam-living": 4}.get(name, 0)
+    ratio = file.tell() / (300_017 * (4 + 4 + 4 + 1 / 8 + more))
     print(f"{name}: bytes of the file, of the state's: {ratio:.4f} (limit 1.02)")
     assert ratio <= 1.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct
+from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, construct
 from ranks import WORLD_SIZES, simulate, warned
 from torch.nn import Parameter
 
@@ -166,7 +166,7 @@ def train_with_dead(rank: int, transport: Transport, name: str, options: dict) -
 
 
 @pytest.mark.long(but=3)
-@EACH_ONEBIT
+@EACH_FROZEN
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
 def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options):
     results = simulate(train_with_dead, 2, name, options)
@@ -183,7 +183,7 @@ def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options
 
 
 @pytest.mark.long(but=3)
-@EACH_ONEBIT
+@EACH_FROZEN
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
 def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name, options):
     for after, stats, texts in simulate(train_with_dead, 2, name, options):

@@ -19,6 +19,7 @@ from fusedonebit import OneBitAdam, triton_kernels
 from fusedonebit.triton_kernels import (
     BLOCK_SIZES,
     TAIL,
+    Coef,
     using,
 )
 from fusedonebit.triton_kernels.finish import Segments
@@ -60,6 +61,30 @@ def test_preconditioned_momentum_compress_equals_eager(inside):
         return p.momentum_arguments(p.exp_avg_sq, inside)
 
     assert_equal_backends("momentum_compress", make)
+
+
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_momentum_compress_that_follows_squares_equals_eager(dtype, preconditioned):
+    def make() -> tuple:
+        p = problem(SIZES[-1], 2, 128, dtype, special=True)
+        p.grads[-1].view(-1)[-1:] = 3e19  # too large to count, and its square too large for float32
+        own = torch.randn(p.layout.numel, generator=torch.Generator().manual_seed(5)).square()
+        own = torch.where(p.table.mask(), own, 0.0)
+        return (*p.momentum_arguments(p.exp_avg_sq if preconditioned else None), own)
+
+    assert_equal_backends("momentum_compress", make)
+
+
+def test_squares_that_are_followed_are_adams_variance_of_what_counts():
+    p = problem((700, 300), 2, 128)
+    own, g = torch.where(p.table.mask(), 4.0, 0.0), p.flat(p.grads)
+    expected = p.column(Coef.BETA2) * own.numpy() + p.column(Coef.ONE_MINUS_BETA2) * g * g
+    p.grads[0].view(-1)[5], p.grads[1].view(-1)[7] = float("nan"), 2e19
+    expected[[5, p.layout.offset(1) + 7]] = 4.0
+    triton_kernels.momentum_compress(*p.momentum_arguments(), own)
+    torch.testing.assert_close(own.double(), torch.from_numpy(expected), rtol=3e-7, atol=0)
 
 
 def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_eager():

@@ -26,8 +26,8 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, reference
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.triton_kernels import FlatLayout, Projections
-from fusedonebit.triton_kernels.squares import random_signs
+from fusedonebit.triton_kernels import FlatLayout
+from fusedonebit.triton_kernels.squares import Projections, random_signs
 
 WORKERS, WARMUP, STEPS = 4, 10, 40
 SHAPES = [(16, 8), (256,), (2, 8, 8)]  # whole blocks of 128 elements, of which each worker serves one

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters, served, through_a_file, whole_server_error
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import run_ranks
 from test_conservation import BETA2, WARMUP, look
 from test_freeze import gradient, step_once
@@ -95,7 +95,7 @@ def test_real_ranks_go_through_two_cycles_as_simulated_ones_do(name):
     assert real == SimulatedGroup(2).run(lambda rank, t: two_cycles(rank, 2, name, {}, (), t))
 
 
-@EACH_ONEBIT
+@EACH_FROZEN
 def test_the_variance_is_another_after_each_stretch(name):
     optimizer, frozen = rewarming(name), {}
     for step in range(WARMUP + 2 * (EVERY + STRETCH) + 1):
@@ -271,7 +271,7 @@ def dead_then_alive(rank: int, transport, name: str, precondition: bool) -> list
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [False, True])
-@EACH_ONEBIT
+@EACH_FROZEN
 def test_tensors_that_were_left_out_are_back_in_the_stretch(name, precondition):
     with pytest.warns(FusedOneBitWarning, match="had no gradient during the whole warm-up"):
         results = SimulatedGroup(2).run(lambda rank, t: dead_then_alive(rank, t, name, precondition))

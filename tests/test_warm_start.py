@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, flat, observe, parameters, through_a_file
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, LAMBS, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, LAMBS, UNGUARDED, construct
 from ranks import run_ranks
 from test_freeze import gradient
 from test_guard import make, train
@@ -330,7 +330,7 @@ def floored(rank: int, transport, name: str, floor: float | None, precondition: 
 @pytest.mark.long(but=7)
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("floor", [0.0, 0.01, 0.5, None])
-@EACH_ONEBIT
+@EACH_FROZEN
 def test_the_frozen_variance_is_at_least_its_floor_and_otherwise_as_it_was(name, floor, precondition):
     results = SimulatedGroup(2).run(lambda rank, t: floored(rank, t, name, floor, precondition))
     assert len({bits for *_, bits in results}) == 1

@@ -171,6 +171,25 @@ TWO_STAGES: dict[str, dict[str, Any]] = {
     "captured, no precondition": {"options": {"capturable": True, "precondition": False}, "special": ("captured",)},
     "warm start": {"options": {"freeze_step": 0}, "special": ("warm",)},
 }
+LIVING: dict[str, Any] = {"variance": "shared"}
+OF_ADAM: dict[str, dict[str, Any]] = {
+    "living": {"options": LIVING, "steps": 8},
+    "living, W = 1": {"options": LIVING, "world_size": 1},
+    "living, bf16": {"options": LIVING, "dtypes": (BFLOAT16,)},
+    "living, fp16": {"options": LIVING, "dtypes": (FLOAT16,)},
+    "living, mixed dtypes": {"options": LIVING, "dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
+    "living, unaligned": {"options": LIVING, "special": ("unaligned",)},
+    "living, clipped": {"options": LIVING | {"max_grad_norm": 0.5}},
+    "living, a GradScaler": {"options": LIVING, "special": ("scaled",)},
+    "living, absent gradients": {"options": LIVING, "special": ("absent",)},
+    "living, bf16 variance": {"options": LIVING | {"frozen_dtype": BFLOAT16}},
+    "living, bf16 variance, W = 1": {"options": LIVING | {"frozen_dtype": BFLOAT16}, "world_size": 1},
+    "living, no precondition": {"options": LIVING | {"precondition": False}},
+    "living, ternary": {"options": LIVING | {"ternary": True}},
+    "living, eps inside": {"options": LIVING | {"eps_inside_sqrt": True}},
+    "living, buckets": {"options": LIVING | {"buckets": 3}},
+    "living, blocks of 128": {"options": LIVING | {"block_size": 128}},
+}
 OF_LAMB: dict[str, dict[str, Any]] = {
     "not adaptive": {"options": {"adaptive": False}},
     "not adaptive, no precondition": {"options": {"adaptive": False, "precondition": False}},
@@ -192,7 +211,7 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
     "compensation without a limit": {"options": {"compensation_limit": None}},
 }
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
-    "OneBitAdam": COMPRESSING | TWO_STAGES,
+    "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
     "Lamb": {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
     "OneBitLion": {

@@ -23,7 +23,6 @@ from .reduce import server_reduce
 from .rounds import close_round
 from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .scaling import gradient_squares, scale_coefficients
-from .squares import Projections, change_unit, decode, encode, project, projected_squares, renew
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import vote_op
@@ -41,7 +40,6 @@ __all__ = [
     "Group",
     "Layer",
     "LiveTable",
-    "Projections",
     "ScaleScope",
     "Span",
     "adam_update",
@@ -49,12 +47,9 @@ __all__ = [
     "advance",
     "apply_momentum",
     "backend",
-    "change_unit",
     "choose_block_size",
     "close_parts",
     "close_round",
-    "decode",
-    "encode",
     "exponents",
     "finish",
     "finish_alone",
@@ -76,11 +71,8 @@ __all__ = [
     "pack",
     "pick_owned",
     "place_owned",
-    "project",
-    "projected_squares",
     "rebuild_momentum",
     "receive",
-    "renew",
     "rewarm",
     "rule",
     "scale_coefficients",

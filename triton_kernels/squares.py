@@ -41,18 +41,38 @@ def encode(values: PerElement, tops: Bits, out: Bits) -> None:
         tops: uint8 [blocks], written: the octave above each block's largest number.
         out: uint8 [blocks * n], written.
     """
-    steps = ((values.view(torch.int32) + (1 << (_MANTISSA - 1))) >> _MANTISSA).clamp_(max=_LARGEST)
-    steps = steps.view(len(tops), -1)
-    octave = (steps.amax(1) + 7) >> 3
-    tops.copy_(octave)
-    out.view_as(steps).copy_((steps - (octave * 8 - _STEPS)[:, None]).clamp_(min=0))
+    block_size = values.numel() // len(tops)
+    rows, logs = values.view(-1, block_size), out.view(-1, block_size)
+    for tile in tiles((values.numel(),), 1, block_size, values.device):
+        b = tile.blocks
+        steps = ((rows[b].view(torch.int32) + (1 << (_MANTISSA - 1))) >> _MANTISSA).clamp_(max=_LARGEST)
+        octave = (steps.amax(1) + 7) >> 3
+        tops[b] = octave.to(torch.uint8)
+        logs[b] = (steps - (octave * 8 - _STEPS)[:, None]).clamp_(min=0).to(torch.uint8)
 
 
 def decode(logs: Bits, tops: Bits) -> Tensor:
-    """Returns what ``encode`` has written, float32 [blocks, n]."""
+    """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
     base = tops.int() * 8 - _STEPS
-    steps = torch.where(logs == 0, 0, logs.int() + base.repeat_interleave(logs.numel() // len(tops))).clamp_(min=0)
-    return (steps << _MANTISSA).view(torch.float32).view(len(tops), -1)
+    steps = torch.where(logs == 0, 0, logs.int() + base[:, None]).clamp_(min=0)
+    return (steps << _MANTISSA).view(torch.float32)
+
+
+def average_logs(arrived_logs: Bits, arrived_tops: Bits, tops: Bits, out: Bits) -> None:
+    """Writes the mean of several workers' numbers as ``encode`` does; they are added in the order of workers.
+
+    Args:
+        arrived_logs, arrived_tops: uint8 [W, blocks * n] and [W, blocks].
+        tops, out: As for ``encode``.
+    """
+    blocks, share = len(tops), 1.0 / len(arrived_logs)
+    logs = arrived_logs.view(len(arrived_logs), blocks, -1)
+    for tile in tiles((out.numel(),), 1, logs.shape[2], out.device):
+        b = tile.blocks
+        total = decode(logs[0, b], arrived_tops[0, b]) * share
+        for own, top in zip(logs[1:, b], arrived_tops[1:, b], strict=True):
+            total += decode(own, top) * share
+        encode(total.view(-1), tops[b], out.view(blocks, -1)[b].view(-1))
 
 
 def random_signs(updates: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
@@ -147,7 +167,7 @@ def renew(
     v = exp_avg_sq.view(-1, block_size)
     for tile in tiles((exp_avg_sq.numel(),), 1, block_size, exp_avg_sq.device):
         b = tile.blocks
-        mean_sq = decode(logs.view(-1, block_size)[b].reshape(-1), tops[b])
+        mean_sq = decode(logs.view(-1, block_size)[b], tops[b])
         v[b] = only_live(renewed(mean_sq, block_tensor[b], tables, v.dtype), live, live_row, tile).to(v.dtype)
 
 
@@ -179,7 +199,7 @@ def change_unit(
         else:
             m = scaled(bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
             kept = rules.carried(m, flat[b], s, k, ternary)
-        mean_sq = decode(logs[b].reshape(-1), tops[b])
+        mean_sq = decode(logs[b], tops[b])
         old = rules.denominator(v[b].float(), k, eps_inside_sqrt)
         new = rules.denominator(renewed(mean_sq, owner, tables, v.dtype), k, eps_inside_sqrt)
         flat[b] = only_live(rules.in_unit(kept, old, new), live, live_row, tile)

@@ -24,8 +24,9 @@ from torch import Tensor
 from ..comm import FeedbackReducer, ShardGroup
 from ..comm.feedback import Unit
 from ..core.telemetry import HostMirror
-from ..triton_kernels import Coef, FlatLayout, LiveTable, decode, renew
+from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance
 from ..triton_kernels.eager import only_live, tiles
+from ..triton_kernels.squares import decode, renew
 from .onebit_options import OneBitOptions
 
 LONGEST = 50
@@ -118,7 +119,7 @@ class LivingVariance:
         v, layout = optimizer.exp_avg_sq, optimizer.layout
         optimizer.reducer.follow(v)
         root = optimizer.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
-        sums = v.view(layout.n_blocks, -1).sum(1, dtype=torch.float64)
+        sums, _ = live_variance(layout.sizes, layout.block_size, v)
         self.levels[LEVEL] = self._by_tensor(optimizer, sums)
         self.levels[WEIGHT] = 1.0 / root
         self.levels[MEAN] = mean * root
@@ -170,7 +171,7 @@ class LivingVariance:
         layout, live = optimizer.layout, optimizer.live
         by_block = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=optimizer.device)
         for tile in tiles((layout.numel,), 1, layout.block_size, optimizer.device):
-            mean_sq = decode(logs.view(-1, layout.block_size)[tile.blocks].reshape(-1), tops[tile.blocks])
+            mean_sq = decode(logs.view(-1, layout.block_size)[tile.blocks], tops[tile.blocks])
             mean_sq = only_live(mean_sq, live.bits, live.row, tile)
             by_block[0, tile.blocks] = mean_sq.sum(1, dtype=torch.float64)
             by_block[1, tile.blocks] = (mean_sq > 0).sum(1).double()
