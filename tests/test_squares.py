@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks, simulate
 from torch import Tensor
 
-from fusedonebit.comm import TorchTransport, Transport
+from benchmarks.shapes import bert_large, sizes
+from fusedonebit.comm import Messages, TorchTransport, Transport
 from fusedonebit.comm.squares import average_squares
-from fusedonebit.triton_kernels import FlatLayout, live_table
+from fusedonebit.optim.living import LONGEST
+from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 from fusedonebit.triton_kernels.squares import Projections, decode, encode, project, random_signs
 
-SHAPES = [(2,), (3,), (15,), (16,), (17,), (31,), (5, 7), (64,), (100,), (129,), (12, 12, 3), (300,), (1000,)]
-SHAPES += [(31, 33), (4096,), (70, 71), (9999,), (128, 130), (30_000,), (40_000,)]
+SHAPES = [(128,), (129,), (150,), (300,), (12, 12, 3), (500,), (700,), (1000,), (31, 33), (1500,), (2048,), (3000,)]
+SHAPES += [(4096,), (70, 71), (7000,), (9999,), (128, 130), (20_000,), (30_000,), (66_000,)]
+EXACT = [(1,), (17,), (64,), (9, 14)]
+"""Tensors with a projection of each element."""
 WORKERS, DRAWS, ERRORS = 4, 400, 5.0
 
 
@@ -37,7 +43,7 @@ def mean_square(shape: tuple[int, ...]) -> float:
     return float(mean.double().square().sum())
 
 
-def drawn(other_signs: bool = False) -> list[np.ndarray]:
+def drawn(shapes: list[tuple[int, ...]], other_signs: bool = False) -> list[np.ndarray]:
     """Of each shape all draws of the square of the mean projection."""
     return [
         np.array(
@@ -50,7 +56,7 @@ def drawn(other_signs: bool = False) -> list[np.ndarray]:
                 for draw in range(DRAWS)
             ]
         )
-        for shape in SHAPES
+        for shape in shapes
     ]
 
 
@@ -62,12 +68,14 @@ def worst_deviation(draws: list[np.ndarray]) -> float:
 
 @pytest.mark.long
 def test_projections_estimate_the_square_of_the_mean_gradient():
-    draws = drawn()
+    draws = drawn(SHAPES)
     right, larger = worst_deviation(draws), worst_deviation([1.02 * found for found in draws])
-    other = worst_deviation(drawn(other_signs=True))
+    other = worst_deviation(drawn(SHAPES, other_signs=True))
     print(f"deviation of {len(SHAPES)} shapes, {DRAWS} draws: {right:.1f} standard errors (limit {ERRORS})")
     print(f"1.02 times as large: {larger:.1f}; with signs of its own on one worker: {other:.1f} (both above)")
     assert right <= ERRORS < min(larger, other)
+    for shape, found in zip(EXACT, drawn(EXACT), strict=True):
+        np.testing.assert_allclose(found, mean_square(shape), rtol=1e-5)
 
 
 def test_signs_are_fair_and_differ_from_step_to_step_and_from_place_to_place():
@@ -108,6 +116,19 @@ def test_logarithms_of_zero_of_what_is_tiny_and_of_the_largest_number():
     assert not found[2].any()
     again = coded(torch.rand(256).square(), 2)
     assert torch.equal(coded(again, 2), again), "what was told once is told again without loss"
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_projections_are_a_hundredth_of_what_a_large_model_sends(world_size):
+    counts = sizes(bert_large())
+    layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
+    places = Projections.of(layout)
+    in_a_step = 2 * 4 * places.starts[-1] / LONGEST  # there and back
+    share = in_a_step / (2 * world_size * Messages.size(layout.scale_slots("block")[1], layout))
+    print(f"{len(counts)} tensors, W={world_size}: projections {share:.3%} of a message (limit 1 %)")
+    assert share <= 0.01
+    found = [stop - start for start, stop in pairwise(places.starts)]
+    assert min(n for n, size in zip(found, counts, strict=True) if size >= 64) >= 64
 
 
 LAYOUT = {"sizes": (700, 1, 4000), "block_size": 128}

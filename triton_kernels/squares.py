@@ -21,10 +21,10 @@ from .layout import FlatLayout
 from .op import Bits, Floats, Indices, PerBlock, PerElement, Tensors, Variance
 
 SHARE = 16
-"""Elements of which a projection is the sum, in large tensors."""
+"""Elements of which a projection is the sum, in tensors with as many projections as are wanted."""
 
-LEAST = 64
-"""Projections that a tensor has, or one of each element: of fewer a sum of squares is too noisy."""
+LEAST, MOST = 64, 2048
+"""Projections of a tensor: fewer are sums of fewer elements, since their squares' sum is too noisy; more, of more."""
 
 _MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
 _STEPS = 255  # logarithms above zero; 8 of them are an octave
@@ -88,20 +88,20 @@ def random_signs(updates: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
 
 
 class Projections(NamedTuple):
-    """Says where the projections of a layout's tensors lie: a tensor's behind another's, of whole blocks.
-
-    Each is the sum of so few elements that a tensor has ``LEAST`` projections, or one of each element.
-    """
+    """Says where the projections of a layout's tensors lie: a tensor's behind another's, of whole blocks."""
 
     shares: tuple[int, ...]
-    """Elements of which one is the sum, by tensor: a power of two, ``SHARE`` at most."""
+    """Elements of which one is the sum, by tensor: a power of two, at most a block."""
     starts: tuple[int, ...]
     """Where each tensor's begin, and behind the last how many there are."""
 
     @classmethod
     def of(cls, layout: FlatLayout) -> Projections:
         """Places them."""
-        shares = tuple(min(SHARE, 1 << max(0, (size // LEAST).bit_length() - 1)) for size in layout.sizes)
+        few, many = (
+            [1 << max(0, (size // wanted).bit_length() - 1) for size in layout.sizes] for wanted in (LEAST, MOST)
+        )
+        shares = tuple(min(layout.block_size, max(min(SHARE, f), m)) for f, m in zip(few, many, strict=True))
         starts, first = [0], layout.first_block
         for i, share in enumerate(shares):
             starts.append(starts[-1] + (first[i + 1] - first[i]) * layout.block_size // share)

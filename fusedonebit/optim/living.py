@@ -76,6 +76,7 @@ class LivingVariance:
         mean_sq: float64 [tensors], the mean again, for the table of coefficients.
         age: Steps since the freeze, or since tensors came alive.
         since: Steps since the last renewal.
+        renewals: How many there were.
         due: Whether the next step begins with a renewal.
     """
 
@@ -85,7 +86,7 @@ class LivingVariance:
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)
         self._mirror = HostMirror(device, NOTICED_AFTER)
-        self.age = self.since = 0
+        self.age = self.since = self.renewals = 0
         self.due = False
 
     # ---------------------------------------------------------------- when
@@ -103,11 +104,11 @@ class LivingVariance:
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
         woken = self._mirror.flush_pending()
-        return [self.age, self.since, int(self.due), *woken]
+        return [self.age, self.since, self.renewals, int(self.due), *woken]
 
     def resume(self, state: Sequence[int]) -> None:
         """Take up those, ``levels`` are filled apart."""
-        self.age, self.since, due, *woken = state
+        self.age, self.since, self.renewals, due, *woken = state
         self.due = bool(due)
         self._mirror.refill(woken)
         self.mean_sq.copy_(self.levels[MEAN])
@@ -152,6 +153,7 @@ class LivingVariance:
         renew(block_size, v, logs, tops, tables, optimizer.block_tensor, optimizer.live.bits, optimizer.live.row)
         optimizer.weigh_guard()
         self.since = 0
+        self.renewals += 1
 
     def _tables(self, optimizer: Owner, logs: Tensor, tops: Tensor) -> Tensor:
         """Return what the new v is made of by tensor, see ``renewed``; note which tensors have come alive."""
@@ -180,6 +182,11 @@ class LivingVariance:
     def _by_tensor(self, optimizer: Owner, by_block: Tensor) -> Tensor:
         sums = torch.zeros_like(self.mean_sq).index_add_(0, optimizer.block_tensor, by_block)
         return optimizer.shards.sum(sums)
+
+    def waiting(self, optimizer: Owner) -> list[int]:
+        """Return indices of tensors that wait for their first gradient; reads from the device."""
+        live = self._by_tensor(optimizer, optimizer.live.numel.double())
+        return torch.nonzero((self.mean_sq == 0) & (live > 0)).flatten().tolist()
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""

@@ -436,8 +436,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             learning rate) and update_norm_limit (the guard's); worker_error_norm (this rank's residual),
             server_error_norm (of the chunk it serves) and compensated_norm (of what was compressed), all three 0 in the
             warm-up and in the unit in which things are compressed; residual_over_momentum (of the last compressed step,
-            see ``CompressedAllReduce.residual_ratio``); dead_tensors (names); dead_coordinates (with v == 0 at the
-            freeze, in other tensors). With ``layers`` also "layers", lists with one entry per tensor: name, and
+            see ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a living variance those that
+            wait for a gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a living
+            variance). With ``layers`` also "layers", lists with one entry per tensor: name, and
             residual_over_momentum (of this rank's residual, of sharded parameters and of nodes' parts what is here).
         """
         compensated, worker_error, server_error = self.reducer.norms()
@@ -451,10 +452,15 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
-            "dead_tensors": [self.parameters.names[i] for i in self.dead_tensors],
+            "dead_tensors": [self.parameters.names[i] for i in self._dead_now()],
+            "renewals": 0 if self.living is None else self.living.renewals,
             "dead_coordinates": self.dead_coordinates,
         }
         return told | {"layers": self._layer_stats()} if layers else told
+
+    def _dead_now(self) -> list[int]:
+        living = self.living if self.compressed else None
+        return self.dead_tensors if living is None else living.waiting(self)
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:

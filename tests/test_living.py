@@ -1,0 +1,169 @@
+"""When a living variance is renewed, whom it waits for, and how long it warms up."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from observe import fingerprint, through_a_file
+from ranks import simulate
+from torch.nn import Parameter
+
+from fusedonebit import Faults, Freeze, Numerics, OneBitAdam, Wire
+from fusedonebit.comm import Transport
+
+SHAPES = ((300,), (20, 9), (40,))
+LATE = 1  # index of the tensor that has no gradient at first
+
+
+def make(transport: Transport | None = None, **options: Any) -> OneBitAdam:
+    torch.manual_seed(0)
+    options = {"warmup": 5, "betas": (0.9, 0.99), "faults": Faults(guard="off")} | options
+    return OneBitAdam(
+        [Parameter(torch.randn(shape)) for shape in SHAPES], variance="shared", process_group=transport, **options
+    )
+
+
+def step(optimizer: OneBitAdam, t: int, rank: int = 0, late_from: int = 0) -> None:
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * t + 10_000 * i))
+        p.grad = g * (0.0 if i == LATE and t < late_from else 10.0**i)
+    optimizer.step()
+
+
+def test_renewals_follow_each_other_closely_at_first_and_come_every_50_steps_in_the_end():
+    optimizer, seen = make(), [0]
+    for t in range(420):
+        step(optimizer, t)
+        seen.append(optimizer.stats()["renewals"])
+    begun = [t - 5 for t in range(1, len(seen)) if seen[t] > seen[t - 1]]  # steps after the freeze
+    assert begun[:8] == [2, 3, 4, 5, 6, 7, 8, 10]
+    apart = [b - a for a, b in pairwise(begun)]
+    assert apart == sorted(apart)
+    assert apart[-3:] == [50, 50, 50]
+    assert all(gap <= max(1, t // 4) for gap, t in zip(apart, begun[1:], strict=True))
+
+
+@pytest.mark.parametrize("precondition", [True, False])
+def test_a_tensor_waits_for_its_first_gradient_and_then_moves_by_steps_of_the_usual_size(precondition):
+    def train(rank: int, transport: Transport) -> tuple[list[float], list[list[str]], str]:
+        optimizer = make(transport, lr=1e-3, weight_decay=0.0, numerics=Numerics(precondition=precondition))
+        moved, waiting = [], []
+        params = optimizer.param_groups[0]["params"]
+        for t in range(160):
+            before = params[LATE].detach().clone()
+            step(optimizer, t, rank, late_from=60)
+            moved.append(float((params[LATE].detach() - before).square().mean().sqrt()) / 1e-3)
+            waiting.append(optimizer.stats()["dead_tensors"])
+        return moved, waiting, fingerprint(params)
+
+    (moved, waiting, first), (_, _, second) = simulate(train, 2)
+    assert first == second
+    assert not any(moved[:60]), "without a gradient nothing moves"
+    begins = next(t for t, names in enumerate(waiting) if t > 5 and not names)
+    assert all(names == ["parameter 1"] for names in waiting[5:begins])
+    print(f"waited {begins - 60} steps (limit 50), then moved by {max(moved):.2f} times the learning rate (limit 5)")
+    assert 60 <= begins <= 110
+    assert 0 < max(moved) <= 5.0
+    assert min(moved[begins + 20 :]) > 0.01
+
+
+def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():
+    optimizer, seen = make(), [0]
+    for t in range(260):
+        step(optimizer, t, late_from=150)
+        seen.append(optimizer.stats()["renewals"])
+    assert seen[150] - seen[100] <= 2
+    alive = next(t for t in range(150, 260) if not optimizer_waits(seen, t))
+    assert seen[alive + 12] - seen[alive] >= 6
+
+
+def optimizer_waits(seen: list[int], t: int) -> bool:
+    """Whether no renewal has followed the first gradient yet."""
+    return seen[t] == seen[150]
+
+
+def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal():
+    for cut in (6, 7, 40, 41, 42, 43, 44, 45, 46):
+        straight = make()
+        for t in range(cut):
+            step(straight, t, late_from=38)
+        resumed = make()
+        with torch.no_grad():
+            for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
+                p.copy_(q)
+        resumed.load_state_dict(through_a_file(straight.state_dict()))
+        for t in range(cut, cut + 25):
+            for optimizer in (straight, resumed):
+                step(optimizer, t, late_from=38)
+        prints = [fingerprint(o.param_groups[0]["params"]) for o in (straight, resumed)]
+        assert prints[0] == prints[1], cut
+        assert straight.stats()["renewals"] == resumed.stats()["renewals"] > 5
+
+
+def test_a_copy_goes_on_as_the_original():
+    optimizer = make()
+    for t in range(12):
+        step(optimizer, t)
+    copied = copy.deepcopy(optimizer)
+    for t in range(12, 40):
+        step(optimizer, t)
+        step(copied, t)
+    assert fingerprint(optimizer.param_groups[0]["params"]) == fingerprint(copied.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({"warmup": 7}, 7),
+        ({"warmup": 0.05, "total_steps": 200}, 10),
+        ({"warmup": 0.001, "total_steps": 200}, 1),
+        ({"warmup": None, "betas": (0.9, 0.99)}, 25),
+        ({"warmup": None, "betas": (0.9, 0.95)}, 5),
+        ({"warmup": None, "freeze_step": 9}, 9),
+    ],
+)
+def test_the_warm_up_is_a_count_a_share_or_follows_from_beta2(options, updates):
+    optimizer = make(**options)
+    for t in range(updates + 1):
+        assert optimizer.phase == "warmup", t
+        step(optimizer, t)
+    assert optimizer.phase == "compression"
+    assert optimizer.stats()["freeze_step"] == updates
+    assert f"after {updates} updates" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"warmup": 0}, r"warmup must be an int >= 1, a share .*, got 0"),
+        ({"warmup": 1.5}, r"warmup must be .*, got 1.5"),
+        ({"warmup": -0.1, "total_steps": 10}, r"warmup must be .*, got -0.1"),
+        ({"warmup": True}, r"warmup must be .*, got True"),
+        ({"warmup": "auto"}, r"warmup must be .*, got 'auto'"),
+        ({"warmup": 0.1}, r"total_steps must be an int >= 1 where warmup is a share.*, got None with warmup=0.1"),
+        ({"warmup": 5, "total_steps": 100}, r"total_steps must be .*, got 100 with warmup=5"),
+        ({"warmup": 0.1, "total_steps": 0}, r"total_steps must be an int >= 1, got 0"),
+        ({"warmup": 5, "freeze_step": 7}, r"warmup must be None where freeze_step says .*, got 5; pass one of them"),
+        ({"warmup": None, "freeze_step": Freeze(lr_warmup_steps=5)}, r"lr_warmup_steps and deadline must be left out"),
+        ({"wire": Wire(capturable=True)}, r'capturable must be False with variance="shared", got True.*"frozen"'),
+    ],
+)
+def test_bad_options_are_one_error_that_says_the_way_out(options, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        make(**options)
+
+
+def test_another_variance_is_refused_where_a_checkpoint_goes_on():
+    optimizer = make()
+    for t in range(8):
+        step(optimizer, t)
+    saved = optimizer.state_dict()
+    frozen = OneBitAdam([Parameter(torch.randn(shape)) for shape in SHAPES], freeze_step=5, betas=(0.9, 0.99))
+    with pytest.raises(ValueError, match="variance='shared', but here it is 'frozen'; it can only be changed before"):
+        frozen.load_state_dict(saved)
+    with pytest.raises(ValueError, match="variance must be one of"):
+        OneBitAdam([Parameter(torch.zeros(3))], variance="dead")
