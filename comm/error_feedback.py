@@ -58,6 +58,7 @@ class ErrorFeedback(Side):
         scale: float32 [blocks], s.
         measured: float32 [segments], what ``finish`` has measured; ``receive`` makes ``scale`` of it.
         measures: As given.
+        norm: As given; another may take its place between two steps.
         settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
         partials: float64 [2, blocks], or [3, blocks] where ternary, for the op that compresses.
@@ -70,7 +71,7 @@ class ErrorFeedback(Side):
         self.compensated, self.measures = compensated, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
-        self._norm, self._ternary = norm, ternary
+        self.norm, self._ternary = norm, ternary
         self.segment = segment.to(device, torch.int32)
         work = Segments.of(segment if measures else segment[:0], device)
         self._start, self._single, self._pieces, self._sums, self._tickets = work  # each is state
@@ -101,7 +102,7 @@ class ErrorFeedback(Side):
     def _measuring(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor]:
         """Return arguments that both ops share: from ``segment_start`` to where scales are written."""
         cut = self._start, self._single, self._pieces
-        return *cut, self._count, self._norm, self._sums, self._tickets, self.measured
+        return *cut, self._count, self.norm, self._sums, self._tickets, self.measured
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""

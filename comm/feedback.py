@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..triton_kernels import Coef, FlatLayout, LiveTable, rules
+from ..triton_kernels import SCALE_NORMS, Coef, FlatLayout, LiveTable, rules
 from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
 from ..triton_kernels.squares import projected_squares
 from .absent import Kept
@@ -136,6 +136,12 @@ class FeedbackReducer(Reducer):
 
     def begin(self) -> None:
         """Take up a warm-up's momentum, in the memory of residuals: drop that of parts which other ranks have."""
+
+    def set_norm(self, name: str) -> None:
+        """Measure scales by another of ``SCALE_NORMS`` from the next step on."""
+        for part in self.parts:
+            for side in part.sides:
+                side.norm = SCALE_NORMS[name]
 
     def follow(self, squares: Tensor) -> None:
         """Go on from ``squares`` float32 [P], equal on all ranks, in ``worker_sq``."""

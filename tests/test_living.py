@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from fusedonebit import Faults, Freeze, Numerics, OneBitAdam, Wire
 from fusedonebit.comm import Transport
+from fusedonebit.triton_kernels import SCALE_NORMS
 
 SHAPES = ((300,), (20, 9), (40,))
 LATE = 1  # index of the tensor that has no gradient at first
@@ -48,7 +49,7 @@ def test_renewals_follow_each_other_closely_at_first_and_come_every_50_steps_in_
 
 
 @pytest.mark.parametrize("precondition", [True, False])
-def test_a_tensor_waits_for_its_first_gradient_and_then_moves_by_steps_of_the_usual_size(precondition):
+def test_a_tensor_that_is_late_moves_by_steps_of_the_usual_size(precondition):
     def train(rank: int, transport: Transport) -> tuple[list[float], list[list[str]], str]:
         optimizer = make(transport, lr=1e-3, weight_decay=0.0, numerics=Numerics(precondition=precondition))
         moved, waiting = [], []
@@ -63,12 +64,24 @@ def test_a_tensor_waits_for_its_first_gradient_and_then_moves_by_steps_of_the_us
     (moved, waiting, first), (_, _, second) = simulate(train, 2)
     assert first == second
     assert not any(moved[:60]), "without a gradient nothing moves"
-    begins = next(t for t, names in enumerate(waiting) if t > 5 and not names)
-    assert all(names == ["parameter 1"] for names in waiting[5:begins])
-    print(f"waited {begins - 60} steps (limit 50), then moved by {max(moved):.2f} times the learning rate (limit 5)")
-    assert 60 <= begins <= 110
-    assert 0 < max(moved) <= 5.0
+    shared = next(t for t, names in enumerate(waiting) if t > 5 and not names)
+    assert all(names == ["parameter 1"] for names in waiting[5:shared])
+    assert 60 <= shared <= 110
+    begins = next(t for t, far in enumerate(moved) if far > 0)
+    print(f"moved after {begins - 60} steps (limit 0, or 50), by {max(moved):.2f} learning rates at most (limit 5)")
+    assert begins == (60 if precondition else shared)
+    assert max(moved) <= 5.0
     assert min(moved[begins + 20 :]) > 0.01
+
+
+def test_scales_contract_as_usual_until_the_variance_has_settled():
+    optimizer, used = make(betas=(0.9, 0.95)), []
+    for t in range(16):
+        step(optimizer, t)
+        used.append(optimizer.reducer.worker.norm)
+    norms = {name: SCALE_NORMS[name] for name in ("contractive", "relaxed")}
+    assert used[5:] == [norms["contractive"]] * 5 + [norms["relaxed"]] * 6
+    assert make(numerics=Numerics(scale_norm="l2")).reducer.worker.norm == SCALE_NORMS["l2"]
 
 
 def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():

@@ -171,7 +171,7 @@ TWO_STAGES: dict[str, dict[str, Any]] = {
     "captured, no precondition": {"options": {"capturable": True, "precondition": False}, "special": ("captured",)},
     "warm start": {"options": {"freeze_step": 0}, "special": ("warm",)},
 }
-LIVING: dict[str, Any] = {"variance": "shared"}
+LIVING: dict[str, Any] = {"variance": "shared", "betas": (0.9, 0.9)}
 OF_ADAM: dict[str, dict[str, Any]] = {
     "living": {"options": LIVING, "steps": 8},
     "living, W = 1": {"options": LIVING, "world_size": 1},

@@ -46,10 +46,13 @@ def momentum_compress_kernel(
     place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if worker_sq is not None:
-        own = worker_sq + b * BLOCK_SIZE + i
-        tl.store(own, rules.followed(tl.load(own), g, k))
+        place_of_own = worker_sq + b * BLOCK_SIZE + i
+        own = rules.followed(tl.load(place_of_own), g, k)
+        tl.store(place_of_own, own)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        if worker_sq is not None:
+            v = rules.shared_or_own(v, own)
         c = rules.with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT)
     else:
         c = rules.with_gradient(kept, g, k)
@@ -100,7 +103,8 @@ def momentum_compress(
             are not zero.
         found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
         hold: int32 [1]; where set nothing is written.
-        worker_sq: float32 [P], written: the EMA of the squares of this worker's own gradients; None: nobody wants it.
+        worker_sq: float32 [P], written: the EMA of the squares of this worker's own gradients, by which gradients are
+            divided where v is 0; None: nobody wants it.
     """
     if hold:
         return
@@ -115,10 +119,13 @@ def momentum_compress(
         if worker_sq is not None:
             own = worker_sq.view(-1, block_size)[b]
             own.copy_(only_live(rules.followed(own, g, k), live, live_row, tile))
-        if exp_avg_sq is None:
+        v = None if exp_avg_sq is None else exp_avg_sq.view(-1, block_size)[b].float()
+        if v is not None and worker_sq is not None:
+            v = rules.shared_or_own(v, own)
+        if v is None:
             new = rules.with_gradient(kept, g, k)
         else:
-            new = rules.with_preconditioned(kept, g, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
+            new = rules.with_preconditioned(kept, g, v, k, eps_inside_sqrt)
         new = only_live(new, live, live_row, tile)
         if not write_partials(new, partials[:, b]):
             finite = rules.finite(new)

@@ -229,9 +229,15 @@ def renewed(mean_sq, level, mean, least):
 
 
 @rule
-def in_unit(x, old, new):
-    """What was divided by one denominator, as the next would have divided it."""
-    return x * tl.div_rn(old, new)
+def in_unit(x, v, old, new):
+    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
+    return tl.where(v > 0, x * tl.div_rn(old, new), x)
+
+
+@rule
+def shared_or_own(v, own):
+    """v; the worker's own where there is none yet."""
+    return tl.where(v > 0, v, own)
 
 
 @rule

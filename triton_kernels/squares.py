@@ -202,5 +202,5 @@ def change_unit(
         mean_sq = decode(logs[b], tops[b])
         old = rules.denominator(v[b].float(), k, eps_inside_sqrt)
         new = rules.denominator(renewed(mean_sq, owner, tables, v.dtype), k, eps_inside_sqrt)
-        flat[b] = only_live(rules.in_unit(kept, old, new), live, live_row, tile)
+        flat[b] = only_live(rules.in_unit(kept, v[b].float(), old, new), live, live_row, tile)
     scale.zero_()

@@ -16,7 +16,7 @@ renewal momentum and residuals are multiplied by old over new denominator, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance
 from ..triton_kernels.eager import only_live, tiles
 from ..triton_kernels.squares import decode, renew
-from .onebit_options import OneBitOptions
+from .onebit_options import OneBitOptions, warmup_steps
 
 LONGEST = 50
 """Steps between two renewals at most."""
@@ -45,6 +45,7 @@ class Owner(Protocol):
     """Is an optimizer whose variance lives: ``OneBitOptimizer``, which says what these are."""
 
     options: OneBitOptions
+    param_groups: list[dict[str, Any]]
     layout: FlatLayout
     device: torch.device
     reducer: FeedbackReducer
@@ -74,7 +75,8 @@ class LivingVariance:
         levels: float32 [4, tensors]: the EMA of |mean g|^2, from 0; how much of its weights has been given; the mean of
             v, 0 while a tensor waits for its first gradient; and the tensor's updates when the EMA was last followed.
         mean_sq: float64 [tensors], the mean again, for the table of coefficients.
-        age: Steps since the freeze, or since tensors came alive.
+        steps: Steps since the freeze.
+        age: The same, or steps since tensors came alive.
         since: Steps since the last renewal.
         renewals: How many there were.
         due: Whether the next step begins with a renewal.
@@ -86,7 +88,8 @@ class LivingVariance:
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)
         self._mirror = HostMirror(device, NOTICED_AFTER)
-        self.age = self.since = self.renewals = 0
+        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
+        self.steps = self.age = self.since = self.renewals = 0
         self.due = False
 
     # ---------------------------------------------------------------- when
@@ -98,17 +101,23 @@ class LivingVariance:
         if any(self._mirror.push(self._woken)):
             self.age = 0
         self._woken.zero_()
-        self.age, self.since = self.age + 1, self.since + 1
+        self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
+        self._ease(optimizer)
         self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+
+    def _ease(self, optimizer: Owner) -> None:
+        """Choose how scales are measured; the same on all ranks."""
+        if optimizer.options.scale_norm == "relaxed":
+            optimizer.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
 
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
         woken = self._mirror.flush_pending()
-        return [self.age, self.since, self.renewals, int(self.due), *woken]
+        return [self.steps, self.age, self.since, self.renewals, int(self.due), *woken]
 
     def resume(self, state: Sequence[int]) -> None:
         """Take up those, ``levels`` are filled apart."""
-        self.age, self.since, self.renewals, due, *woken = state
+        self.steps, self.age, self.since, self.renewals, due, *woken = state
         self.due = bool(due)
         self._mirror.refill(woken)
         self.mean_sq.copy_(self.levels[MEAN])
@@ -127,7 +136,7 @@ class LivingVariance:
         self.levels[FOLLOWED] = optimizer.own_steps
         self.mean_sq.copy_(self.levels[MEAN])
         v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.block_tensor, None])
-        self.age = self.since = 0
+        self.steps = self.age = self.since = 0
         self.due = False
         self._mirror.flush()
 

@@ -26,6 +26,11 @@ SETTLES_WITHIN = 10
 _T = TypeVar("_T", bound="OneBitOptions")
 
 
+def warmup_steps(beta2: float) -> int:
+    """Return how many updates warm up a variance that lives on, where nobody says it."""
+    return max(1, round(LIVES_AFTER / (1.0 - beta2)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneBitOptions(Options):
     """Those of an optimizer with a compression stage."""
@@ -73,7 +78,7 @@ class OneBitOptions(Options):
         if self.warmup is not None:
             return self.warmup if is_int(self.warmup) else max(1, round(self.warmup * (self.total_steps or 0)))
         if self.lives:
-            return max(1, round(LIVES_AFTER / (1.0 - beta2)))
+            return warmup_steps(beta2)
         settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))
         return settled if self.deadline is None else self.deadline
 

@@ -159,7 +159,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def coefficient_table(self) -> Tensor:
         self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
-        mean_sq = None if self.living is None or self._phase == "warmup" else self.living.mean_sq
+        waits = self.living is not None and self._phase == "compression" and not self.options.precondition
+        mean_sq = self.living.mean_sq if waits and self.living is not None else None
         return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit, mean_sq))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:

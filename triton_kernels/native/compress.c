@@ -77,11 +77,18 @@ static int drop_bad(float *restrict c, const float *restrict kept, int64_t n)
     return dropped;
 }
 
-static void follow(float *restrict v, const float *restrict g, const float *row, int64_t n)
+static void follow(float *restrict own, const float *restrict g, const float *row, int64_t n)
 {
     KEEP(k, row);
     EACH_LINE(i, n)
-        LANES v[i + j] = followed(v[i + j], g[i + j], k);
+        LANES own[i + j] = followed(own[i + j], g[i + j], k);
+}
+
+/* Copies v, or what is the worker's own where there is none. */
+static void fill_up(float *out, const float *v, const float *restrict own, int64_t n)
+{
+    EACH_LINE(i, n)
+        LANES out[i + j] = shared_or_own(v[i + j], own[i + j]);
 }
 
 KERNEL(momentum_compress)
@@ -98,6 +105,10 @@ KERNEL(momentum_compress)
         struct sums sums = {0};
         if (worker_sq)
             follow(worker_sq + b * BLOCK_SIZE, g, at.k, BLOCK_SIZE);
+        if (worker_sq && v) {
+            fill_up(wide, v, worker_sq + b * BLOCK_SIZE, BLOCK_SIZE);
+            v = wide;
+        }
         if (!v) /* constants: each a loop of its own */
             compensate(c, kept, g, NULL, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
         else if (EPS_INSIDE_SQRT)

@@ -105,6 +105,11 @@ class BatchedAllReduce(WorkerAllReduce):
         self.transport.traffic.add(others * self.to_servers.buffer[0].nbytes)
         self.transport.traffic.add(others * self.served.buffer.nbytes)
 
+    def set_norm(self, name: str) -> None:
+        """See ``FeedbackReducer``."""
+        for rank in self.ranks:
+            CompressedAllReduce.set_norm(rank, name)
+
     def follow(self, squares: Tensor) -> None:
         """See ``FeedbackReducer``."""
         for rank in self.ranks:
