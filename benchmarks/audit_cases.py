@@ -315,6 +315,10 @@ STEPS = {
         (*ALONE_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.0, served=()
     ),
     "1-bit Adam, alone, preconditioned, bf16 variance": Step(HALF_ALONE_STEP, 22.6, served=()),
+    "1-bit Adam, living": Step(("momentum_compress, preconditioned, living", *GUARDED_STEP[1:]), 32.75),
+    "1-bit Adam, living, bf16 variance": Step(
+        ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:]), 30.75
+    ),
     "1-bit Adam, plain": Step(PLAIN_STEP, 24.7),
     "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.15),
     "1-bit LAMB, frozen, plain": Step(PLAIN_STEP, 24.7),
@@ -326,7 +330,7 @@ STEPS = {
     ),
 }
 """A compression-stage step of each optimizer; "alone": of one rank. "preconditioned": ``precondition=True``; "plain":
-without.
+without; "living": between two renewals of the variance.
 
 Lion's ``finish``, which writes headers only, moves nothing per parameter, as don't counts and coefficients.
 """

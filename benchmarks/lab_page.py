@@ -22,6 +22,8 @@ FROZEN = "adam-frozen"
 """Adam with a variance that is frozen, communicating in full precision."""
 VOTES = ("onebit-lion", "marsit-adam")
 """Ours whose ranks vote on signs: simulated one by one, they take longer, and are recorded at 4 workers alone."""
+LIVING = ("onebit-adam-living", "onebit-adam-living-2", "onebit-adam-living-0")
+"""1-bit Adam with a variance that lives, at AdamW's rates: after 5 %, 2 % and none (one step) of a warm-up."""
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
@@ -31,9 +33,15 @@ def readme_table(records: Records) -> str:
 
 
 def page_tables(records: Records) -> str:
-    """Return the headline's tables that have all tasks, each under what it shows, then that of ``VOTES``, and rates."""
+    """Return the headline's tables that have all tasks, each under what it shows, ``LIVING``, ``VOTES``, and rates."""
     whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in HEADLINE)]
     parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE))}" for view in whole]
+    living = [v for v in views(records) if v.parents and all(v.runs(records, task, LIVING[0]) for task in TASKS)]
+    parts += [
+        f"{view.title.capitalize()}, with a variance that lives:\n\n"
+        f"{markdown(rows(records, view, ['adamw', 'onebit-adam', *LIVING]))}"
+        for view in living
+    ]
     votes = rows(records, View(), ["adamw", *VOTES])
     parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")
     parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")
@@ -43,7 +51,7 @@ def page_tables(records: Records) -> str:
 def ablations(records: Records) -> str:
     """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
     recorded = {key.optimizer for key in records.found}
-    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, *VOTES, FROZEN)]
+    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, *LIVING, *VOTES, FROZEN)]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"\n{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}\n"

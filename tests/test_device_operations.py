@@ -60,10 +60,16 @@ class Case(NamedTuple):
 
 SEVERAL: dict[str, Any] = {"rounds": Rounds(local_steps=4)}
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
+LIVING: tuple[Any, dict[str, Any]] = OneBitAdam, {"variance": "shared", "warmup": 2}
+"""Its 15th step is one between two renewals, on gradients that are not projected."""
 CLIPS: dict[str, Any] = {"max_grad_norm": 1.0}
 CLIPPING_ADAM = (OneBitAdam, {"freeze_step": 2, **CLIPS})
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, living": Case(*LIVING, 14, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, living, clips, scaler": Case(
+        LIVING[0], LIVING[1] | CLIPS, 14, "compression", (12, 6), (12, 6), scaler=True
+    ),
     "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6)),
     "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),

@@ -45,14 +45,14 @@ def momentum_compress_kernel(
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
     place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
-    if worker_sq is not None:
-        place_of_own = worker_sq + b * BLOCK_SIZE + i
-        own = rules.followed(tl.load(place_of_own), g, k)
-        tl.store(place_of_own, own)
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
-        if worker_sq is not None:
+    if worker_sq is not None:
+        own = rules.followed(tl.load(worker_sq + b * BLOCK_SIZE + i), g, k)
+        tl.store(worker_sq + b * BLOCK_SIZE + i, own)
+        if exp_avg_sq is not None:
             v = rules.shared_or_own(v, own)
+    if exp_avg_sq is not None:
         c = rules.with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT)
     else:
         c = rules.with_gradient(kept, g, k)

@@ -98,9 +98,8 @@ class LivingVariance:
         """Renew if it is time, and decide whether the next step does; the same on all ranks."""
         if self.due:
             self._renew(optimizer)
-        if any(self._mirror.push(self._woken)):
+        if any(self._mirror.push(self._woken if self.due else 0)):
             self.age = 0
-        self._woken.zero_()
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
         self._ease(optimizer)
         self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
@@ -172,7 +171,7 @@ class LivingVariance:
         mean = level / alive.clamp(min=1.0)
         floor = optimizer.options.least_share
         tables = torch.stack([level / torch.where(sums > 0, sums, 1.0), mean, mean * floor]).float()
-        self._woken += ((level > 0) & (self.mean_sq == 0) & (live > 0)).any().int()
+        self._woken.fill_(((level > 0) & (self.mean_sq == 0) & (live > 0)).any())
         self.levels[MEAN] = mean
         self.mean_sq.copy_(self.levels[MEAN])
         return tables
