@@ -83,7 +83,7 @@ class LivingState(State):
         self.level, self.weight = x.new_zeros(len(layers)), 0.0      # that of |mean g|^2, and its weights' sum
 
 
-def live(s: LivingState, t: int, *, beta2: float = 0.999, eta: float = 1e-8, floor: float = 0.03) -> None:
+def live(s: LivingState, t: int, *, beta2: float = 0.999, eta: float = 1e-8, floor: float = 0.1) -> None:
     """End of a warm-up of t steps: all workers go on from its variance, which is brought to a mean's scale."""
     s.s[:] = s.v
     s.level = torch.stack([s.v[l].sum() for l in s.layers])
@@ -107,7 +107,7 @@ def living_adam(s: LivingState, g: Tensor, *, gamma: float, beta1: float = 0.9, 
 
 
 def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int], *, beta2: float = 0.999,
-          eta: float = 1e-8, floor: float = 0.03) -> None:
+          eta: float = 1e-8, floor: float = 0.1) -> None:
     """After a step on the gradients g [W, d]: v anew, from random signs r [d], alike on all workers.
 
     since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from observe import fingerprint, through_a_file
+from observe import change_header, fingerprint, through_a_file
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Freeze, Numerics, OneBitAdam, Wire
+from fusedonebit import Faults, Freeze, FusedOneBitWarning, Numerics, OneBitAdam, Wire
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import SCALE_NORMS
 
@@ -82,6 +83,47 @@ def test_scales_contract_as_usual_until_the_variance_has_settled():
     norms = {name: SCALE_NORMS[name] for name in ("contractive", "relaxed")}
     assert used[5:] == [norms["contractive"]] * 5 + [norms["relaxed"]] * 6
     assert make(numerics=Numerics(scale_norm="l2")).reducer.worker.norm == SCALE_NORMS["l2"]
+
+
+def drop_late(optimizer: OneBitAdam, t: int, late_from: int) -> None:
+    """Take a step in which the late tensor has no gradient at all, until it has."""
+    params = optimizer.param_groups[0]["params"]
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + 10 * t + 10_000 * i))
+        p.grad = None if i == LATE and t < late_from else g
+    optimizer.step()
+
+
+@pytest.mark.parametrize("guard", ["rewarm", "warn", "off"])
+def test_a_tensor_without_a_gradient_at_first_begins_as_adam_would(guard):
+    optimizer = make(betas=(0.9, 0.999), lr=1e-3, weight_decay=0.0, faults=Faults(guard=guard))
+    late, moved = optimizer.param_groups[0]["params"][LATE], []
+    for t in range(120):
+        before = late.detach().clone()
+        drop_late(optimizer, t, late_from=40)
+        moved.append(float((late.detach() - before).square().mean().sqrt()) / 1e-3)
+    stats = optimizer.stats()
+    print(f"guard={guard}: first step {moved[40]:.2f} learning rates (limit 2), the largest {max(moved):.2f} (limit 2)")
+    assert not any(moved[:40])
+    assert 0.2 < moved[40] <= 2.0
+    assert max(moved) <= 2.0
+    assert (stats["vetoed_steps"], stats["rewarms"], stats["dead_tensors"]) == (0, 0, [])
+
+
+def test_a_step_that_the_guard_refuses_still_tells_the_level():
+    """Else a variance that is too small by far would be refused for good."""
+    optimizer = make(warmup=30, faults=Faults(guard="warn"))
+    params = optimizer.param_groups[0]["params"]
+    for t in range(400):
+        for p in params:
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(t + p.numel()))
+            p.grad = g * (1e4 if t > 100 else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedOneBitWarning)
+            optimizer.step()
+    refused = optimizer.stats()["vetoed_steps"]
+    print(f"{refused} of 299 steps refused (limit 100)")
+    assert 0 < refused <= 100
 
 
 def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():
@@ -162,12 +204,29 @@ def test_the_warm_up_is_a_count_a_share_or_follows_from_beta2(options, updates):
         ({"warmup": 0.1, "total_steps": 0}, r"total_steps must be an int >= 1, got 0"),
         ({"warmup": 5, "freeze_step": 7}, r"warmup must be None where freeze_step says .*, got 5; pass one of them"),
         ({"warmup": None, "freeze_step": Freeze(lr_warmup_steps=5)}, r"lr_warmup_steps and deadline must be left out"),
+        (
+            {"numerics": Numerics(dead_coordinates="keep", precondition=False)},
+            r'dead_coordinates must be "mean" with variance="shared", got "keep"',
+        ),
         ({"wire": Wire(capturable=True)}, r'capturable must be False with variance="shared", got True.*"frozen"'),
     ],
 )
 def test_bad_options_are_one_error_that_says_the_way_out(options, says):
     with pytest.raises((ValueError, TypeError), match=says):
         make(**options)
+
+
+@pytest.mark.parametrize("value", [None, [], [1, 2], [1, 2, 3, -4, 5, 6], "1"])
+def test_a_damaged_header_is_refused(value):
+    optimizer = make()
+    for t in range(8):
+        step(optimizer, t)
+    saved = optimizer.state_dict()
+    change_header(saved, lambda header: header.update(renewals=value))
+    with pytest.raises(
+        ValueError, match=r"the checkpoint's header is damaged: renewals must .*load another checkpoint"
+    ):
+        make().load_state_dict(saved)
 
 
 def test_another_variance_is_refused_where_a_checkpoint_goes_on():

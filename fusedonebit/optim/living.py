@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm import FeedbackReducer, ShardGroup
+from ..comm import FeedbackReducer, Flag, ShardGroup
 from ..comm.feedback import Unit
 from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance
@@ -38,6 +38,9 @@ SHARE_OF_AGE = 4
 NOTICED_AFTER = 2
 """Steps until the host knows which tensors have come alive."""
 
+LEAST_COUNTS = 6
+"""Of a state's plain values; behind them are those that are on their way to the host."""
+
 LEVEL, WEIGHT, MEAN, FOLLOWED = range(4)  # rows of ``levels``
 
 
@@ -53,6 +56,10 @@ class Owner(Protocol):
     live: LiveTable
     exp_avg_sq: Tensor
     own_steps: Tensor
+
+    @property
+    def entered(self) -> Tensor:
+        """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
 
     @property
     def block_tensor(self) -> Tensor:
@@ -88,7 +95,7 @@ class LivingVariance:
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)
         self._mirror = HostMirror(device, NOTICED_AFTER)
-        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
+        self._eases_after = 0
         self.steps = self.age = self.since = self.renewals = 0
         self.due = False
 
@@ -112,11 +119,11 @@ class LivingVariance:
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
         woken = self._mirror.flush_pending()
-        return [self.steps, self.age, self.since, self.renewals, int(self.due), *woken]
+        return [self.steps, self._eases_after, self.age, self.since, self.renewals, int(self.due), *woken]
 
     def resume(self, state: Sequence[int]) -> None:
         """Take up those, ``levels`` are filled apart."""
-        self.steps, self.age, self.since, self.renewals, due, *woken = state
+        self.steps, self._eases_after, self.age, self.since, self.renewals, due, *woken = state
         self.due = bool(due)
         self._mirror.refill(woken)
         self.mean_sq.copy_(self.levels[MEAN])
@@ -129,23 +136,29 @@ class LivingVariance:
         optimizer.reducer.follow(v)
         root = optimizer.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
         sums, _ = live_variance(layout.sizes, layout.block_size, v)
-        self.levels[LEVEL] = self._by_tensor(optimizer, sums)
+        self.levels[LEVEL] = self._by_tensor(optimizer, sums).clamp(max=torch.finfo(torch.float32).max)
         self.levels[WEIGHT] = 1.0 / root
         self.levels[MEAN] = mean * root
         self.levels[FOLLOWED] = optimizer.own_steps
         self.mean_sq.copy_(self.levels[MEAN])
         v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.block_tensor, None])
+        optimizer.entered.fill_(torch.inf)
+        optimizer.entered.masked_fill_((mean == 0) & (optimizer.own_steps == 0), 0.0)  # Adam corrects what is late
         self.steps = self.age = self.since = 0
+        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
         self.due = False
         self._mirror.flush()
 
     def follow(self, optimizer: Owner, coef: Tensor) -> None:
-        """Let the level follow the gradients of the step just made, which were projected; unless it was skipped."""
+        """Let the level follow the gradients of the step just made, which were projected; unless it was skipped.
+
+        One that only the guard refuses counts: a variance that is too small would be refused again and again.
+        """
         squares = optimizer.shards.sum(optimizer.reducer.projected_squares())
         level, weight, _, followed = self.levels.double()
         done = optimizer.own_steps + 1.0
-        kept = coef[:, Coef.BETA2].double() ** (done - followed)
-        taken = (optimizer.reducer.flags == 0) & squares.isfinite()
+        kept = coef[:, Coef.BETA2].double() ** (done - followed).clamp(min=1.0)
+        taken = ((optimizer.reducer.flags & ~int(Flag.VETO)) == 0) & squares.float().isfinite()
         if optimizer.reducer.absent is not None:
             taken &= ~optimizer.reducer.absent
         new = torch.stack([kept * level + (1 - kept) * squares, kept * weight + (1 - kept), self.mean_sq, done])
@@ -174,6 +187,7 @@ class LivingVariance:
         self._woken.fill_(((level > 0) & (self.mean_sq == 0) & (live > 0)).any())
         self.levels[MEAN] = mean
         self.mean_sq.copy_(self.levels[MEAN])
+        optimizer.entered.masked_fill_(mean > 0, torch.inf)
         return tables
 
     def _sums(self, optimizer: Owner, logs: Tensor, tops: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Numerics, Options,
 
 Variance = Literal["shared", "frozen"]
 
-LIVING_FLOOR = 0.03
+LIVING_FLOOR = 0.1
 """Default of ``variance_floor`` where v lives on; see docs/numerics.md."""
 
 OVERLAPPED_BUCKETS = 4
@@ -88,6 +88,11 @@ class OneBitOptions(Options):
         self._check_freeze()
         self._check_warmup()
         self._check_buckets()
+        if self.dead_coordinates == "keep" and self.lives:
+            raise ValueError(
+                f'dead_coordinates must be "mean" with variance="{self.variance}", got "keep": a renewal gives all '
+                'coordinates a variance; or pass variance="frozen"'
+            )
         if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
             way_out = "precondition=False" if self.precondition else "variance_floor=0"
             raise ValueError(
@@ -109,7 +114,7 @@ class OneBitOptions(Options):
             raise ValueError(f'lr_warmup_steps must be 0 unless freeze_step is "auto", got {self.lr_warmup_steps!r}')
         if self.deadline is not None and self.freeze_step != "auto":
             raise ValueError(f'deadline must be None unless freeze_step is "auto", got {self.deadline!r}')
-        if self.warm_started and self.freeze_step == "auto" and self.warmup is None:
+        if self.warm_started and self.watches:
             raise ValueError(
                 'freeze_step must be an int with warm_start, got "auto": there is no warm-up to watch; try '
                 "Freeze(step=0, warm_start=...)"

@@ -31,6 +31,7 @@ from ..core.state.header import (
     TABLE,
     Field,
     check_each,
+    damaged,
     each,
     list_of,
     one_or_each,
@@ -43,7 +44,7 @@ from ..triton_kernels.scaling import SQUARES
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
-from .living import LivingVariance
+from .living import LEAST_COUNTS, LivingVariance
 from .onebit_options import OneBitOptions
 from .warm_start import warm_start
 
@@ -64,7 +65,13 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
         *FeedbackOptimizer.kept,
-        StateSpec("worker_sq", "part", "reducer.worker_sq", stage="compressed", of_rank=True, when="follows_squares"),
+        StateSpec(
+            *("worker_sq", "part", "reducer.worker_sq"),
+            stage="compressed",
+            of_rank=True,
+            when="follows_squares",
+            not_negative=True,
+        ),
         StateSpec("variance_level", "tensor", "living.levels", 4, stage="compressed", when="follows_squares"),
     )
     phases: ClassVar = {"warmup": False, "compression": True}
@@ -159,8 +166,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def coefficient_table(self) -> Tensor:
         self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
-        waits = self.living is not None and self._phase == "compression" and not self.options.precondition
-        mean_sq = self.living.mean_sq if waits and self.living is not None else None
+        waiting = None if self._phase == "warmup" or self.options.precondition else self.living
+        mean_sq = None if waiting is None else waiting.mean_sq
         return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit, mean_sq))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -177,6 +184,11 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def weighs(self) -> int:  # type: ignore[override]
         """See ``CompressingOptimizer``; a living variance counts squares of gradients."""
         return 1 if self.living is None else SQUARES
+
+    @property
+    def entered(self) -> Tensor:
+        """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
+        return self._entered
 
     @property
     def block_tensor(self) -> Tensor:
@@ -252,7 +264,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.living is not None:
             self.living.begin(self, dead.mean)
             dead.mean.copy_(self.living.mean_sq)
-            self._entered.fill_(math.inf)
         coef = self.coefficient_table()
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
         last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
@@ -382,6 +393,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
                         "changed before the freeze"
                     )
+            if self.living is not None and len(header.get("renewals") or ()) < LEAST_COUNTS:
+                damaged("renewals", f"have {LEAST_COUNTS} counts or more", repr(header.get("renewals")))
         super().check_plain_state(header)
         if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
             raise ValueError(
@@ -415,9 +428,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._exclude(self.dead_tensors)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
+        if self.living is not None and header.get("renewals") is not None:
+            self.living.resume(header["renewals"])
         if self._phase == "compression":
-            if self.living is not None:
-                self.living.resume(header["renewals"])
             self.reducer.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
             if header.get("guard") and self.options.guard != "off":
@@ -499,7 +512,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
         half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
-        warmup = f"freeze_step: {options.freeze_step!r}"
+        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else options.warmup!r}"
         if options.lives:
             warmup = f"variance: {options.variance}, after {self._freeze_due} updates"
         return [warmup, scale, *half]

@@ -170,7 +170,6 @@ CONTENDERS: dict[str, Contender] = {
     "adamw": of_adam(AveragedAdamW),
     "onebit-adam": of_adam(_onebit_adam),
     "onebit-adam-living": of_adam(partial(_living, warmup=0.05)),
-    "onebit-adam-living-2": of_adam(partial(_living, warmup=0.02)),
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "lamb": of_lamb(_lamb),
