@@ -58,7 +58,7 @@ class CompressedAllReduce(Receiver):
         layout: The flat index space; its ``world_size`` is the transport's.
         transport: How messages travel; None for world size 1.
         device: Where everything lies.
-        scale_norm: "l1", "l2" or "contractive"; see ``finish``.
+        scale_norm: "l1", "l2", "contractive" or "relaxed"; see ``finish``.
         scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
         compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.

@@ -271,7 +271,7 @@ def finish(
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
-        l1: mean |c|      l2: sqrt(mean c^2)      contractive: min(l2, 1.9 * l1)
+        l1: mean |c|      l2: sqrt(mean c^2)      contractive: min(l2, 1.9 * l1)      relaxed: the same of 1.3 * l2
 
     Means over the live elements; where ternary, over those that are not zero. Without segments there are headers only.
 

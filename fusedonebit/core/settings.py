@@ -48,19 +48,20 @@ class Numerics:
             elements of a tensor (``"block"``), or per bucket (``"bucket"``; not with ``ZeroOneAdam``). None:
             ``"block"``.
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each coordinate, so that the
-            error feedback stays exact. Denominators are at least a thousandth of their median
+            error feedback stays exact. Denominators of a frozen v are at least a thousandth of their median
             (``freezing.quantile_floor``). None: True, but False with ``OneBitLamb``, whose scaling of momenta by layer
             does better (docs/numerics.md).
         ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay zeros, and
             scales are means over what is not zero. For gradients with many exact zeros.
-        variance_floor: What frozen v has at least, as a share of its tensor's mean. None: 0.01 with ``OneBitLamb``, or
-            ``OneBitAdam`` where it preconditions; else 0. With ``ZeroOneAdam`` denominators in rounds of bits are
-            sqrt(v + share * mean), so that coordinates which renewals have hardly seen take no giant steps; a renewal
-            divides by Adam's own, and a tensor that never had a gradient in one only decays until it has. None: 0.001.
+        variance_floor: What v has at least after the warm-up, as a share of its tensor's mean. None: 0.01 with
+            ``OneBitLamb``, or ``OneBitAdam`` where it preconditions (0.1 where v lives); else 0. With ``ZeroOneAdam``
+            denominators in rounds of bits are sqrt(v + share * mean), so that coordinates which renewals have hardly
+            seen take no giant steps; a renewal divides by Adam's own, and a tensor that never had a gradient in one
+            only decays until it has. None: 0.001.
         dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their tensor's other v; tensors
-            without any take no further part. ``"keep"``: 0. None: ``"mean"``.
-        bias_correction: Adam's; that of v is frozen with it, or counts its renewals. None: True with Adam, False with
-            LAMB, whose equation (2) has none.
+            without any take no further part, or, where v lives on, wait for one. ``"keep"``: 0. None: ``"mean"``.
+        bias_correction: Adam's; that of v is frozen with it, done at the freeze where v lives on, or counts its
+            renewals. None: True with Adam, False with LAMB, whose equation (2) has none.
         eps_inside_sqrt: sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps; with ``OneBitAdam``
             in the compression stage (Tarasov & Ershov, eq. 2).
         serve_alone: With world size 1 compress twice, as a worker and as a server, which keeps a residual, too; else
