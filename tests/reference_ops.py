@@ -383,7 +383,7 @@ def scale_of(c: Array, norm: str, ternary: bool = False) -> float:
     if c.size == 0:
         return 0.0
     l1, l2 = np.abs(c).mean(), np.sqrt((c * c).mean())
-    return {"l1": l1, "l2": l2, "contractive": min(l2, 1.9 * l1)}[norm]
+    return {"l1": l1, "l2": l2, "contractive": min(l2, 1.9 * l1), "relaxed": min(1.3 * l2, 1.9 * l1)}[norm]
 
 
 def apply_momentum(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> Array:

@@ -1,4 +1,4 @@
-"""Compression contracts, |x - C(x)| < |x| for every x but 0, with l1 and contractive scales; l2 may expand.
+"""Compression contracts, |x - C(x)| < |x| for every x but 0, with l1, contractive and relaxed scales; l2 may expand.
 
 C is what the library does: ``CompressedAllReduce``, on a worker's side and on a server's, in float32.
 Norms are taken in float64, per scale: the elements that share one are compressed by themselves.
@@ -22,7 +22,7 @@ BLOCK = 128
 ROUNDING = 3e-7
 """Of |x|: s and x - s*sign(x) are rounded once each, to 6e-8."""
 
-CONTRACTING = ("l1", "contractive")
+CONTRACTING = ("l1", "contractive", "relaxed")
 SCOPES = ("global", "layer", "block")
 SIDES = ("worker", "server")
 

@@ -118,7 +118,11 @@ def test_different_construction_is_found_on_every_rank(case, values, text):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"scale_norm": "max"}, ValueError, "scale_norm must be one of 'contractive', 'l1', 'l2', got 'max'"),
+        (
+            {"scale_norm": "max"},
+            ValueError,
+            "scale_norm must be one of 'contractive', 'relaxed', 'l1', 'l2', got 'max'",
+        ),
         ({"scale_scope": "bucket"}, ValueError, "scale_scope must be one of 'global', 'layer', 'block', got 'bucket'"),
         ({"variance_floor": 1.0}, ValueError, "variance_floor must be a number in [0, 1), or None, got 1.0"),
         ({"precondition": 1}, ValueError, "precondition must be True or False, got 1"),

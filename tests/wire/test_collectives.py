@@ -364,7 +364,9 @@ def test_ranks_left_alone_get_an_error_that_names_the_collective():
 def test_bad_arguments_of_the_all_reduce_are_named():
     with pytest.raises(ValueError, match="world_size must be the transport's 1, got 2"):
         CompressedAllReduce(FlatLayout((5,), 2), LocalTransport())
-    with pytest.raises(ValueError, match=r"scale_norm must be one of \['contractive', 'l1', 'l2'\], got 'max'"):
+    with pytest.raises(
+        ValueError, match=r"scale_norm must be one of \['contractive', 'l1', 'l2', 'relaxed'\], got 'max'"
+    ):
         CompressedAllReduce(FlatLayout((5,)), scale_norm="max")
     with pytest.raises(ValueError, match="scale_scope must be 'global', 'bucket', 'layer' or 'block', got 'row'"):
         CompressedAllReduce(FlatLayout((5,)), scale_scope="row")
