@@ -158,6 +158,7 @@ AGAIN = [
     ("mlp", "zero-one-adam", TUNED_AT, 4),
     ("resnet", "onebit-lamb", TUNED_AT, tuning.SEEDS[0]),
     ("recsys", "zero-one-adam", 16, 1),
+    ("recsys", "onebit-adam-living", 16, 1),
 ]
 """Task, optimizer, workers, seed."""
 
