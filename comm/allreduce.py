@@ -228,28 +228,41 @@ class CompressedAllReduce(Receiver):
 
     def change_part(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
         """See ``OnePart``."""
-        bits: tuple[Tensor | None, ...] = (self.gathered.bits, None)
-        everything = slice(None), slice(None)
-        own = self._own, slice(self._own.start * self.layout.block_size, self._own.stop * self.layout.block_size)
-        for side, m, (blocks, elements) in zip(self.sides, bits, (everything, own), strict=False):
-            side.settled += side.scale
-            change_unit(
-                self.layout.block_size,
-                side.compensated,
-                side.scale,
-                self.gathered.bits.dim() == 3,
-                m,
-                self.scale,
-                unit.eps_inside_sqrt,
-                unit.coef,
-                self.block_tensor[blocks],
-                v[elements],
-                logs[elements],
-                tops[blocks],
-                unit.tables,
-                self.live.bits,
-                self.live.row[blocks],
-            )
+        self._change_side(self.worker, self.gathered.bits, slice(0, self.layout.n_blocks), unit, v, logs, tops)
+        for server in self.sides[1:]:  # it keeps no momentum
+            self._change_side(server, None, self._own, unit, v, logs, tops)
+
+    def _change_side(
+        self,
+        side: ErrorFeedback,
+        bits: Tensor | None,
+        blocks: slice,
+        unit: Unit,
+        v: Tensor,
+        logs: Tensor,
+        tops: Tensor,
+    ) -> None:
+        """Change the unit of what a side keeps of these blocks, and of the momentum with it."""
+        block_size = self.layout.block_size
+        elements = slice(blocks.start * block_size, blocks.stop * block_size)
+        side.settled += side.scale
+        change_unit(
+            block_size,
+            side.compensated,
+            side.scale,
+            self.gathered.bits.dim() == 3,
+            bits,
+            self.scale,
+            unit.eps_inside_sqrt,
+            unit.coef,
+            self.block_tensor[blocks],
+            v[elements],
+            logs[elements],
+            tops[blocks],
+            unit.tables,
+            self.live.bits,
+            self.live.row[blocks],
+        )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         self.exchange(compress, told)
