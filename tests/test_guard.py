@@ -150,7 +150,8 @@ def test_a_veto_changes_no_parameter_and_loses_nothing(name, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
         runs = SimulatedGroup(3).run(lambda rank, t: follow_guarded(rank, 3, name, schedule, options, t))
-    assert check_vetoes(runs, schedule) >= 2
+    # A living variance has seen the first of them, and lets the second pass.
+    assert check_vetoes(runs, schedule) >= (1 if name == "onebit-adam-living" else 2)
 
 
 def test_real_ranks_veto_alike():
