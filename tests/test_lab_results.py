@@ -81,7 +81,7 @@ MISSES = {4: 2, 16: 6}
 
 
 @pytest.mark.parametrize("workers", SEEDS)
-def test_a_variance_that_lives_misses_fewer_tasks_than_a_frozen_one_at_adamws_rates(workers):
+def test_a_variance_that_lives_misses_no_more_tasks_at_adamws_rates_than_recorded(workers):
     view = View(workers, parents=True)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
     assert all(d is not None and d.seeds >= SEEDS[workers] and not d.diverged for d in found.values())
@@ -89,6 +89,10 @@ def test_a_variance_that_lives_misses_fewer_tasks_than_a_frozen_one_at_adamws_ra
         print(f"{workers} workers, {task}: {d}{', above the limit' if d.misses else ''}")
     missed = [task for task, d in found.items() if d.misses]
     print(f"{workers} workers: {len(missed)} of {len(found)} above 1 % or 0.05 dec (2 aimed at): {missed}")
+    frozen = [difference(RECORDS, view, task, "onebit-adam") for task in TASKS]
+    if all(frozen):
+        print(f"{workers} workers: a frozen one {sum(d.misses for d in frozen if d)}")
+        assert len(missed) < sum(d.misses for d in frozen if d)
     assert len(missed) <= MISSES[workers]
 
 

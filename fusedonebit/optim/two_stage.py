@@ -140,9 +140,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
-        if (
-            self._built and self._phase == "warmup" and self._is_corrected
-        ):  # new parameters' variance would have to be as well
+        # New parameters' variance would have to be corrected as well.
+        if self._built and self._phase == "warmup" and self._is_corrected:
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
