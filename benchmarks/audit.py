@@ -137,7 +137,7 @@ def bytes_per_block(ttir: str, loops: Loops) -> float:
         if match := re.search(r"%(\w+) = arith\.cmpi (\w+), %(\w+), %(\w+) : i\d", line):
             values[match.group(1)] = _compare(match.group(2), *(values.get(n, _assumed(n)) for n in match.groups()[2:]))
         if match := re.search(r"%(\w+) = arith\.andi %(\w+), %(\w+) : i1", line):
-            values[match.group(1)] = min(values[n] for n in match.groups()[1:])
+            values[match.group(1)] = min(values.get(n, 1) for n in match.groups()[1:])
         if match := re.search(r"tt\.(load|store) (.*?) : (.*?) loc", line):
             total += times * _size(match.group(3))
         if "} else {" in line:

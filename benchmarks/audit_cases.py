@@ -24,6 +24,8 @@ UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 FOLLOWED = {"worker_sq": "*fp32"}
+SIDE = dict.fromkeys(("compensated", "scale", "settled"), "*fp32") | {"exp_avg_sq": "*fp32"}
+CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": True}
 STOCHASTIC = {"rounding": "*i64"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
@@ -172,6 +174,12 @@ CASES = {
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
     "rebuild_momentum": Case("rebuild_momentum"),
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
+    "tell_squares": Case("tell_squares", halves=2),
+    "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
+    **{f"average_squares, W={n}": Case("average_squares", loops=n, share=1) for n in (2, 8, 64)},
+    "renew": Case("renew", CARRIES),
+    "renew, bf16 variance": Case("renew", CARRIES | {"exp_avg_sq": "*bf16"}),
+    "renew, server": Case("renew", SIDE),
     "lion_compress": Case("lion_compress", WEIGHED, halves=2),
     "lion_compress, bf16": Case("lion_compress", WEIGHED | BF16, halves=2),
 }
@@ -182,6 +190,11 @@ VARIANTS = {
     "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
     "advance, adds up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"} | MOVED),
     "advance, begins to add up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "BEGINS": True} | MOVED),
+    "tell_squares, mixed, of a scaled loss": Case("tell_squares", MIXED | {"factor": "*fp32"}, halves=2),
+    "renew_levels": Case("renew_levels", {"absent": "*u8"}, loops=(1, 1, 1)),
+    "renew_levels, of whole tensors": Case("renew_levels", {"sums": "*fp64"}, loops=(1, 1, 1)),
+    "renew, ternary": Case("renew", CARRIES | {"TERNARY": True}),
+    "renew, undivided": Case("renew", {"exp_avg_sq": "*fp32", "WRITES": True}),
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
     "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
     "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
@@ -256,7 +269,7 @@ VARIANTS = {
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale")
+PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale", "renew_levels")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")

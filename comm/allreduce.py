@@ -26,20 +26,20 @@ from ..triton_kernels import (
     ScaleScope,
     live_table,
     momentum_compress,
+    renew,
     server_reduce,
 )
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.squares import Projections, change_unit, project
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .feedback import NOWHERE, Looks, Unit
+from .feedback import Unit
 from .message import Messages, Told
 from .partition import Part
 from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
-from .squares import Logarithms, average_squares
+from .squares import NOWHERE, Looks, Rows, SharedSquares
 from .transport import LocalTransport, Transport
 
 
@@ -123,7 +123,7 @@ class CompressedAllReduce(Receiver):
             residual = torch.zeros(layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual, self.server_residual = compensated, residual
         self.worker_sq = worker_sq
-        self._projections: Tensor | None = None  # of the gradients just compressed
+        self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
@@ -188,11 +188,6 @@ class CompressedAllReduce(Receiver):
             looks: What besides it does with gradients.
         """
         grads = self.part.gradients(tensors)
-        if looks.projects is not None:
-            self._projections = torch.empty(Projections.of(self.layout).starts[-1], device=self.device)
-            where = self.layout, self.part.elements.start
-            live = self.live.bits, self.live.row
-            project(grads, *where, looks.factor, looks.projects, *live, self._projections)
         momentum_compress(
             grads,
             self.layout.sizes,
@@ -213,55 +208,65 @@ class CompressedAllReduce(Receiver):
             self.hold,
             self.worker_sq,
         )
+        if looks.projects is not None and self.squares is not None and self.worker_sq is not None:
+            self.squares.tell(grads, self.worker_sq, looks, self.part.blocks.start, self.live)
 
-    def exchange_projections(self) -> Tensor:
-        """Return the mean over the ranks of the last projections, float32 [``Projections``]; once."""
-        assert self._projections is not None
-        means, self._projections = self._projections, None
-        self.transport.all_reduce(means)
-        return means.div_(self.transport.world_size)
-
-    def exchange_squares(self) -> Logarithms:
-        """Return the mean over the ranks of ``worker_sq``."""
-        assert self.worker_sq is not None
-        return average_squares(self.layout, self.transport, self.worker_sq)
-
-    def change_part(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
+    @property
+    def means(self) -> Rows:
         """See ``OnePart``."""
-        self._change_side(self.worker, self.gathered.bits, slice(0, self.layout.n_blocks), unit, v, logs, tops)
-        for server in self.sides[1:]:  # it keeps no momentum
-            self._change_side(server, None, self._own, unit, v, logs, tops)
+        assert self.squares is not None
+        return self.squares.means
 
-    def _change_side(
+    def share_part(self) -> None:
+        """See ``OnePart``."""
+        assert self.squares is not None
+        self.squares.exchange(self.transport)
+
+    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
+        """See ``OnePart``."""
+        blocks = slice(0, self.layout.n_blocks)
+        v, means = v[self.part.elements], (self.means.logs, self.means.tops)
+        if unit.divides:
+            for server in self.sides[1:]:  # it keeps no momentum
+                rank = self.transport.rank
+                chunk, own = v.view(self.layout.world_size, -1)[rank], (means[0][rank:][:1], means[1][rank:][:1])
+                self._renew(self._own, unit, chunk, own, server, None, None, False)
+            self._renew(blocks, unit, v, means, self.worker, self.gathered.bits, self.scale, writes)
+        elif writes:
+            self._renew(blocks, unit, v, means, None, None, None, writes)
+        if self.squares is not None:
+            self.squares.forget()
+
+    def _renew(
         self,
-        side: ErrorFeedback,
-        bits: Tensor | None,
         blocks: slice,
         unit: Unit,
         v: Tensor,
-        logs: Tensor,
-        tops: Tensor,
+        means: tuple[Tensor, Tensor],
+        side: ErrorFeedback | None,
+        bits: Tensor | None,
+        scale: Tensor | None,
+        writes: bool,
     ) -> None:
-        """Change the unit of what a side keeps of these blocks, and of the momentum with it."""
-        block_size = self.layout.block_size
-        elements = slice(blocks.start * block_size, blocks.stop * block_size)
-        side.settled += side.scale
-        change_unit(
-            block_size,
-            side.compensated,
-            side.scale,
-            self.gathered.bits.dim() == 3,
+        """Renew v of these blocks, and the unit of what a ``side`` keeps of them; others as for the op ``renew``."""
+        c, s, settled = (None, None, None) if side is None else (side.compensated, side.scale, side.settled)
+        renew(
+            self.layout.block_size,
+            c,
+            s,
+            settled,
             bits,
-            self.scale,
+            scale,
+            self.gathered.bits.dim() == 3,
             unit.eps_inside_sqrt,
             unit.coef,
             self.block_tensor[blocks],
-            v[elements],
-            logs[elements],
-            tops[blocks],
-            unit.tables,
+            v,
+            *means,
+            unit.factors,
             self.live.bits,
             self.live.row[blocks],
+            writes,
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:

@@ -12,27 +12,15 @@ from torch import Tensor
 
 from ..triton_kernels import SCALE_NORMS, Coef, FlatLayout, LiveTable, rules
 from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
-from ..triton_kernels.squares import projected_squares
+from ..triton_kernels.tables import BlockTables
 from .absent import Kept
 from .error_feedback import ErrorFeedback
 from .message import Limit, Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Reducer
 from .shards import ShardGroup
-from .squares import Logarithms
+from .squares import Rows, by_tensor
 from .transport import Transport
-
-
-class Looks(NamedTuple):
-    """What is done with gradients besides compressing them: what renewals of a variance need."""
-
-    projects: Tensor | None = None
-    """Where they are projected on random signs the number of updates done, int64 []; else None."""
-    factor: Tensor | None = None
-    """What gradients are multiplied with before: float32 [1]; None: nothing."""
-
-
-NOWHERE = Looks()
 
 
 class Unit(NamedTuple):
@@ -41,8 +29,10 @@ class Unit(NamedTuple):
     coef: Tensor
     """float32 [tensors, columns of ``Coef``]."""
     eps_inside_sqrt: bool
-    tables: Tensor
-    """float32 [3, tensors], see ``squares.renewed``."""
+    factors: Tensor
+    """float32 [3, tensors], as ``renew_levels`` writes it."""
+    divides: bool
+    """Whether what is compressed is divided by the variance's root: else only that is renewed."""
 
 
 class OnePart(Protocol):
@@ -72,14 +62,15 @@ class OnePart(Protocol):
     def squares_of_result(self) -> Tensor:
         """Return the square of the result's norm by block: float64 [B]."""
 
-    def exchange_projections(self) -> Tensor:
-        """Return the mean over the ranks of the last projections, float32 [``Projections``]."""
+    @property
+    def means(self) -> Rows:
+        """Return the mean of what all ranks have told of their squares."""
 
-    def exchange_squares(self) -> Logarithms:
-        """Return the mean over the ranks of ``worker_sq``."""
+    def share_part(self) -> None:
+        """Make ``means``."""
 
-    def change_part(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
-        """Do what ``FeedbackReducer.change_unit`` does of this part, but for the result's scale; v float32 [P]."""
+    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
+        """Do what ``FeedbackReducer.renew`` does of this part; v of the whole index space is written if asked."""
 
 
 class FeedbackReducer(Reducer):
@@ -93,6 +84,7 @@ class FeedbackReducer(Reducer):
         server_residual: That of the chunks which it serves: float32.
         kept: What ``restore`` puts back.
         worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
+        sums: What ``share_squares`` has found, equal on all ranks: ``renew_levels``' first two arguments.
         serves: Whether this rank is a server besides, with residuals of its own.
     """
 
@@ -104,7 +96,9 @@ class FeedbackReducer(Reducer):
     kept: list[Kept]
     layout: FlatLayout
     worker_sq: Tensor | None
+    sums: tuple[Tensor, Tensor]
     serves: bool = True
+    _launch_tables: BlockTables
 
     @property
     @abstractmethod
@@ -149,43 +143,29 @@ class FeedbackReducer(Reducer):
             assert part.worker_sq is not None
             part.worker_sq.copy_(squares[part.part.elements])
 
-    def projected_squares(self) -> Tensor:
-        """Return by tensor the sum of the squares of the mean gradient's projections: float64 [tensors].
+    def share_squares(self) -> None:
+        """Average over the ranks ``worker_sq`` and the projections of gradients that ``compress`` was told to make.
 
-        Of the gradients that ``compress`` was told to project, on average |mean g|^2. Equal on all ranks.
+        Raises:
+            CollectiveError: if a collective fails.
         """
-        by_block = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.scale.device)
         for part in self.parts:
-            by_block[part.part.blocks] = projected_squares(part.exchange_projections(), part.part.layout)
-        return self._by_tensor(by_block)
+            part.share_part()
+        sums, first = self._gathered_sums(), self._launch_tables.first_block
+        self.sums = (sums, first) if self.shards.count == 1 else by_tensor(sums, first, self.shards)
 
-    def _by_tensor(self, by_block: Tensor) -> Tensor:
-        sums = by_block.new_zeros(len(self.layout.sizes))
-        return sums.index_add_(0, self.block_tensor, by_block)
+    def _gathered_sums(self) -> Tensor:
+        """Return servers' sums of all parts, float32 [chunks, 3, blocks of a chunk]."""
+        sums = [part.means.sums for part in self.parts]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def mean_squares(self) -> tuple[Tensor, Tensor]:
-        """Return the mean over the ranks of ``worker_sq``, as ``encode`` writes it: uint8 [P] and uint8 [B]."""
-        device = self.scale.device
-        logs, tops = (torch.empty(n, dtype=torch.uint8, device=device) for n in (self.layout.numel, len(self.scale)))
-        for part in self.parts:
-            mean = part.exchange_squares()
-            logs[part.part.elements], tops[part.part.blocks] = mean.logs.reshape(-1), mean.tops.reshape(-1)
-        return logs, tops
-
-    def change_unit(self, unit: Unit, v: Tensor, logs: Tensor, tops: Tensor) -> None:
-        """Bring momentum and residuals to the unit of the next v, of which nothing is written here.
+    def renew(self, unit: Unit, v: Tensor) -> None:
+        """Write the next v, float32 or bfloat16 [P], and bring momentum and residuals to its unit.
 
         The momentum becomes part of the workers' residuals: the result is zero until the next step.
-
-        Args:
-            unit: What they are divided by.
-            v: The variance in whose unit they are, float32 or bfloat16 [P].
-            logs, tops: What ``mean_squares`` returns.
         """
         for part in self.parts:
-            here, blocks = part.part.elements, part.part.blocks
-            part.change_part(unit, v[here], logs[here], tops[blocks])
-        self.scale.zero_()
+            part.renew_part(unit, v)
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table
+from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table, renew
 from ..triton_kernels.headers import CHECKED, Word, union
 from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
@@ -34,7 +34,7 @@ from .absent import Kept, absence, absent_on_all
 from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .error_feedback import SideOfParts
-from .feedback import FeedbackReducer
+from .feedback import FeedbackReducer, Unit
 from .message import Messages, Told
 from .partition import NodePart, Part
 from .receiver import Receiver
@@ -81,7 +81,8 @@ class PartedAllReduce(FeedbackReducer):
         self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
         most = max(n for _, n in slots)
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
-        self.block_tensor = tables_of(layout, device).tensor
+        self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
+        self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = torch.zeros(len(here), layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual = compensated
@@ -297,11 +298,17 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
 
-    def _by_tensor(self, by_block: Tensor) -> Tensor:
-        return ShardGroup(self.inside).sum(super()._by_tensor(by_block))
+    def _gathered_sums(self) -> Tensor:
+        own = self.parts[0].means
+        whole = own.buffer.new_empty(self.layout.world_size, own.buffer.shape[1])
+        self.inside.all_gather(whole.view(self.count, -1), own.buffer.view(1, -1))
+        self._means = own.like(whole)
+        return self._means.sums
 
-    def mean_squares(self) -> tuple[Tensor, Tensor]:
-        logs, tops = super().mean_squares()
-        for whole, own in ((logs, logs[self._part.elements]), (tops, tops[self._part.blocks])):
-            self.inside.all_gather(whole.view(self.count, -1), own.clone().view(1, -1))
-        return logs, tops
+    def renew(self, unit: Unit, v: Tensor) -> None:
+        if unit.divides:
+            self.parts[0].renew_part(unit, v, False)
+            self.scale.zero_()
+        how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef, self.block_tensor
+        means, live = (self._means.logs, self._means.tops), (self.live.bits, self.live.row)
+        renew(self.layout.block_size, *(None,) * 5, *how, v, *means, unit.factors, *live, True)

@@ -1,62 +1,172 @@
-"""Averages squares that workers keep of their own gradients, as logarithms of 8 bits: alltoall, mean, allgather.
+"""Averages squares that workers keep of their own gradients, and projections of these: alltoall, mean, allgather.
 
-Two collectives, as for bits: each rank averages its chunk, on which all others' then agree. A block's largest octave
-travels beside its elements' logarithms, so that no rank needs to know how large another's squares are.
+Two collectives, as for bits: each rank averages its chunk, on which all others' then agree. A row is a chunk's
+logarithms, the octave of each of its blocks, and numbers: projections on the way to servers, sums of blocks back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout
-from ..triton_kernels.squares import average_logs, encode
+from ..triton_kernels import FlatLayout, LiveTable, average_squares, tell_squares
+from ..triton_kernels.projections import Projections
+from ..triton_kernels.renewal import SUMS
+from .message import ALIGNMENT
+from .shards import ShardGroup
 from .transport import Transport
 
 
-class Logarithms:
-    """Has room for the logarithms of ``chunks`` chunks of a layout, each a row of one message.
+class Looks(NamedTuple):
+    """What is done with gradients besides compressing them: what renewals of a variance need."""
+
+    projects: Tensor | None = None
+    """Where they are projected on random signs the number of updates done, int64 []; else None."""
+    factor: Tensor | None = None
+    """What gradients are multiplied with before: float32 [1]; None: nothing."""
+
+
+NOWHERE = Looks()
+
+
+class Rows:
+    """Has room for what is told of ``count`` chunks of a layout, each a row of one message.
+
+    Args:
+        layout: Whose chunks they are.
+        count: How many.
+        numbers: float32 numbers of each.
+        device: Where they lie.
 
     Attributes:
-        rows: uint8 [chunks, elements and blocks of a chunk].
+        buffer: uint8 [count, width].
     """
 
-    def __init__(self, layout: FlatLayout, chunks: int, device: torch.device) -> None:
-        self._layout, self._elements = layout, layout.chunk_numel
-        width = layout.chunk_numel + layout.blocks_per_chunk
-        self.rows = torch.empty(chunks, width, dtype=torch.uint8, device=device)
+    def __init__(self, layout: FlatLayout, count: int, numbers: int, device: torch.device) -> None:
+        self._elements, self._blocks = layout.chunk_numel, layout.blocks_per_chunk
+        self._first = -(-(self._elements + self._blocks) // ALIGNMENT) * ALIGNMENT
+        self._behind = self._first + 4 * numbers
+        width = -(-self._behind // ALIGNMENT) * ALIGNMENT
+        self.buffer = torch.empty(count, width, dtype=torch.uint8, device=device)
+
+    def like(self, buffer: Tensor) -> Rows:
+        """Return rows as wide as these that lie in ``buffer``."""
+        other = copy(self)
+        other.buffer = buffer
+        return other
 
     @property
     def logs(self) -> Tensor:
-        """Return those of elements, uint8 [chunks, elements]."""
-        return self.rows[:, : self._elements]
+        """Return elements' logarithms, uint8 [count, elements]."""
+        return self.buffer[:, : self._elements]
 
     @property
     def tops(self) -> Tensor:
-        """Return those of blocks, uint8 [chunks, blocks]."""
-        return self.rows[:, self._elements :]
+        """Return blocks' octaves, uint8 [count, blocks]."""
+        return self.buffer[:, self._elements : self._elements + self._blocks]
 
-    def take(self, squares: Tensor) -> None:
-        """Encode float32 [chunks * elements]."""
-        for logs, tops, own in zip(self.logs, self.tops, squares.view(len(self.rows), -1), strict=True):
-            encode(own, tops, logs)
+    @property
+    def numbers(self) -> Tensor:
+        """Return the numbers, float32 [count, numbers]."""
+        return self.buffer[:, self._first : self._behind].view(torch.float32)
 
-    def mean(self, arrived: Tensor) -> None:
-        """Encode the mean of one chunk's rows, uint8 [W, width], added in the order of ranks: the only chunk here."""
-        elements = self._elements
-        average_logs(arrived[:, :elements], arrived[:, elements:], self.tops[0], self.logs[0])
+    @property
+    def sums(self) -> Tensor:
+        """Return servers' sums, float32 [count, 3, blocks], see ``average_squares``."""
+        return self.numbers.view(-1, SUMS, self._blocks)
 
 
-def average_squares(layout: FlatLayout, transport: Transport, squares: Tensor) -> Logarithms:
-    """Return the mean over the ranks of ``squares`` float32 [P], equal on all ranks.
+def by_tensor(sums: Tensor, first_block: Tensor, ranks: ShardGroup) -> tuple[Tensor, Tensor]:
+    """Return sums of whole tensors as if each were a block of one chunk, float64 [1, 3, tensors], and their places.
 
-    Raises:
-        CollectiveError: if a collective fails.
+    Args:
+        sums: float32 [chunks, 3, blocks], of those blocks that are here.
+        first_block: int32 [tensors + 1], where each tensor's begin.
+        ranks: Who has the others.
     """
-    sent = Logarithms(layout, layout.world_size, squares.device)
-    sent.take(squares)
-    gathered, served = torch.empty_like(sent.rows), Logarithms(layout, 1, squares.device)
-    transport.all_to_all(gathered, sent.rows)
-    served.mean(gathered)
-    transport.all_gather(sent.rows, served.rows)
-    return sent
+    tensors = len(first_block) - 1
+    rows = sums.transpose(1, 2).reshape(-1, SUMS).double()
+    whole = torch.segment_reduce(rows, "sum", offsets=first_block.long(), unsafe=True, initial=0.0)
+    places = torch.arange(tensors + 1, dtype=torch.int32, device=sums.device)
+    return ranks.sum(whole.T.reshape(1, SUMS, tensors)), places
+
+
+class SharedSquares:
+    """Tells other ranks of this one's squares, and hears of theirs; has memory for both only meanwhile.
+
+    Args:
+        layout: The flat index space, with a chunk for each rank.
+        rank: Of this one, which averages the chunk of that number.
+        device: Where everything lies.
+
+    Attributes:
+        sent: What this rank tells, a row for each server.
+        served: What it tells of the chunk that it averages.
+        means: The mean of what all tell, a row from each server, equal on all ranks.
+    """
+
+    sent: Rows
+    served: Rows
+    means: Rows
+
+    def __init__(self, layout: FlatLayout, rank: int, device: torch.device) -> None:
+        self._layout, self._device, self._projections = layout, device, Projections.of(layout).to(device)
+        self._own = slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk)
+
+    def tell(self, grads: Sequence[Tensor], squares: Tensor, looks: Looks, first_block: int, live: LiveTable) -> None:
+        """Write what is sent: arguments as of ``tell_squares``."""
+        layout, places = self._layout, self._projections
+        assert looks.projects is not None
+        self.sent = sent = Rows(layout, layout.world_size, places.width, self._device)
+        self._live = live
+        tell_squares(
+            grads,
+            layout.sizes,
+            layout.block_size,
+            squares,
+            looks.factor,
+            looks.projects,
+            first_block,
+            live.bits,
+            live.row,
+            places.share,
+            places.place,
+            sent.logs,
+            sent.tops,
+            sent.numbers,
+        )
+
+    def average(self, arrived: Tensor) -> None:
+        """Average this rank's chunk, of rows from all ranks, uint8 [W, width]."""
+        layout, live, places, own = self._layout, self._live, self._projections, self._own
+        rows = self.sent.like(arrived)
+        self.served = served = Rows(layout, 1, SUMS * layout.blocks_per_chunk, self._device)
+        where = live.bits, live.row[own], places.share[own], places.place[own]
+        told = rows.logs, rows.tops, rows.numbers
+        average_squares(layout.block_size, *told, *where, served.logs[0], served.tops[0], served.sums[0])
+
+    def exchange(self, transport: Transport) -> None:
+        """Average what all ranks tell.
+
+        Raises:
+            CollectiveError: if a collective fails.
+        """
+        arrived = torch.empty_like(self.sent.buffer)
+        transport.all_to_all(arrived, self.sent.buffer)
+        self.average(arrived)
+        gathered = self.served.buffer.new_empty(len(arrived), self.served.buffer.shape[1])
+        transport.all_gather(gathered, self.served.buffer)
+        self.hear(gathered)
+
+    def hear(self, gathered: Tensor) -> None:
+        """Take what all servers tell, uint8 [W, width]."""
+        self.means = self.served.like(gathered)
+        del self.sent, self.served
+
+    def forget(self) -> None:
+        """Give the memory of ``means`` back."""
+        del self.means

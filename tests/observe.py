@@ -42,21 +42,26 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
 
     Parameters x, momentum m, variance v, this rank's residual and its part of the servers'; of LAMB
     also its layers (c_avg, r, c), and of what rebuilds the gradients: the momentum applied last and
-    the fresh variance.
+    the fresh variance. Saving may renew a living variance, which puts the momentum into the residual: here it is still
+    what the step has made, and the residual what that has left.
     """
     params = parameters(optimizer)
+    momentum = flat([optimizer.momentum(p) for p in params])
     saved = optimizer.state_dict()
     states = per_tensor(optimizer, saved)
     compressed = optimizer.phase == "compression"
     state = {
         "x": flat(params),
-        "m": flat([optimizer.momentum(p) for p in params]),
+        "m": momentum,
         "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
         "worker_error": np.zeros(0, dtype=np.float32),
         "server_error": np.zeros(0, dtype=np.float32),
     }
     if isinstance(optimizer, OneBitOptimizer):
-        state["worker_error"] = flat([optimizer.worker_error(p) for p in params])
+        beta1s = [group["betas"][0] for group in optimizer.param_groups for _ in group["params"]]
+        moved = [b * torch.ones_like(p) for b, p in zip(beta1s, params, strict=True)]
+        moved = flat(moved) * (momentum - flat([optimizer.momentum(p) for p in params]))
+        state["worker_error"] = flat([optimizer.worker_error(p) for p in params]) - moved
     if compressed:
         state["server_error"] = flat([s["server_error"] / s.get("unit", 1.0) for s in states])
     for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit"):

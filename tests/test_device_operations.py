@@ -70,6 +70,9 @@ CASES = {
     "OneBitAdam, living, clips, scaler": Case(
         LIVING[0], LIVING[1] | CLIPS, 14, "compression", (12, 6), (12, 6), scaler=True
     ),
+    "OneBitAdam, living, tells squares": Case(*LIVING, 10, "compression", (13, 8), (13, 8)),
+    "OneBitAdam, living, renews": Case(*LIVING, 11, "compression", (14, 8), (13, 8)),
+    "OneBitAdam, living, renews and tells squares": Case(*LIVING, 4, "compression", (18, 12), (13, 8)),
     "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6)),
     "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),

@@ -6,6 +6,7 @@ import math
 from itertools import product
 
 import pytest
+import torch
 
 from benchmarks import lab_page
 from benchmarks.pages import DOCS
@@ -17,9 +18,11 @@ from fusedonebit.apps.lab.report import View, difference
 from fusedonebit.apps.lab.run import diverged, run
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import Messages
+from fusedonebit.comm.squares import Rows
 from fusedonebit.optim.living import LONGEST, SHARE_OF_AGE
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
-from fusedonebit.triton_kernels.squares import Projections
+from fusedonebit.triton_kernels.projections import Projections
+from fusedonebit.triton_kernels.renewal import SUMS
 
 RECORDS = Records(lab_page.RESULTS / "runs.jsonl")
 SEEDS = {4: 5, 16: 5}
@@ -107,7 +110,9 @@ def test_a_variance_that_lives_is_finite_where_adamw_is(by):
 def test_a_living_variance_sends_little_over_a_whole_run():
     """In the lab, whose messages are short, and as large models' are."""
     message = Messages.size(BERT.scale_slots("block")[1], BERT) * 2 * BERT.world_size / BERT.real_numel
-    renewal = 2 * 129 / 128 + 8 * Projections.of(BERT).starts[-1] / BERT.real_numel
+    numbers = Projections.of(BERT).width, SUMS * BERT.blocks_per_chunk
+    rows = sum(Rows(BERT, 1, count, torch.device("cpu")).buffer.nbytes for count in numbers)
+    renewal = rows * BERT.world_size / BERT.real_numel
     for optimizer, share in (("onebit-adam-living", 0.05), ("onebit-adam-living-0", 0.0)):
         runs = [r for key, r in RECORDS.found.items() if (key.optimizer, key.workers) == (optimizer, 4)]
         sent = sum(r["sent"] for r in runs) / len(runs)

@@ -20,6 +20,7 @@ from marsit_arguments import (
 )
 from parts_arguments import arguments_of as parts_arguments
 from reference_ops import Problem, packed, wide
+from renewal_arguments import average_arguments, level_arguments, renew_arguments, tell_arguments
 from scaling_arguments import scaling_arguments, squares_arguments
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,6 +96,10 @@ def example(name: str) -> list[tuple]:
         "add_values": [add_arguments(p, False), add_arguments(p, True, rounding=step)],
         "local_step": [local_step_arguments(p, way) for way in WAYS],
         "rebuild_momentum": [rebuild_arguments(p, False), rebuild_arguments(p, True, True)],
+        "tell_squares": [tell_arguments(p), tell_arguments(p, 0.5, 9)],
+        "average_squares": [average_arguments(p)],
+        "renew_levels": [level_arguments(p), level_arguments(p, absent=True, wide=True)],
+        "renew": [renew_arguments(p), renew_arguments(t, server=True), renew_arguments(p, divided=False)],
         "lion_compress": [lion_arguments(p), lion_arguments(p, hold=1)],
     }[name]
 

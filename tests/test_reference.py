@@ -27,7 +27,8 @@ from torch.nn import Parameter
 from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, reference
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.triton_kernels import FlatLayout
-from fusedonebit.triton_kernels.squares import Projections, random_signs
+from fusedonebit.triton_kernels.projections import Projections
+from fusedonebit.triton_kernels.squares import random_signs
 
 WORKERS, WARMUP, STEPS = 4, 10, 40
 SHAPES = [(16, 8), (256,), (2, 8, 8)]  # whole blocks of 128 elements, of which each worker serves one
@@ -142,7 +143,7 @@ def follow_adam(paper: ModuleType, name: str) -> Iterator[Seen]:
 def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
     s = paper.LivingState(model().double(), WORKERS, LAYERS)
     s.C, s.servers = partial(paper.compress, p=2), WORKERS
-    (beta1, beta2), last, due, before = ADAM["betas"], WARMUP, None, gradients(s.x, 0)
+    (beta1, beta2), last = ADAM["betas"], WARMUP
     for t in range(STEPS):
         g = gradients(s.x, t)
         if t < WARMUP:
@@ -151,12 +152,13 @@ def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
             continue
         if t == WARMUP:  # no bias correction: as if the warm-up had been endless
             paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.3)
-        elif due:
-            r = random_signs(torch.tensor(t - 1), 0, (1, ENDS[-1]))[0].double()
-            paper.renew(s, before, r, t - last, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
-            last = t
         paper.living_adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
-        due, before, unit = t + 1 - last >= max(1, (t + 1 - WARMUP) // 4), g, s.v.sqrt() + 1e-8
+        done, since = t + 1 - WARMUP, t + 1 - last
+        if since >= max(1, done // 4):
+            r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
+            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
+            last = t + 1
+        unit = s.v.sqrt() + 1e-8
         errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}
         yield {"x": s.x, "m": s.m * unit, "v": s.v} | errors
 

@@ -20,9 +20,11 @@ from .marsit_signs import merge_signs, pick_owned, place_owned
 from .parts import close_parts
 from .receive import receive
 from .reduce import server_reduce
+from .renewal import renew, renew_levels
 from .rounds import close_round
 from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .scaling import gradient_squares, scale_coefficients
+from .squares import average_squares, tell_squares
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import vote_op
@@ -46,6 +48,7 @@ __all__ = [
     "add_values",
     "advance",
     "apply_momentum",
+    "average_squares",
     "backend",
     "choose_block_size",
     "close_parts",
@@ -73,12 +76,15 @@ __all__ = [
     "place_owned",
     "rebuild_momentum",
     "receive",
+    "renew",
+    "renew_levels",
     "rewarm",
     "rule",
     "scale_coefficients",
     "server_reduce",
     "settle",
     "square_sums",
+    "tell_squares",
     "unpack",
     "update_sums",
     "using",

@@ -146,7 +146,7 @@ def renew_plainly(
     """Do what ``renew_kernel`` does, for all tensors."""
     values = groups.index_select(0, group_of)
     rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
-    power1 = _power_plainly(values[:, CORRECTION1], steps + 1)
+    power1 = plain_power(values[:, CORRECTION1], steps + 1)
     step_size, decay, _, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], power1, power1 * 0.0)
     step_size = step_size if mean_sq is None else rules.seen(step_size, mean_sq)
     for column, each in ((LR, rate), (STEP_SIZE, step_size), (DECAY, decay), (UNBIAS1, unbias)):
@@ -246,7 +246,7 @@ def count_plainly(
     return (taken if absent is None else taken & (absent == 0)).double()
 
 
-def _power_plainly(x: Tensor, t: Tensor) -> Tensor:
+def plain_power(x: Tensor, t: Tensor) -> Tensor:
     """beta^t, 0 where t is as good as infinite, float64."""
     few = t < MOST_STEPS
     n = torch.where(few, t, 0.0).long()
@@ -307,9 +307,7 @@ def advance(
     values = groups.index_select(0, group_of)
     made = steps + 1 if entered is None else (entered + int(renews)).clamp(min=1)
     rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
-    powers = _power_plainly(
-        torch.stack([values[:, CORRECTION1], values[:, CORRECTION2]]), torch.stack([steps + 1, made])
-    )
+    powers = plain_power(torch.stack([values[:, CORRECTION1], values[:, CORRECTION2]]), torch.stack([steps + 1, made]))
     step_size, decay, root, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], *powers)
     share, eps = values[:, ONE_MINUS_BETA1], values[:, EPS]
     if mean_sq is not None:

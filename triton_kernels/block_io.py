@@ -187,7 +187,7 @@ def keep_user(place, b, i, kept, inside, inside_row, STORED: tl.constexpr, BLOCK
 
 
 @jit()
-def _rounded(x, words, dtype: tl.constexpr):
+def rounded(x, words, dtype: tl.constexpr):
     """Rounds to nearest even, or bfloat16 stochastically where there are ``words``.
 
     By hand for bfloat16: Triton's interpreter would cut the bits off.
@@ -210,7 +210,7 @@ def _store_as(place, i, x, words, mask, dtype: tl.constexpr, STORED: tl.constexp
     pointer = address.to(tl.pointer_type(dtype)) + start
     if STORED >= ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, _rounded(x, words, dtype), mask=mask)
+    tl.store(pointer + i, rounded(x, words, dtype), mask=mask)
 
 
 @jit()

@@ -223,18 +223,6 @@ def followed(v, g, k):
 
 
 @rule
-def renewed(mean_sq, level, mean, least):
-    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
-    return tl.maximum(tl.where(mean_sq > 0, mean_sq * level, mean), least)
-
-
-@rule
-def in_unit(x, v, old, new):
-    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
-    return tl.where(v > 0, x * tl.div_rn(old, new), x)
-
-
-@rule
 def shared_or_own(v, own):
     """v; the worker's own where there is none yet."""
     return tl.where(v > 0, v, own)

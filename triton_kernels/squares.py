@@ -1,4 +1,4 @@
-"""Shares squares of gradients between workers: what a renewal of a living variance needs, in torch alone.
+"""Shares squares of gradients between workers: what each tells of its own, and a server's mean of what all have told.
 
 Of the mean gradient nobody but an average of floats knows the squares. What workers tell each other instead
 (docs/numerics.md, "A variance that lives"):
@@ -6,201 +6,269 @@ Of the mean gradient nobody but an average of floats knows the squares. What wor
     logarithms      of each worker's own squares, 8 bits an element; their mean has the variance's shape
     projections     of its gradient on random signs, alike on all workers, a float for ``SHARE`` elements; the square
                     of their mean is that of the mean gradient, on average
+
+Logarithms are those of ``encode``: next to the largest of their block, to within 1/16, over 32 octaves below it; what
+is smaller is 0.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from . import block_io as io
 from . import rules
-from .eager import gather, only_live, scaled, tiles
-from .layout import FlatLayout
-from .op import Bits, Floats, Indices, PerBlock, PerElement, Tensors, Variance
+from .eager import gather, only_live, square_sum, tiles
+from .jit import jit, rule, tl
+from .op import Bits, Counters, Floats, Indices, PerElement, Sizes, Tensors, op
+from .rules import LARGEST
 
-SHARE = 16
-"""Elements of which a projection is the sum, in tensors with as many projections as are wanted."""
-
-LEAST, MOST = 64, 2048
-"""Projections of a tensor: fewer are sums of fewer elements, since their squares' sum is too noisy; more, of more."""
-
-_MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
-_STEPS = 255  # logarithms above zero; 8 of them are an octave
-_LARGEST = (0x7F800000 >> _MANTISSA) - 1  # of finite numbers
+MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
+HALF = 1 << (MANTISSA - 1)
+STEPS = 255  # logarithms above zero; 8 of them are an octave
+HIGHEST = (0x7F800000 >> MANTISSA) - 1  # of finite numbers
+TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block
+FOLDS = 11  # halvings of a block until one is left, and one more: of the largest
 
 
-def encode(values: PerElement, tops: Bits, out: Bits) -> None:
-    """Writes numbers that are not negative as logarithms of 8 bits, next to the largest of their block.
+# ---------------------------------------------------------------- logarithms of 8 bits
 
-    To nearest, to within 1/16, over 32 octaves below the block's largest; what is smaller becomes 0.
+
+@rule
+def rounded_steps(u: int):
+    """Rounds the 32 bits of a number that is not negative to an eighth of an octave, but not to infinity."""
+    steps = (u + HALF) >> MANTISSA
+    return tl.where(steps > HIGHEST, HIGHEST, steps)
+
+
+@rule
+def octave_above(steps: int):
+    """The octave above the largest number of a block."""
+    return (steps + 7) >> 3
+
+
+@rule
+def below(steps: int, octave: int):
+    """Tells where a number lies in the 32 octaves below that one: 1 to 255, or 0 if it is smaller."""
+    found = steps - (octave * 8 - STEPS)
+    return tl.where(found > 0, found, 0)
+
+
+@rule
+def bits_above(log: int, octave: int):
+    """The 32 bits of the number of which ``below`` is ``log``."""
+    steps = log + (octave * 8 - STEPS)
+    return tl.where((log > 0) & (steps > 0), steps << MANTISSA, 0)
+
+
+def encode(values: Tensor, tops: Tensor, logs: Tensor) -> None:
+    """Writes rows of numbers that are not negative as logarithms of 8 bits.
 
     Args:
-        values: float32 [blocks * n], finite.
-        tops: uint8 [blocks], written: the octave above each block's largest number.
-        out: uint8 [blocks * n], written.
+        values: float32 [blocks, n], finite.
+        tops: uint8 [blocks], written: the octave above each row's largest number.
+        logs: uint8 [blocks, n], written.
     """
-    block_size = values.numel() // len(tops)
-    rows, logs = values.view(-1, block_size), out.view(-1, block_size)
-    for tile in tiles((values.numel(),), 1, block_size, values.device):
-        b = tile.blocks
-        steps = ((rows[b].view(torch.int32) + (1 << (_MANTISSA - 1))) >> _MANTISSA).clamp_(max=_LARGEST)
-        octave = (steps.amax(1) + 7) >> 3
-        tops[b] = octave.to(torch.uint8)
-        logs[b] = (steps - (octave * 8 - _STEPS)[:, None]).clamp_(min=0).to(torch.uint8)
+    steps = rounded_steps(values.view(torch.int32))
+    octave = octave_above(steps.amax(1))
+    tops.copy_(octave)
+    logs.copy_(below(steps, octave[:, None]))
 
 
-def decode(logs: Bits, tops: Bits) -> Tensor:
+def decode(logs: Tensor, tops: Tensor) -> Tensor:
     """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
-    base = tops.int() * 8 - _STEPS
-    steps = torch.where(logs == 0, 0, logs.int() + base[:, None]).clamp_(min=0)
-    return (steps << _MANTISSA).view(torch.float32)
+    return bits_above(logs.int(), tops.int()[:, None]).view(torch.float32)
 
 
-def average_logs(arrived_logs: Bits, arrived_tops: Bits, tops: Bits, out: Bits) -> None:
-    """Writes the mean of several workers' numbers as ``encode`` does; they are added in the order of workers.
+@jit()
+def store_logs(x, logs, top):
+    """Does as ``encode`` of one block; returns what ``decode`` would."""
+    steps = rounded_steps(x.to(tl.int32, bitcast=True))
+    octave = octave_above(tl.max(tl.max(steps, axis=1), axis=0))
+    log = below(steps, octave)
+    tl.store(top, octave.to(tl.uint8))
+    tl.store(logs, log.to(tl.uint8))
+    return bits_above(log, octave).to(tl.float32, bitcast=True)
+
+
+@jit()
+def load_logs(logs, top):
+    """Does as ``decode`` of one block."""
+    return bits_above(tl.load(logs).to(tl.int32), tl.load(top).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+# ---------------------------------------------------------------- what a worker tells
+
+
+@jit()
+def signed(x, seed, word, BLOCK_SIZE: tl.constexpr):
+    """A block with random signs: a hashed word has those of 32 elements."""
+    w = word.to(tl.uint32) + tl.arange(0, BLOCK_SIZE // 32).to(tl.uint32)
+    bits = (rules.mixed(w ^ seed)[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
+    lines = tl.reshape(x, [BLOCK_SIZE // 32, 32])
+    return tl.reshape(tl.where(bits != 0, rules.negative(lines), lines), [BLOCK_SIZE])
+
+
+@jit()
+def store_sums(x, share, at, BLOCK_SIZE: tl.constexpr):
+    """Adds neighbours of x [BLOCK_SIZE], again and again, and stores the sums of ``share`` elements."""
+    for fold in tl.static_range(0, FOLDS):
+        if (BLOCK_SIZE >> fold) > 0:
+            if share == 1 << fold:
+                tl.store(at + tl.arange(0, BLOCK_SIZE >> fold), x + 0.0)  # no -0.0
+            if (BLOCK_SIZE >> fold) > 1:
+                x = tl.sum(tl.reshape(x, [BLOCK_SIZE >> (fold + 1), 2]), axis=1)
+
+
+@jit()
+def tell_squares_kernel(
+    grads_table, tensors, worker_sq, factor, updates, first_block, block_tensor, block_start, live, live_row, share,
+    place, logs, logs_stride, tops, tops_stride, projections, projections_stride, blocks_per_chunk,
+    GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: g, 4 for the squares, 1 for the logarithm; a projection's 4 for its share."""
+    b = tl.program_id(0).to(tl.int64)
+    i = io.elements(BLOCK_SIZE)
+    chunk = b // blocks_per_chunk
+    own = b - chunk * blocks_per_chunk
+    squares = tl.load(worker_sq + b * BLOCK_SIZE + i)
+    store_logs(squares, logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
+    t = tl.load(block_tensor + b)
+    row = tl.load(live_row + b)
+    place_of = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    mask = io.counting(live, row, i, BLOCK_SIZE)
+    g = io.only_active(io.load_user(place_of, i, mask, row, GRADS), mask, row)
+    if factor is not None:
+        g = g * tl.load(factor)
+    word = (first_block + b) * (BLOCK_SIZE // 32)
+    lower = updates.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
+    seed = rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
+    x = signed(g, seed, word, BLOCK_SIZE)
+    at = projections + chunk * projections_stride + tl.load(place + b)
+    store_sums(x, tl.load(share + b), at, BLOCK_SIZE)
+
+
+@op(
+    tell_squares_kernel,
+    writes=("logs", "tops", "projections"),
+    derive={"blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs))},
+)
+def tell_squares(
+    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: PerElement, factor: Floats | None, updates: Counters,
+    first_block: int, live: Bits, live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits,
+    projections: Floats,
+) -> None:  # fmt: skip
+    """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
+
+    A projection is a sum of neighbours' sums; its signs are a function of the number of ``updates`` and of the
+    elements' places, the same on all ranks.
 
     Args:
-        arrived_logs, arrived_tops: uint8 [W, blocks * n] and [W, blocks].
-        tops, out: As for ``encode``.
+        grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
+        worker_sq: float32 [P], the EMA of their squares.
+        factor: What gradients are multiplied with, float32 [1]; None: nothing.
+        updates: int64 [].
+        first_block: Index of the first block here in all of the index space.
+        live, live_row: The active mask: elements that count.
+        share, place: int32 [B], see ``Projections``.
+        logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``encode``.
+        projections: float32 [chunks, projections], written.
     """
-    blocks, share = len(tops), 1.0 / len(arrived_logs)
-    logs = arrived_logs.view(len(arrived_logs), blocks, -1)
-    for tile in tiles((out.numel(),), 1, logs.shape[2], out.device):
-        b = tile.blocks
-        total = decode(logs[0, b], arrived_tops[0, b]) * share
-        for own, top in zip(logs[1:, b], arrived_tops[1:, b], strict=True):
-            total += decode(own, top) * share
-        encode(total.view(-1), tops[b], out.view(blocks, -1)[b].view(-1))
+    for tile in tiles(sizes, len(logs), block_size, worker_sq.device, len(live_row)):
+        b, first = tile.blocks, tile.chunk * tops.shape[1]
+        own = slice(b.start - first, b.stop - first)
+        encode(worker_sq.view(-1, block_size)[b], tops[tile.chunk, own], logs[tile.chunk].view(-1, block_size)[own])
+        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        g = g if factor is None else g * factor
+        x = g * random_signs(updates, first_block + b.start, (len(g), block_size))
+        for fold in range(block_size.bit_length()):
+            rows = (share[b] == 1 << fold).nonzero().flatten()
+            at = place[b][rows, None] + torch.arange(x.shape[1], device=x.device)
+            projections[tile.chunk, at.long()] = x[rows] + 0.0
+            x = x[:, ::2] + x[:, 1::2]
 
 
-def random_signs(updates: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
-    """Returns signs, float32 ``shape``, of elements from flat index ``start`` on, a multiple of 32.
-
-    A function of the number of ``updates``, int64 [], and of the element's place, nothing else: the same on all ranks.
-    """
-    word = torch.arange(start // 32, start // 32 + shape[0] * shape[1] // 32, device=updates.device)
+def random_signs(updates: Tensor, first_block: int, shape: tuple[int, int]) -> Tensor:
+    """Returns signs, float32 ``shape``, of blocks from ``first_block`` on: rows."""
+    words = shape[1] // 32
+    word = torch.arange(first_block * words, (first_block + shape[0]) * words, device=updates.device)
     seed = rules.block_seed(word >> 32, updates & rules.WORD)
     word = rules.mixed((word & rules.WORD) ^ seed)
     bits = (word[:, None] >> torch.arange(32, device=word.device)) & 1
     return (1.0 - 2.0 * bits.float()).view(shape)
 
 
-class Projections(NamedTuple):
-    """Says where the projections of a layout's tensors lie: a tensor's behind another's, of whole blocks."""
-
-    shares: tuple[int, ...]
-    """Elements of which one is the sum, by tensor: a power of two, at most a block."""
-    starts: tuple[int, ...]
-    """Where each tensor's begin, and behind the last how many there are."""
-
-    @classmethod
-    def of(cls, layout: FlatLayout) -> Projections:
-        """Places them."""
-        few, many = (
-            [1 << max(0, (size // wanted).bit_length() - 1) for size in layout.sizes] for wanted in (LEAST, MOST)
-        )
-        shares = tuple(min(layout.block_size, max(min(SHARE, f), m)) for f, m in zip(few, many, strict=True))
-        starts, first = [0], layout.first_block
-        for i, share in enumerate(shares):
-            starts.append(starts[-1] + (first[i + 1] - first[i]) * layout.block_size // share)
-        return cls(shares, tuple(starts))
+# ---------------------------------------------------------------- a server's mean
 
 
-def project(
-    grads: Tensors, layout: FlatLayout, start: int, factor: Floats | None, updates: Tensor, live: Bits,
-    live_row: Indices, out: Floats,
+@jit()
+def average_squares_kernel(
+    arrived_logs, arrived_logs_stride, arrived_tops, arrived_tops_stride, arrived_projections,
+    arrived_projections_stride, world_size, per_worker, live, live_row, share, place, logs, tops, sums, sums_stride,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of a chunk. Bytes per element: 1 for each worker's logarithm, 1 for the mean's."""
+    b = tl.program_id(0).to(tl.int64)
+    i = io.elements(BLOCK_SIZE)
+    lane = tl.arange(0, BLOCK_SIZE)
+    inside = lane < BLOCK_SIZE // tl.load(share + b)
+    own = arrived_logs + b * BLOCK_SIZE + i
+    top = arrived_tops + b
+    at = arrived_projections + tl.load(place + b) + lane
+    mean_sq = tl.zeros(i.shape, tl.float32)
+    projected = tl.zeros([BLOCK_SIZE], tl.float32)
+    for _ in range(world_size):
+        mean_sq += load_logs(own, top) * per_worker
+        projected += tl.load(at, mask=inside, other=0.0)
+        own += arrived_logs_stride
+        top += arrived_tops_stride
+        at += arrived_projections_stride
+    told = store_logs(mean_sq, logs + b * BLOCK_SIZE + i, tops + b)
+    row = tl.load(live_row + b)
+    told = io.only_active(told, io.counting(live, row, i, BLOCK_SIZE), row)
+    wide = (projected * per_worker).to(tl.float64)
+    tl.store(sums + TOTAL * sums_stride + b, tl.minimum(io.total_of(told), LARGEST).to(tl.float32))
+    tl.store(sums + ALIVE * sums_stride + b, io.count(told > 0).to(tl.float32))
+    tl.store(sums + PROJECTED * sums_stride + b, io.total_of(wide * wide).to(tl.float32))
+
+
+@op(
+    average_squares_kernel,
+    writes=("logs", "tops", "sums"),
+    derive={
+        "world_size": ("i32", lambda arrived_logs: len(arrived_logs)),
+        "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
+    },
+)
+def average_squares(
+    block_size: int, arrived_logs: Bits, arrived_tops: Bits, arrived_projections: Floats, live: Bits,
+    live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits, sums: Floats,
 ) -> None:  # fmt: skip
-    """Sums elements of a gradient with random signs, a few at a time (``Projections``).
+    """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
-        grads: Tensors of the layout's sizes, of any float dtype, dense; an empty one is zeros.
-        layout: Where they lie.
-        start: Flat index of the first block.
-        factor: What gradients are multiplied with, float32 [1]; None: nothing.
-        updates: int64 [], see ``random_signs``.
-        live, live_row: The active mask, as for ``momentum_compress``.
-        out: float32 [projections], written.
+        arrived_logs, arrived_tops, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
+        live, live_row, share, place: Of the blocks of the chunk.
+        logs, tops: uint8 [elements] and [blocks], written, see ``encode``.
+        sums: float32 [3, blocks], written: the sum of the means as they were rounded, how many are above 0, and the
+            square of the mean gradient's projections, infinite or NaN where any worker's is.
     """
-    places, block_size, first = Projections.of(layout), layout.block_size, layout.first_block
-    for tile in tiles(layout.sizes, 1, block_size, out.device, layout.n_blocks):
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-        g = g if factor is None else g * factor
-        signed = g * random_signs(updates, start + tile.start, (len(g), block_size))
-        for tensor, begin, end, flat in tile.spans:
-            row, share = (flat - tile.start) // block_size, places.shares[tensor]
-            rows = signed[row : row - (begin - end) // block_size]
-            at = places.starts[tensor] + (tile.blocks.start + row - first[tensor]) * block_size // share
-            out[at : at + rows.numel() // share] = rows.reshape(-1, share).sum(1, dtype=torch.float64).float()
-
-
-def projected_squares(projections: Floats, layout: FlatLayout) -> Tensor:
-    """Sums squares of projections by block: float64 [B]."""
-    sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=projections.device)
-    places, first = Projections.of(layout), layout.first_block
-    for i in range(len(layout.sizes)):
-        own = projections[places.starts[i] : places.starts[i + 1]]
-        if own.numel():
-            sums[first[i] : first[i + 1]] = own.view(first[i + 1] - first[i], -1).double().square_().sum(1)
-    return sums
-
-
-def renewed(mean_sq: Tensor, owner: Indices, tables: Floats, dtype: torch.dtype) -> Tensor:
-    """Returns v, float32 [blocks, n], as ``dtype`` represents it: the mean of workers' squares, brought to its level.
-
-    Args:
-        mean_sq: float32 [blocks, n].
-        owner: int32 [blocks], each block's tensor.
-        tables: float32 [3, tensors]: what squares are multiplied with, what v is where there are none, the least v.
-        dtype: float32 or bfloat16.
-    """
-    level, mean, least = tables[:, owner, None]
-    return rules.renewed(mean_sq, level, mean, least).to(dtype).float()
-
-
-def renew(
-    block_size: int, exp_avg_sq: Variance, logs: Bits, tops: Bits, tables: Floats, block_tensor: Indices, live: Bits,
-    live_row: Indices,
-) -> None:  # fmt: skip
-    """Writes ``renewed`` v, float32 or bfloat16 [n], from ``encode``'s logarithms; others as for ``change_unit``."""
-    v = exp_avg_sq.view(-1, block_size)
-    for tile in tiles((exp_avg_sq.numel(),), 1, block_size, exp_avg_sq.device):
+    per_worker = 1.0 / len(arrived_logs)
+    for tile in tiles((logs.numel(),), 1, block_size, logs.device, len(live_row)):
         b = tile.blocks
-        mean_sq = decode(logs.view(-1, block_size)[b], tops[b])
-        v[b] = only_live(renewed(mean_sq, block_tensor[b], tables, v.dtype), live, live_row, tile).to(v.dtype)
-
-
-def change_unit(
-    block_size: int, compensated: PerElement, scale: PerBlock, ternary: bool, bits: Bits | None,
-    exp_avg_scale: PerBlock, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance,
-    logs: Bits, tops: Bits, tables: Floats, live: Bits, live_row: Indices,
-) -> None:  # fmt: skip
-    """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
-
-    That is a residual e, and with it the momentum, as ``freeze`` puts it into ``compensated``: with both scales zero
-    the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.
-
-    Args:
-        compensated: float32 [n], read and written: c, of a worker or of a server.
-        scale: float32 [blocks], s of c; written: 0.
-        bits, exp_avg_scale: m of the last step, uint8 [chunks, ...] and float32 [blocks]; of a server None, and any.
-        exp_avg_sq: v, in which c still is, float32 or bfloat16 [n].
-        logs, tops, tables: What ``renewed`` makes the next v of.
-        block_size, eps_inside_sqrt, coef, block_tensor, live, live_row: As for ``momentum_compress``.
-    """
-    chunks = 1 if bits is None else len(bits)
-    flat, v, logs = (x.view(-1, block_size) for x in (compensated, exp_avg_sq, logs))
-    for tile in tiles((compensated.numel(),), chunks, block_size, compensated.device):
-        b, owner = tile.blocks, block_tensor[tile.blocks]
-        k, s = coef[owner], scale[b, None]
-        if bits is None:
-            kept = rules.residual(flat[b], s, ternary)
-        else:
-            m = scaled(bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
-            kept = rules.carried(m, flat[b], s, k, ternary)
-        mean_sq = decode(logs[b], tops[b])
-        old = rules.denominator(v[b].float(), k, eps_inside_sqrt)
-        new = rules.denominator(renewed(mean_sq, owner, tables, v.dtype), k, eps_inside_sqrt)
-        flat[b] = only_live(rules.in_unit(kept, v[b].float(), old, new), live, live_row, tile)
-    scale.zero_()
+        rows = [(own.view(-1, block_size)[b], top[b]) for own, top in zip(arrived_logs, arrived_tops, strict=True)]
+        mean_sq = torch.zeros(tile.numel // block_size, block_size, device=logs.device)
+        for own, top in rows:
+            mean_sq += decode(own, top) * per_worker
+        own, top = logs.view(-1, block_size)[b], tops[b]
+        encode(mean_sq, top, own)
+        told = only_live(decode(own, top), live, live_row, tile)
+        sums[TOTAL, b] = told.sum(1, dtype=torch.float64).clamp(max=LARGEST).float()
+        sums[ALIVE, b] = (told > 0).sum(1).float()
+        lane = torch.arange(block_size, device=logs.device)
+        inside, at = lane < (block_size // share[b])[:, None], place[b][:, None] + lane
+        projected = torch.zeros_like(mean_sq)
+        at = torch.where(inside, at, 0).long()
+        for each in arrived_projections:
+            projected += torch.where(inside, each[at], 0.0)
+        sums[PROJECTED, b] = square_sum(projected * per_worker).float()

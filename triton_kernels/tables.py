@@ -298,6 +298,11 @@ class BlockTables:
         """Tells which elements are no padding."""
         return live_table(self._layout).to(self._device)
 
+    @cached_property
+    def first_block(self) -> Tensor:
+        """Tells where each tensor's blocks begin, and behind the last where they end: int32 [tensors + 1]."""
+        return torch.tensor(self._layout.first_block, dtype=torch.int32).to(self._device)
+
 
 _block_tables: WeakValueDictionary[tuple[Any, ...], BlockTables] = WeakValueDictionary()
 

@@ -224,6 +224,11 @@ class CoefficientTable:
         self._versions = None  # what lies on the device may be for this one alone
         return table
 
+    @property
+    def last(self) -> Tensor:
+        """Return the table as it is now, which is the last step's: nothing is launched."""
+        return self._table
+
     def begin(self, renews: bool) -> None:
         """Take note that a step begins, and whether launches of its own renew the table, and count."""
         self.renews, self.counted, self._round = renews, False, _NO_ROUND
@@ -237,6 +242,10 @@ class CoefficientTable:
 
     def lend(self) -> None:
         """Take note that the step may write into the table from now on."""
+        self._versions = None
+
+    def forget(self) -> None:
+        """Make the table anew when it is next asked for: a kernel has changed what it is made of, which nobody sees."""
         self._versions = None
 
     def renewal(self) -> tuple[Tensor | int | None, ...]:

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm import FeedbackReducer, Flag, ShardGroup
+from ..comm import FeedbackReducer, ShardGroup
 from ..comm.feedback import Unit
+from ..core.options import CoefficientTable
 from ..core.telemetry import HostMirror
-from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance
-from ..triton_kernels.eager import only_live, tiles
-from ..triton_kernels.squares import decode, renew
+from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
+from ..triton_kernels.renewal import FACTORS, FOLLOWED, LEVEL, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
 
 LONGEST = 50
@@ -38,10 +38,8 @@ SHARE_OF_AGE = 4
 NOTICED_AFTER = 2
 """Steps until the host knows which tensors have come alive."""
 
-LEAST_COUNTS = 6
+LEAST_COUNTS = 8
 """Of a state's plain values; behind them are those that are on their way to the host."""
-
-LEVEL, WEIGHT, MEAN, FOLLOWED = range(4)  # rows of ``levels``
 
 
 class Owner(Protocol):
@@ -52,6 +50,7 @@ class Owner(Protocol):
     layout: FlatLayout
     device: torch.device
     reducer: FeedbackReducer
+    coefficients: CoefficientTable
     shards: ShardGroup
     live: LiveTable
     exp_avg_sq: Tensor
@@ -79,34 +78,35 @@ class LivingVariance:
         optimizer: Whose.
 
     Attributes:
-        levels: float32 [4, tensors]: the EMA of |mean g|^2, from 0; how much of its weights has been given; the mean of
-            v, 0 while a tensor waits for its first gradient; and the tensor's updates when the EMA was last followed.
+        levels: float32 [4, tensors], see ``renew_levels``.
         mean_sq: float64 [tensors], the mean again, for the table of coefficients.
         steps: Steps since the freeze.
         age: The same, or steps since tensors came alive.
         since: Steps since the last renewal.
         renewals: How many there were.
-        due: Whether the next step begins with a renewal.
+        due: Whether ranks share squares in the present step, of which the next one begins with a renewal.
     """
 
     def __init__(self, optimizer: Owner) -> None:
         tensors, device = max(1, len(optimizer.layout.sizes)), optimizer.device
         self.levels = torch.zeros(4, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._woken = torch.zeros(1, dtype=torch.int32, device=device)
-        self._mirror = HostMirror(device, NOTICED_AFTER)
+        self._factors = torch.zeros(FACTORS, tensors, device=device)
+        self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
+        self._mirror, self._known = HostMirror(device, NOTICED_AFTER), 0
         self._eases_after = 0
         self.steps = self.age = self.since = self.renewals = 0
-        self.due = False
+        self.due = self._told = self._renewed = False
 
     # ---------------------------------------------------------------- when
 
     def begin_step(self, optimizer: Owner) -> None:
         """Renew if it is time, and decide whether the next step does; the same on all ranks."""
-        if self.due:
-            self._renew(optimizer)
-        if any(self._mirror.push(self._woken if self.due else 0)):
-            self.age = 0
+        self.settle(optimizer)
+        for woken in self._mirror.push(self._woken if self._renewed else 0):
+            if woken > self._known:
+                self.age, self._known = 0, woken
+        self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
         self._ease(optimizer)
         self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
@@ -118,14 +118,17 @@ class LivingVariance:
 
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
-        woken = self._mirror.flush_pending()
-        return [self.steps, self._eases_after, self.age, self.since, self.renewals, int(self.due), *woken]
+        on_its_way = self._mirror.flush_pending()
+        counts = self.steps, self._eases_after, self.age, self.since, self.renewals
+        return [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]
 
     def resume(self, state: Sequence[int]) -> None:
         """Take up those, ``levels`` are filled apart."""
-        self.steps, self._eases_after, self.age, self.since, self.renewals, due, *woken = state
-        self.due = bool(due)
-        self._mirror.refill(woken)
+        self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
+        renewed, self._known, count, *on_its_way = woken
+        self._renewed, self._told = bool(renewed), False
+        self._woken.fill_(count)
+        self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
 
     # ---------------------------------------------------------------- what
@@ -146,64 +149,37 @@ class LivingVariance:
         optimizer.entered.masked_fill_((mean == 0) & (optimizer.own_steps == 0), 0.0)  # Adam corrects what is late
         self.steps = self.age = self.since = 0
         self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
-        self.due = False
+        self.due = self._told = self._renewed = False
         self._mirror.flush()
 
-    def follow(self, optimizer: Owner, coef: Tensor) -> None:
-        """Let the level follow the gradients of the step just made, which were projected; unless it was skipped.
+    def share(self, optimizer: Owner) -> None:
+        """Tell the other ranks of the squares of the gradients of the step just made, and hear of theirs."""
+        reducer = optimizer.reducer
+        reducer.share_squares()
+        self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
+        self._flags, self._told = reducer.flags, True
 
-        One that only the guard refuses counts: a variance that is too small would be refused again and again.
-        """
-        squares = optimizer.shards.sum(optimizer.reducer.projected_squares())
-        level, weight, _, followed = self.levels.double()
-        done = optimizer.own_steps + 1.0
-        kept = coef[:, Coef.BETA2].double() ** (done - followed).clamp(min=1.0)
-        taken = ((optimizer.reducer.flags & ~int(Flag.VETO)) == 0) & squares.float().isfinite()
-        if optimizer.reducer.absent is not None:
-            taken &= ~optimizer.reducer.absent
-        new = torch.stack([kept * level + (1 - kept) * squares, kept * weight + (1 - kept), self.mean_sq, done])
-        self.levels.copy_(torch.where(taken, new, self.levels.double()))
-
-    def _renew(self, optimizer: Owner) -> None:
-        reducer, v = optimizer.reducer, optimizer.exp_avg_sq
-        logs, tops = reducer.mean_squares()
-        tables = self._tables(optimizer, logs, tops)
-        coef, block_size = optimizer.coefficient_table(), optimizer.layout.block_size
-        if optimizer.options.precondition:
-            reducer.change_unit(Unit(coef, optimizer.options.eps_inside_sqrt, tables), v, logs, tops)
-        renew(block_size, v, logs, tops, tables, optimizer.block_tensor, optimizer.live.bits, optimizer.live.row)
+    def settle(self, optimizer: Owner) -> None:
+        """Renew v of what was shared in the last step, if anything was. Changes no later step."""
+        if not self._told:
+            return
+        self._told, self._renewed = False, True
+        options, reducer = optimizer.options, optimizer.reducer
+        coef, entered = optimizer.coefficients.last, optimizer.entered
+        told = *reducer.sums, coef, optimizer.own_steps, self._flags, self._absent, options.least_share
+        renew_levels(*told, self.levels, self.mean_sq, entered, self._woken, self._factors)
+        optimizer.coefficients.forget()
+        unit = Unit(coef, options.eps_inside_sqrt, self._factors, options.precondition)
+        reducer.renew(unit, optimizer.exp_avg_sq)
         optimizer.weigh_guard()
         self.since = 0
         self.renewals += 1
 
-    def _tables(self, optimizer: Owner, logs: Tensor, tops: Tensor) -> Tensor:
-        """Return what the new v is made of by tensor, see ``renewed``; note which tensors have come alive."""
-        sums, alive, live = self._sums(optimizer, logs, tops)
-        level = self.levels[LEVEL].double() / self.levels[WEIGHT].double()
-        level = torch.where((sums > 0) & (level > 0), level, 0.0)  # else there is nothing to divide by yet
-        mean = level / alive.clamp(min=1.0)
-        floor = optimizer.options.least_share
-        tables = torch.stack([level / torch.where(sums > 0, sums, 1.0), mean, mean * floor]).float()
-        self._woken.fill_(((level > 0) & (self.mean_sq == 0) & (live > 0)).any())
-        self.levels[MEAN] = mean
-        self.mean_sq.copy_(self.levels[MEAN])
-        optimizer.entered.masked_fill_(mean > 0, torch.inf)
-        return tables
-
-    def _sums(self, optimizer: Owner, logs: Tensor, tops: Tensor) -> tuple[Tensor, ...]:
-        """Return by tensor the sum of the workers' mean squares, how many are above 0, and how many elements count."""
-        layout, live = optimizer.layout, optimizer.live
-        by_block = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=optimizer.device)
-        for tile in tiles((layout.numel,), 1, layout.block_size, optimizer.device):
-            mean_sq = decode(logs.view(-1, layout.block_size)[tile.blocks], tops[tile.blocks])
-            mean_sq = only_live(mean_sq, live.bits, live.row, tile)
-            by_block[0, tile.blocks] = mean_sq.sum(1, dtype=torch.float64)
-            by_block[1, tile.blocks] = (mean_sq > 0).sum(1).double()
-        return tuple(self._by_tensor(optimizer, each) for each in (*by_block, live.numel.double()))
-
     def _by_tensor(self, optimizer: Owner, by_block: Tensor) -> Tensor:
-        sums = torch.zeros_like(self.mean_sq).index_add_(0, optimizer.block_tensor, by_block)
-        return optimizer.shards.sum(sums)
+        """Sum float64 [B] by tensor, in order: equal on all ranks."""
+        blocks = torch.tensor(optimizer.layout.first_block, device=by_block.device)
+        here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
+        return optimizer.shards.sum(here)
 
     def waiting(self, optimizer: Owner) -> list[int]:
         """Return indices of tensors that wait for their first gradient; reads from the device."""
@@ -212,4 +188,4 @@ class LivingVariance:
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""
-        return [self.levels, self.mean_sq, self._woken]
+        return [self.levels, self.mean_sq, self._woken, self._factors]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag, Told
-from ..comm.feedback import NOWHERE, Looks
 from ..comm.reducer import Compress
+from ..comm.squares import NOWHERE, Looks
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import Made
 from ..core.overlap import make_reducer
@@ -205,7 +205,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             told = told._replace(limit=self._guard.limit_of(coef))
         still = super()._synchronise(compress, told, coef)
         if self.living is not None and self.living.due:
-            self.living.follow(self, coef)
+            self.living.share(self)
         return still
 
     def _advance(self, flags: Tensor) -> None:
@@ -359,6 +359,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def settle(self) -> None:
         if self.compressed:
+            if self.living is not None:
+                self.living.settle(self)
             self.reducer.settle()
 
     def _held(self) -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...comm import CompressedAllReduce, Told
+from ...comm.feedback import Unit
 from ...comm.reducer import Compress
-from ...comm.squares import Logarithms
 from ...comm.transport import CountingTransport, Pending, Waiting
 from ...optim.two_stage import OneBitOptimizer
 from ...optim.zero_one import ZeroOneAdam
@@ -115,32 +115,23 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in self.ranks:
             CompressedAllReduce.follow(rank, squares)
 
-    def exchange_projections(self) -> Tensor:
+    def share_part(self) -> None:
         """See ``OnePart``."""
-        means = [CompressedAllReduce.exchange_projections(rank) for rank in self.ranks]
-        total = means[0]
-        for each in means[1:]:
-            total += each
-        return total / len(means)
+        all_of_them = [rank.squares for rank in self.ranks if rank.squares is not None]
+        sent = torch.stack([squares.sent.buffer for squares in all_of_them])
+        for number, squares in enumerate(all_of_them):
+            squares.average(sent[:, number])
+        served = torch.cat([squares.served.buffer for squares in all_of_them])
+        for squares in all_of_them:
+            squares.hear(served)
+        self.transport.traffic.add((self.layout.world_size - 1) * (sent[0, 0].nbytes + served[0].nbytes))
 
-    def exchange_squares(self) -> Logarithms:
+    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
         """See ``OnePart``."""
-        sent = [Logarithms(self.layout, self.layout.world_size, self.device) for _ in self.ranks]
-        for logarithms, rank in zip(sent, self.ranks, strict=True):
-            assert rank.worker_sq is not None
-            logarithms.take(rank.worker_sq)
-        rows = torch.stack([logarithms.rows for logarithms in sent])
-        for chunk in range(len(sent)):
-            served = Logarithms(self.layout, 1, self.device)
-            served.mean(rows[:, chunk])
-            sent[0].rows[chunk] = served.rows[0]
-        self.transport.traffic.add(2 * (self.layout.world_size - 1) * sent[0].rows[0].nbytes)
-        return sent[0]
-
-    def change_part(self, *how: Any) -> None:
-        """See ``OnePart``."""
-        for rank in self.ranks:
-            CompressedAllReduce.change_part(rank, *how)
+        scale = self.scale.clone()  # of the result, which all have
+        for rank in reversed(self.ranks):
+            self.scale.copy_(scale)
+            CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
 
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""

@@ -1,0 +1,263 @@
+"""Renews a living variance: from what workers have told of their squares to the next v, in whose unit all then is."""
+
+from __future__ import annotations
+
+import torch
+
+from . import block_io as io
+from . import headers, rules
+from .advance import plain_power, power
+from .eager import only_live, scaled, tiles
+from .jit import jit, rule, tl
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Table, Variance, op
+from .rules import BETA2, COLUMNS, INFINITY, LARGEST
+from .squares import ALIVE, PROJECTED, TOTAL, decode, load_logs
+
+LEVEL, WEIGHT, MEAN, FOLLOWED = 0, 1, 2, 3  # rows of ``levels``
+FACTOR, USUAL, LEAST = 0, 1, 2  # rows of ``factors``
+FACTORS = 3
+VETO = headers.VETO
+SUMS = 3  # rows of what servers tell of a block
+
+
+# ---------------------------------------------------------------- formulas
+
+
+@rule
+def followed_level(level, weight, kept, square):
+    """The EMA of |mean g|^2, from 0, and how much of its weights has been given; float64."""
+    return kept * level + (1.0 - kept) * square, kept * weight + (1.0 - kept)
+
+
+@rule
+def level_of(level, weight, total):
+    """|mean g|^2, corrected for the EMA's start; 0 while there is nothing to divide it by; float64."""
+    return tl.where((total > 0) & (level > 0), level / tl.where(weight > 0, weight, 1.0), 0.0)
+
+
+@rule
+def factors_of(level, total, alive, floor):
+    """What workers' mean squares are multiplied with, v where there are none, and the least v; float64."""
+    mean = level / tl.where(alive > 0, alive, 1.0)
+    return level / tl.where(total > 0, total, 1.0), mean, mean * floor
+
+
+@rule
+def renewed(mean_sq, factor, usual, least):
+    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
+    return tl.maximum(tl.where(mean_sq > 0, mean_sq * factor, usual), least)
+
+
+@rule
+def in_unit(x, v, old, new):
+    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
+    return tl.where(v > 0, x * tl.div_rn(old, new), x)
+
+
+# ---------------------------------------------------------------- a tensor's level
+
+
+@jit()
+def _sum_of_blocks(sums, row: tl.constexpr, sums_stride, begin, end, blocks_per_chunk):
+    """Sums a row of what servers have told over blocks ``begin:end``, in order, float64."""
+    lane = tl.arange(0, io.SUM_LANES)
+    total = tl.zeros([io.SUM_LANES], tl.float64)
+    for first in range(begin, end, io.SUM_LANES):
+        b = (first + lane).to(tl.int64)
+        chunk = b // blocks_per_chunk
+        at = chunk * sums_stride + row * blocks_per_chunk + (b - chunk * blocks_per_chunk)
+        total += tl.load(sums + at, mask=b < end, other=0.0).to(tl.float64)
+    return io.tree_sum(total)
+
+
+@jit()
+def renew_levels_kernel(
+    sums, sums_stride, first_block, coef, steps, flags, absent, floor, levels, levels_stride, mean_sq, entered, woken,
+    factors, factors_stride, blocks_per_chunk,
+):  # fmt: skip
+    """Grid: tensors. Bytes per block: 12."""
+    t = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(first_block + t), tl.load(first_block + t + 1)
+    total = _sum_of_blocks(sums, TOTAL, sums_stride, begin, end, blocks_per_chunk)
+    alive = _sum_of_blocks(sums, ALIVE, sums_stride, begin, end, blocks_per_chunk)
+    square = _sum_of_blocks(sums, PROJECTED, sums_stride, begin, end, blocks_per_chunk)
+    level = tl.load(levels + LEVEL * levels_stride + t).to(tl.float64)
+    weight = tl.load(levels + WEIGHT * levels_stride + t).to(tl.float64)
+    done = tl.load(steps + t)
+    last = tl.load(levels + FOLLOWED * levels_stride + t)
+    since = done - last.to(tl.float64)
+    beta2 = tl.load(coef + t * COLUMNS + BETA2).to(tl.float64)
+    taken = ((tl.load(flags) & ~VETO) == 0) & (tl.abs(square) <= LARGEST)
+    if absent is not None:
+        taken = taken & (tl.load(absent + t) == 0)
+    one = tl.zeros([1], tl.float64)  # ``power`` takes lanes
+    kept = tl.sum(power(one + beta2, one + tl.where(since > 1.0, since, 1.0)))
+    new_level, new_weight = followed_level(level, weight, kept, square)
+    level = tl.where(taken, new_level, level).to(tl.float32)
+    weight = tl.where(taken, new_weight, weight).to(tl.float32)
+    tl.store(levels + LEVEL * levels_stride + t, level)
+    tl.store(levels + WEIGHT * levels_stride + t, weight)
+    tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done.to(tl.float32), last))
+    level = level_of(level.to(tl.float64), weight.to(tl.float64), total)
+    factor, usual, least = factors_of(level, total, alive, floor)
+    tl.store(factors + FACTOR * factors_stride + t, factor.to(tl.float32))
+    tl.store(factors + USUAL * factors_stride + t, usual.to(tl.float32))
+    tl.store(factors + LEAST * factors_stride + t, least.to(tl.float32))
+    lives = usual.to(tl.float32) > 0.0
+    tl.atomic_add(woken, 1, mask=lives & (tl.load(mean_sq + t) == 0.0))
+    tl.store(entered + t, INFINITY, mask=lives)
+    tl.store(levels + MEAN * levels_stride + t, usual.to(tl.float32))
+    tl.store(mean_sq + t, usual.to(tl.float32).to(tl.float64))
+
+
+@op(
+    renew_levels_kernel,
+    writes=("levels", "mean_sq", "entered", "woken", "factors"),
+    derive={
+        "programs": ("i32", lambda steps: len(steps)),
+        "blocks_per_chunk": ("i32", lambda sums: sums.shape[2]),
+    },
+)
+def renew_levels(
+    sums: Floats, first_block: Table, coef: Floats, steps: Doubles, flags: Flag, absent: Bits | None, floor: float,
+    levels: Floats, mean_sq: Doubles, entered: Doubles, woken: Table, factors: Floats,
+) -> None:  # fmt: skip
+    """Lets each tensor's level follow the last gradient, and makes of it what the next v is made with.
+
+        level = beta2^steps * level + (1 - beta2^steps) * |mean g|^2;  v = level / (sum of mean squares) * mean squares
+
+    A step that only the guard has refused counts, too: a variance that is too small would be refused again and again.
+
+    Args:
+        sums: float32 or float64 [chunks, 3, blocks of a chunk], as ``average_squares`` writes it.
+        first_block: int32 [tensors + 1], where each tensor's blocks begin.
+        coef: float32 [tensors, columns of ``Coef``], of which BETA2 is read.
+        steps: float64 [tensors], each one's updates.
+        flags: int32 [1] of the step whose gradients were told.
+        absent: uint8 [tensors], of which no rank had a gradient in it; None: none.
+        floor: Share of the tensor's mean that v has at least.
+        levels: float32 [4, tensors], read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
+            given; the mean of v, 0 while a tensor waits for its first gradient; and the tensor's updates when the EMA
+            was last followed.
+        mean_sq: float64 [tensors], that mean again, read and written.
+        entered: float64 [tensors], written: infinite where there is a variance.
+        woken: int32 [1]: the number of tensors that have come alive is added.
+        factors: float32 [3, tensors], written: what squares are multiplied with, what v is where there are none, and
+            the least v.
+    """
+    rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
+    lengths = first_block.diff().long()
+    total, alive, square = torch.segment_reduce(rows.T.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0.0).T
+    level, weight, _, followed = levels.double()
+    taken = ((flags & ~int(VETO)) == 0) & (square.abs() <= LARGEST)
+    if absent is not None:
+        taken = taken & (absent == 0)
+    kept = plain_power(coef[:, BETA2].double(), (steps - followed).clamp(min=1.0))
+    new = torch.stack([*followed_level(level, weight, kept, square), mean_sq, steps]).float()
+    levels.copy_(torch.where(taken, new, levels))
+    level, weight = levels[:MEAN].double()
+    factors.copy_(torch.stack(factors_of(level_of(level, weight, total), total, alive, floor)))
+    alive_now = factors[USUAL] > 0
+    woken += (alive_now & (mean_sq == 0)).sum().int()
+    entered.masked_fill_(alive_now, INFINITY)
+    levels[MEAN] = factors[USUAL]
+    mean_sq.copy_(factors[USUAL])
+
+
+# ---------------------------------------------------------------- the change of units
+
+
+@jit()
+def renew_kernel(
+    compensated, scale, settled, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef, block_tensor, exp_avg_sq,
+    logs, logs_stride, tops, tops_stride, factors, factors_stride, live, live_row, blocks_per_chunk, plane,
+    EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks. Bytes per element: 4 + 4 for c, 1/8 for bits if any, 1 for a logarithm, 4 or 2 for v, twice."""
+    b = tl.program_id(0).to(tl.int64)
+    i = io.elements(BLOCK_SIZE)
+    t, k = io.tensor_of(b, block_tensor, coef)
+    chunk = b // blocks_per_chunk
+    own = b - chunk * blocks_per_chunk
+    row = tl.load(live_row + b)
+    mask = io.counting(live, row, i, BLOCK_SIZE)
+    mean_sq = load_logs(logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
+    factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
+    v = renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
+    stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
+    if compensated is not None:
+        c = tl.load(compensated + b * BLOCK_SIZE + i)
+        s = tl.load(scale + b)
+        if exp_avg_bits is not None:
+            packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+            signs, nonzero = io.load_bits(packed, plane, TERNARY)
+            kept = rules.carried(io.scaled(signs, nonzero, tl.load(exp_avg_scale + b), TERNARY), c, s, k, TERNARY)
+        else:
+            kept = rules.residual(c, s, TERNARY)
+        last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        old = rules.denominator(last, k, EPS_INSIDE_SQRT)
+        new = rules.denominator(stored.to(tl.float32), k, EPS_INSIDE_SQRT)
+        tl.store(compensated + b * BLOCK_SIZE + i, io.only_active(in_unit(kept, last, old, new), mask, row))
+        tl.debug_barrier()  # all have read the scales
+        tl.store(settled + b, tl.load(settled + b) + s)
+        tl.store(scale + b, 0.0)
+        if exp_avg_bits is not None:
+            tl.store(exp_avg_scale + b, 0.0)
+    if WRITES:
+        tl.store(exp_avg_sq + b * BLOCK_SIZE + i, io.only_active(stored, mask, row))
+
+
+@op(
+    renew_kernel,
+    writes=("compensated", "scale", "settled", "exp_avg_scale", "exp_avg_sq"),
+    derive={
+        "blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs)),
+        "plane": ("i32", lambda exp_avg_bits: 0 if exp_avg_bits is None else exp_avg_bits.stride(-2)),
+    },
+)
+def renew(
+    block_size: int, compensated: PerElement | None, scale: PerBlock | None, settled: PerBlock | None,
+    exp_avg_bits: Bits | None, exp_avg_scale: PerBlock | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
+    block_tensor: Indices, exp_avg_sq: Variance, logs: Bits, tops: Bits, factors: Floats, live: Bits,
+    live_row: Indices, writes: bool,
+) -> None:  # fmt: skip
+    """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
+
+    That is a residual e, and with it the momentum, as ``freeze`` puts it into ``compensated``: with both scales zero
+    the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.
+
+    Args:
+        compensated: float32 [n], read and written: c, of a worker or of a server; None: nothing was divided.
+        scale: float32 [blocks], s of c; written: 0.
+        settled: float32 [blocks], to which it is added.
+        exp_avg_bits, exp_avg_scale: m of the last step, uint8 [chunks, ...] and float32 [blocks], written: 0. Of a
+            server None.
+        ternary: Whether bits have two planes.
+        eps_inside_sqrt, coef, block_tensor, live, live_row: As for ``momentum_compress``.
+        exp_avg_sq: v, in whose unit c still is, float32 or bfloat16 [n].
+        logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``encode``.
+        factors: float32 [3, tensors], as ``renew_levels`` writes it.
+        writes: Whether ``exp_avg_sq`` becomes the next v.
+    """
+    v_of, flat = exp_avg_sq.view(-1, block_size), None if compensated is None else compensated.view(-1, block_size)
+    for tile in tiles((exp_avg_sq.numel(),), len(logs), block_size, exp_avg_sq.device, len(live_row)):
+        b, owner, first = tile.blocks, block_tensor[tile.blocks], tile.chunk * tops.shape[1]
+        own = slice(b.start - first, b.stop - first)
+        mean_sq = decode(logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
+        new = renewed(mean_sq, *factors[:, owner, None]).to(exp_avg_sq.dtype)
+        if flat is not None and scale is not None:
+            k, s, last = coef[owner], scale[b, None], v_of[b].float()
+            if exp_avg_bits is None or exp_avg_scale is None:
+                kept = rules.residual(flat[b], s, ternary)
+            else:
+                m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+                kept = rules.carried(m, flat[b], s, k, ternary)
+            units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new.float()))
+            flat[b] = only_live(in_unit(kept, last, *units), live, live_row, tile)
+        if writes:
+            v_of[b] = only_live(new, live, live_row, tile)
+    if scale is not None and settled is not None:
+        settled += scale
+        scale.zero_()
+    if exp_avg_scale is not None:
+        exp_avg_scale.zero_()
