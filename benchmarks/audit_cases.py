@@ -24,6 +24,7 @@ UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 FOLLOWED = {"worker_sq": "*fp32"}
+HALF_FOLLOWED = {"worker_sq": "*bf16", "rounding": "*i64"}
 SIDE = dict.fromkeys(("compensated", "scale", "settled"), "*fp32") | {"exp_avg_sq": "*fp32"}
 CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": True}
 STOCHASTIC = {"rounding": "*i64"}
@@ -119,7 +120,9 @@ CASES = {
         "momentum_compress", FROZEN_BF16 | {"IN_PLACE": True}
     ),
     "momentum_compress, preconditioned, living": Case("momentum_compress", VARIANCE | FOLLOWED),
-    "momentum_compress, preconditioned, bf16 variance, living": Case("momentum_compress", FROZEN_BF16 | FOLLOWED),
+    "momentum_compress, preconditioned, bf16 variance, living": Case(
+        "momentum_compress", FROZEN_BF16 | HALF_FOLLOWED, halves=2
+    ),
     "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
     "server_reduce, W=2": Case("server_reduce", loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1),
     "server_reduce, W=8": Case("server_reduce", loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1),
@@ -176,6 +179,7 @@ CASES = {
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
     "tell_squares": Case("tell_squares", halves=2),
     "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
+    "tell_squares, bf16 squares": Case("tell_squares", {"worker_sq": "*bf16"}, halves=2),
     **{f"average_squares, W={n}": Case("average_squares", loops=n, share=1) for n in (2, 8, 64)},
     "renew": Case("renew", CARRIES),
     "renew, bf16 variance": Case("renew", CARRIES | {"exp_avg_sq": "*bf16"}),
@@ -275,6 +279,8 @@ PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive",
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")
 ALONE_STEP = ("momentum_compress, preconditioned, in place", "finish_alone", "apply_momentum, preconditioned")
 HALF_ALONE_STEP = ("momentum_compress, preconditioned, bf16 variance, in place", *ALONE_STEP[1:])
+LIVING_STEP = ("momentum_compress, preconditioned, living", *GUARDED_STEP[1:])
+HALF_LIVING_STEP = ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:])
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
 PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
 
@@ -295,8 +301,8 @@ class Step(NamedTuple):
     steps: int = 1
 
     def limit_of(self, world_size: int) -> float:
-        """Bytes per parameter and step: the server's are 8.2 at most."""
-        return self.limit + 8.2 / world_size / self.steps * bool(self.served)
+        """Bytes per parameter and step: those of a server's mean of bits are 8.2 at most."""
+        return self.limit + 8.2 / world_size / self.steps * self.served.count("server_reduce")
 
 
 FIRST_STEP, LAST_STEP = "local_step, preconditioned, first", "local_step, preconditioned, last"
@@ -314,6 +320,13 @@ def zero_one_round(steps: int) -> Step:
     return Step((*before, *PRECONDITIONED_STEP, "add_values, replaces"), 32.1 + 8.8 / steps, steps=steps)
 
 
+def with_renewal(renew: str, step: tuple[str, ...], limit: float) -> Step:
+    """50 steps of 1-bit Adam with a living variance, in one of which squares are shared, and v renewed."""
+    tell = "tell_squares, bf16 squares" if "bf16" in renew else "tell_squares"
+    served = (*("server_reduce", "finish") * 50, "average_squares", "renew, server")
+    return Step((*step * 50, tell, renew), limit, served, steps=50)
+
+
 STEPS = {
     "1-bit Adam, preconditioned": Step(GUARDED_STEP, 24.7),
     "1-bit LAMB, preconditioned": Step((*GUARDED_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.15),
@@ -328,9 +341,11 @@ STEPS = {
         (*ALONE_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.0, served=()
     ),
     "1-bit Adam, alone, preconditioned, bf16 variance": Step(HALF_ALONE_STEP, 22.6, served=()),
-    "1-bit Adam, living": Step(("momentum_compress, preconditioned, living", *GUARDED_STEP[1:]), 32.75),
-    "1-bit Adam, living, bf16 variance": Step(
-        ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:]), 30.75
+    "1-bit Adam, living": Step(LIVING_STEP, 32.75),
+    "1-bit Adam, living, bf16 variance": Step(HALF_LIVING_STEP, 26.75),
+    "1-bit Adam, living, mean over 50 steps": with_renewal("renew", LIVING_STEP, 33.6),
+    "1-bit Adam, living, bf16 variance, mean over 50 steps": with_renewal(
+        "renew, bf16 variance", HALF_LIVING_STEP, 27.5
     ),
     "1-bit Adam, plain": Step(PLAIN_STEP, 24.7),
     "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.15),
@@ -343,7 +358,7 @@ STEPS = {
     ),
 }
 """A compression-stage step of each optimizer; "alone": of one rank. "preconditioned": ``precondition=True``; "plain":
-without; "living": between two renewals of the variance.
+without; "living": between two renewals of the variance, or with one.
 
 Lion's ``finish``, which writes headers only, moves nothing per parameter, as don't counts and coefficients.
 """

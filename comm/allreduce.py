@@ -123,6 +123,7 @@ class CompressedAllReduce(Receiver):
             residual = torch.zeros(layout.chunk_numel if self.serves else 0, device=device)
         self.worker_residual, self.server_residual = compensated, residual
         self.worker_sq = worker_sq
+        self._rounds_squares = worker_sq is not None and worker_sq.dtype is torch.bfloat16
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
@@ -207,8 +208,9 @@ class CompressedAllReduce(Receiver):
             self.found,
             self.hold,
             self.worker_sq,
+            looks.updates if self._rounds_squares else None,
         )
-        if looks.projects is not None and self.squares is not None and self.worker_sq is not None:
+        if looks.tells and self.squares is not None and self.worker_sq is not None:
             self.squares.tell(grads, self.worker_sq, looks, self.part.blocks.start, self.live)
 
     @property

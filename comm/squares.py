@@ -24,10 +24,12 @@ from .transport import Transport
 class Looks(NamedTuple):
     """What is done with gradients besides compressing them: what renewals of a variance need."""
 
-    projects: Tensor | None = None
-    """Where they are projected on random signs the number of updates done, int64 []; else None."""
+    updates: Tensor | None = None
+    """How many are done, int64 [], of which random signs and rounding are a function; None: nobody follows squares."""
     factor: Tensor | None = None
     """What gradients are multiplied with before: float32 [1]; None: nothing."""
+    tells: bool = False
+    """Whether squares are told in this step."""
 
 
 NOWHERE = Looks()
@@ -120,7 +122,7 @@ class SharedSquares:
     def tell(self, grads: Sequence[Tensor], squares: Tensor, looks: Looks, first_block: int, live: LiveTable) -> None:
         """Write what is sent: arguments as of ``tell_squares``."""
         layout, places = self._layout, self._projections
-        assert looks.projects is not None
+        assert looks.updates is not None
         self.sent = sent = Rows(layout, layout.world_size, places.width, self._device)
         self._live = live
         tell_squares(
@@ -129,7 +131,7 @@ class SharedSquares:
             layout.block_size,
             squares,
             looks.factor,
-            looks.projects,
+            looks.updates,
             first_block,
             live.bits,
             live.row,

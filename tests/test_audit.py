@@ -123,8 +123,11 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
     # 0: the kernel has no such access. A majority's server has bits on both sides, and copies headers, four words at a
     # time where that is known to be aligned. Of sums each block writes a float64: 64 bits, counted on AMD only.
     majority = [f"server_reduce, W={world_size}, majority" for world_size in (2, 8)]
-    loads = dict.fromkeys(("unpack", "rebuild_momentum"), (0,)) | dict.fromkeys(majority, (0, 128))
-    stores = {"pack": (0,), "gradient_squares": (0, 64)} | dict.fromkeys(majority, (64, 128))
+    averages = [f"average_squares, W={world_size}" for world_size in (2, 8, 64)]  # bytes on both sides
+    loads = dict.fromkeys(("unpack", "rebuild_momentum", *averages), (0,)) | dict.fromkeys(majority, (0, 128))
+    tells = [f"tell_squares{which}" for which in ("", ", bf16", ", bf16 squares")]
+    stores = dict.fromkeys(("pack", *tells), (0,)) | {"gradient_squares": (0, 64)}
+    stores |= dict.fromkeys(majority, (64, 128)) | dict.fromkeys(averages, (0, 64))
     for kernels in limits.values():
         for name, numbers in kernels.items():
             assert numbers["spill_bytes"] == 0

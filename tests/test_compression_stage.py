@@ -181,6 +181,15 @@ def largest_allocation(call) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_living_variance_in_bfloat16_keeps_as_much_as_a_frozen_one_in_float32(world_size):
+    options = {"frozen_dtype": torch.bfloat16}
+    for state, *_ in run_ranks(kept_bytes, world_size, "onebit-adam-living", options):
+        print(f"W={world_size}: state bytes per parameter: {state:.3f} (limit 8.2 + 4/W)")
+        assert 7.9 < state - 4 / world_size <= 8.2
+
+
+@pytest.mark.long
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from fusedonebit.triton_kernels.op import OPS, launches
 
 pytestmark = pytest.mark.kernels
 
+BFLOAT16 = torch.bfloat16
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (100_000,), (300, 0, 5, 2048, 129)]
 EACH_SIZE = pytest.mark.parametrize(
     "sizes", [pytest.param(s, marks=pytest.mark.full) if max(s) > 10_000 else s for s in SIZES]
@@ -63,16 +64,17 @@ def test_preconditioned_momentum_compress_equals_eager(inside):
     assert_equal_backends("momentum_compress", make)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("preconditioned", [False, True])
-def test_momentum_compress_that_follows_squares_equals_eager(dtype, preconditioned):
+@pytest.mark.parametrize(("preconditioned", "kept"), [(False, torch.float32), (True, torch.float32), (True, BFLOAT16)])
+def test_momentum_compress_that_follows_squares_equals_eager(dtype, preconditioned, kept):
     def make() -> tuple:
         p = problem(SIZES[-1], 2, 128, dtype, special=True)
         p.grads[-1].view(-1)[-1:] = 3e19  # too large to count, and its square too large for float32
         own = torch.randn(p.layout.numel, generator=torch.Generator().manual_seed(5)).square()
-        own = torch.where(p.table.mask(), own, 0.0)
-        return (*p.momentum_arguments(p.exp_avg_sq if preconditioned else None), own)
+        own = torch.where(p.table.mask(), own, 0.0).to(kept)
+        rounding = torch.tensor(2**33 + 5) if kept is BFLOAT16 else None
+        return (*p.momentum_arguments(p.exp_avg_sq if preconditioned else None), own, rounding)
 
     assert_equal_backends("momentum_compress", make)
 
@@ -85,6 +87,20 @@ def test_squares_that_are_followed_are_adams_variance_of_what_counts():
     expected[[5, p.layout.offset(1) + 7]] = 4.0
     triton_kernels.momentum_compress(*p.momentum_arguments(), own)
     torch.testing.assert_close(own.double(), torch.from_numpy(expected), rtol=3e-7, atol=0)
+
+
+def test_squares_in_bfloat16_are_rounded_without_bias():
+    p, updates = problem((4096,), 1, 1024), 400
+    own, exact = torch.ones(p.layout.numel).bfloat16(), torch.ones(p.layout.numel).double()
+    for t in range(updates):
+        triton_kernels.momentum_compress(*p.momentum_arguments(), own, torch.tensor(t))
+        square = p.flat(p.grads).astype(float) ** 2
+        exact = exact * float(p.column(Coef.BETA2)[0]) + float(p.column(Coef.ONE_MINUS_BETA2)[0]) * square
+    off = (own.double() / exact - 1).numpy()
+    error = off.std() / len(off) ** 0.5
+    print(f"mean {off.mean():+.5f}, standard error {error:.5f} (limit 5), of one element {off.std():.3f} (limit 0.03)")
+    assert abs(off.mean()) <= 5 * error
+    assert off.std() <= 0.03
 
 
 def test_lists_of_several_dtypes_empty_gradients_and_unaligned_ones_equal_eager():

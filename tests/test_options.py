@@ -167,14 +167,26 @@ def test_what_is_said_goes_before_deepspeeds_numerics():
 # ---------------------------------------------------------------- freezes by themselves
 
 
-def test_three_words_train_and_freeze():
+def test_three_words_train_and_compress():
     model = model_of()
     optimizer = OneBitAdam(model.parameters(), lr=1e-3)
+    take_steps(model, optimizer, range(270))
+    stats = optimizer.stats()
+    assert optimizer.phase == "compression"
+    assert stats["freeze_step"] == 250
+    assert stats["renewals"] > 5
+    assert "variance: shared, after 250 updates" in repr(optimizer)
+
+
+def test_four_words_train_and_freeze():
+    model = model_of()
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step="auto")
     take_steps(model, optimizer, range(2500))
     frozen = optimizer.stats()["freeze_step"]
     print(f"frozen after {frozen} updates (deadline 10,000)")
     assert optimizer.phase == "compression"
     assert 1000 < frozen < 10_000
+    assert optimizer.stats()["renewals"] == 0
 
 
 DEADLINES = {

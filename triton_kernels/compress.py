@@ -13,23 +13,23 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .eager import compress, gather, only_live, scaled, tiles, write_partials
+from .eager import compress, gather, only_live, random_bits, scaled, stochastic, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
+from .op import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
 
 
 @jit()
 def momentum_compress_kernel(
     grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
     block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, found,
-    hold, worker_sq, blocks_per_chunk,
+    hold, worker_sq, rounding, blocks_per_chunk,
     GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
     Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if any;
-    4 + 4 for the worker's own, if any.
+    4 + 4 or 2 + 2 for the worker's own, if any.
     """
     if tl.load(hold) != 0:
         return
@@ -48,8 +48,9 @@ def momentum_compress_kernel(
     if exp_avg_sq is not None:
         v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
     if worker_sq is not None:
-        own = rules.followed(tl.load(worker_sq + b * BLOCK_SIZE + i), g, k)
-        tl.store(worker_sq + b * BLOCK_SIZE + i, own)
+        own = rules.followed(tl.load(worker_sq + b * BLOCK_SIZE + i).to(tl.float32), g, k)
+        words = io.random_words(rounding, b, i, BLOCK_SIZE)
+        tl.store(worker_sq + b * BLOCK_SIZE + i, io.rounded(own, words, worker_sq.dtype.element_ty))
         if exp_avg_sq is not None:
             v = rules.shared_or_own(v, own)
     if exp_avg_sq is not None:
@@ -79,7 +80,7 @@ def momentum_compress(
     grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
     eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
-    hold: Flag, worker_sq: PerElement | None = None,
+    hold: Flag, worker_sq: Variance | None = None, rounding: Counters | None = None,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -103,8 +104,10 @@ def momentum_compress(
             are not zero.
         found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
         hold: int32 [1]; where set nothing is written.
-        worker_sq: float32 [P], written: the EMA of the squares of this worker's own gradients, by which gradients are
-            divided where v is 0; None: nobody wants it.
+        worker_sq: float32 or bfloat16 [P], written: the EMA of the squares of this worker's own gradients, by which
+            gradients are divided where v is 0; None: nobody wants it.
+        rounding: int64 [], the updates done, with which that is rounded stochastically to bfloat16: to nearest, it
+            would stand still.
     """
     if hold:
         return
@@ -117,8 +120,9 @@ def momentum_compress(
         kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
         g = gather(grads, tile, block_size)
         if worker_sq is not None:
-            own = worker_sq.view(-1, block_size)[b]
-            own.copy_(only_live(rules.followed(own, g, k), live, live_row, tile))
+            kept_sq = worker_sq.view(-1, block_size)[b]
+            own = only_live(rules.followed(kept_sq.float(), g, k), live, live_row, tile)
+            kept_sq.copy_(own if rounding is None else stochastic(own, random_bits(rounding, tile, block_size)))
         v = None if exp_avg_sq is None else exp_avg_sq.view(-1, block_size)[b].float()
         if v is not None and worker_sq is not None:
             v = rules.shared_or_own(v, own)

@@ -227,6 +227,7 @@ def renew(
     the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.
 
     Args:
+        block_size: Elements of a block.
         compensated: float32 [n], read and written: c, of a worker or of a server; None: nothing was divided.
         scale: float32 [blocks], s of c; written: 0.
         settled: float32 [blocks], to which it is added.

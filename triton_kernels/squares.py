@@ -20,7 +20,7 @@ from . import block_io as io
 from . import rules
 from .eager import gather, only_live, square_sum, tiles
 from .jit import jit, rule, tl
-from .op import Bits, Counters, Floats, Indices, PerElement, Sizes, Tensors, op
+from .op import Bits, Counters, Floats, Indices, Sizes, Tensors, Variance, op
 from .rules import LARGEST
 
 MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
@@ -126,12 +126,12 @@ def tell_squares_kernel(
     place, logs, logs_stride, tops, tops_stride, projections, projections_stride, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: g, 4 for the squares, 1 for the logarithm; a projection's 4 for its share."""
+    """Grid: blocks. Bytes per element: g, 4 or 2 for the squares, 1 for the logarithm; 4 for a projection."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     chunk = b // blocks_per_chunk
     own = b - chunk * blocks_per_chunk
-    squares = tl.load(worker_sq + b * BLOCK_SIZE + i)
+    squares = tl.load(worker_sq + b * BLOCK_SIZE + i).to(tl.float32)
     store_logs(squares, logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
     t = tl.load(block_tensor + b)
     row = tl.load(live_row + b)
@@ -154,7 +154,7 @@ def tell_squares_kernel(
     derive={"blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs))},
 )
 def tell_squares(
-    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: PerElement, factor: Floats | None, updates: Counters,
+    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: Variance, factor: Floats | None, updates: Counters,
     first_block: int, live: Bits, live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits,
     projections: Floats,
 ) -> None:  # fmt: skip
@@ -164,8 +164,8 @@ def tell_squares(
     elements' places, the same on all ranks.
 
     Args:
-        grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        worker_sq: float32 [P], the EMA of their squares.
+        grads, sizes, block_size: As for ``momentum_compress``.
+        worker_sq: float32 or bfloat16 [P], the EMA of their squares.
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
         first_block: Index of the first block here in all of the index space.
@@ -177,7 +177,8 @@ def tell_squares(
     for tile in tiles(sizes, len(logs), block_size, worker_sq.device, len(live_row)):
         b, first = tile.blocks, tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
-        encode(worker_sq.view(-1, block_size)[b], tops[tile.chunk, own], logs[tile.chunk].view(-1, block_size)[own])
+        squares = worker_sq.view(-1, block_size)[b].float()
+        encode(squares, tops[tile.chunk, own], logs[tile.chunk].view(-1, block_size)[own])
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         g = g if factor is None else g * factor
         x = g * random_signs(updates, first_block + b.start, (len(g), block_size))
@@ -247,6 +248,7 @@ def average_squares(
     """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
+        block_size: Elements of a block.
         arrived_logs, arrived_tops, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
         live, live_row, share, place: Of the blocks of the chunk.
         logs, tops: uint8 [elements] and [blocks], written, see ``encode``.

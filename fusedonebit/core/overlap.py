@@ -44,7 +44,7 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
     }
     if optimizer.follows_squares:
         here = layout.numel if optimizer.levels is None else layout.numel // optimizer.levels[1].world_size
-        shared["worker_sq"] = torch.zeros(here, device=optimizer.device)
+        shared["worker_sq"] = torch.zeros(here, dtype=options.frozen_dtype, device=optimizer.device)
     if optimizer.levels is not None:
         return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone

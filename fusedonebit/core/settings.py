@@ -67,9 +67,10 @@ class Numerics:
         serve_alone: With world size 1 compress twice, as a worker and as a server, which keeps a residual, too; else
             once. With more ranks, or a ``hierarchy``, there are servers anyway. None: False, but True with DeepSpeed's
             presets.
-        frozen_dtype: ``torch.bfloat16`` keeps the frozen variance in 2 bytes instead of 4, and reads as many fewer in
-            each step; denominators are then off by at most 0.2 %, alike on all ranks. The freeze allocates those 2
-            bytes per parameter and frees 4.
+        frozen_dtype: ``torch.bfloat16`` keeps the variance of the compression stage in 2 bytes instead of 4, and reads
+            as many fewer in each step; denominators are then off by at most 0.2 %, alike on all ranks. Where v lives
+            on, so are the worker's own squares kept, rounded stochastically. At its begin the stage allocates 2 bytes
+            per parameter and frees 4.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
             parameters are their rounded values. What you write into parameters, they take over, unless it goes through
             ``p.data.copy_`` or the like, of which torch keeps no trace.

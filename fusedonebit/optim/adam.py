@@ -17,10 +17,10 @@ from .two_stage import OneBitOptimizer
 
 
 class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
-    r"""Adam whose communication shrinks to one bit per parameter once its variance is stable.
+    r"""Adam whose communication shrinks to one bit per parameter after a short warm-up.
 
-    Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32. After
-    ``freeze_step`` updates the variance v is frozen, and from then on (1-bit Adam, Algorithm 1)
+    Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32; 250 updates with
+    beta2 = 0.999. From then on (1-bit Adam, Algorithm 1)
 
     .. math::
         c_i = \beta_1 m + (1 - \beta_1) \frac{g_i}{\sqrt{\hat v} + \epsilon} + e_i, \quad
@@ -28,7 +28,9 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         x \leftarrow x - \gamma \left(\hat m + \lambda x\right)
 
     where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
-    server) carry what it lost. The paper divides m instead, at the end, and compresses it undivided:
+    server) carry what it lost. The variance v lives on: every 50 steps, or sooner, it is made anew of what workers
+    tell each other of their gradients' squares (docs/numerics.md). In the paper it is frozen, after a longer warm-up:
+    ``freeze_step``; and m is divided instead, at the end, and compressed undivided:
     ``Numerics(precondition=False)``. Do not average gradients yourself: give the optimizer local ones; with
     DDP call ``fusedonebit.ddp.attach``. After every step parameters are bit-identical on
     all ranks.
@@ -40,13 +42,13 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         betas: Decay of the momentum and of the variance; these, eps and weight_decay may be tensors of one element.
         eps: Added to the root of the variance.
         weight_decay: Decoupled, as in AdamW.
-        freeze_step: Number of uncompressed updates; ``"auto"``: until v is stable, 10/(1 - beta2) updates at most; or a
-            ``Freeze``, which also takes the variance of an earlier run.
-        variance: ``"frozen"``, as in the paper: v stays what it is then. ``"shared"``: it lives on, renewed every 50
-            steps or sooner from squares that workers tell each other (docs/numerics.md).
-        warmup: Number of uncompressed updates, or their share of ``total_steps``, instead of ``freeze_step``. None: 250
-            with beta2 = 0.999, 0.25 / (1 - beta2), where v lives on.
+        freeze_step: None: v is not frozen. Else the number of uncompressed updates before it is; ``"auto"``: until v is
+            stable, 10/(1 - beta2) updates at most; or a ``Freeze``, which also takes the variance of an earlier run.
+        warmup: Number of uncompressed updates, or their share of ``total_steps``, instead of ``freeze_step``. None:
+            0.25/(1 - beta2), where v lives on.
         total_steps: Of the run; only where ``warmup`` is a share.
+        variance: ``"shared"``: v lives on. ``"frozen"``: it stays what it is after the warm-up. None: frozen
+            where there is a ``freeze_step``.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,
             which bounds its norm from above. Costs a collective of 8 bytes and one read of the gradients.
@@ -74,10 +76,10 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        freeze_step: int | Literal["auto"] | Freeze = "auto",
-        variance: Variance = "frozen",
+        freeze_step: int | Literal["auto"] | Freeze | None = None,
         warmup: int | float | None = None,
         total_steps: int | None = None,
+        variance: Variance | None = None,
         max_grad_norm: float | None = None,
         process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
@@ -85,6 +87,9 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if variance is None:
+            variance = "shared" if freeze_step is None else "frozen"
+        freeze_step = "auto" if freeze_step is None else freeze_step
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)

@@ -1,4 +1,4 @@
-"""Keeps a variance alive while momentum travels in bits: for a few hundredths of a byte per parameter and step.
+"""Keeps a variance alive while momentum travels in bits, for a few hundredths of a byte per parameter and step.
 
 1-bit Adam freezes v because nobody knows the mean gradient any more, of whose squares it is made. Each worker knows
 its own gradient, though, and can tell the others two things of it (docs/numerics.md, "A variance that lives"):

@@ -196,7 +196,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        looks = Looks(self.updates, factor) if self.living is not None and self.living.due else NOWHERE
+        looks = NOWHERE if self.living is None else Looks(self.updates, factor, self.living.due)
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:

@@ -77,11 +77,29 @@ static int drop_bad(float *restrict c, const float *restrict kept, int64_t n)
     return dropped;
 }
 
-static void follow(float *restrict own, const float *restrict g, const float *row, int64_t n)
+static void follow_line_by_line(float *restrict own, const float *restrict g, const float *row, int64_t n)
 {
     KEEP(k, row);
     EACH_LINE(i, n)
         LANES own[i + j] = followed(own[i + j], g[i + j], k);
+}
+
+/* The block of the worker's squares, one step on: where they lie, or widened in `room`, and rounded back. */
+static const float *follow(void *squares, int64_t kind, float *room, const float *g, const float *row, int64_t b,
+                           const int64_t *rounding, int64_t n)
+{
+    float *own = kind == FP32 ? (float *)squares + b * n : room;
+    uint16_t *half = (uint16_t *)squares + b * n;
+    uint32_t more[MOST];
+    for (int64_t i = 0; kind != FP32 && i < n; i++)
+        own[i] = from_bf16(half[i]);
+    follow_line_by_line(own, g, row, n);
+    if (kind != FP32) {
+        carries(more, own, b, rounding, n);
+        for (int64_t i = 0; i < n; i++)
+            half[i] = to_bf16(own[i], more[i]);
+    }
+    return own;
 }
 
 /* Copies v, or what is the worker's own where there is none. */
@@ -93,7 +111,7 @@ static void fill_up(float *out, const float *v, const float *restrict own, int64
 
 KERNEL(momentum_compress)
 {
-    float kept[MOST], room[MOST], wide[MOST];
+    float kept[MOST], room[MOST], wide[MOST], wide_squares[MOST];
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
@@ -103,10 +121,11 @@ KERNEL(momentum_compress)
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
+        const float *own = NULL;
         if (worker_sq)
-            follow(worker_sq + b * BLOCK_SIZE, g, at.k, BLOCK_SIZE);
-        if (worker_sq && v) {
-            fill_up(wide, v, worker_sq + b * BLOCK_SIZE, BLOCK_SIZE);
+            own = follow(worker_sq, worker_sq_kind, wide_squares, g, at.k, b, rounding, BLOCK_SIZE);
+        if (own && v) {
+            fill_up(wide, v, own, BLOCK_SIZE);
             v = wide;
         }
         if (!v) /* constants: each a loop of its own */

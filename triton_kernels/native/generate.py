@@ -57,7 +57,7 @@ class Parameter(NamedTuple):
     def in_c(self) -> str:
         """Returns it as a C function declares it."""
         if self.several:
-            return f"const void *{self.name}, int64_t {self.name}_kind"
+            return f"{'' if self.written else 'const '}void *{self.name}, int64_t {self.name}_kind"
         if self.kind.startswith("*"):
             return f"{'' if self.written else 'const '}{dict(_TYPES.values())[self.kind]} *{self.name}"
         return f"{'float' if self.kind == 'fp32' else 'int64_t'} {self.name}"

@@ -56,7 +56,7 @@ def saved(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
     if spec.per == "tensor":
         return part.clone()
     if not spec.by_parameter:
-        part = part.reshape(-1)
+        part = part.reshape(-1).to(spec.dtype)
         if spec.of_rank and part.storage_offset():
             part = part.clone()  # a DTensor that begins somewhere else than its memory does can't be copied
     return keeper.rows.of_each(part) if spec.of_rank else _distributed(keeper, spec, i, part)
