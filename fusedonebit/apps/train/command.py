@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=count, default=1, help="processes to start (not with torchrun)")
     add("--steps", type=count, default=500, help="updates")
-    add("--freeze-step", type=_freeze_step, default=None, help="uncompressed updates, or auto (default: steps / 5)")
+    help_freeze = "updates before the variance is frozen, or auto (default: steps / 5; onebit-adam's lives on)"
+    add("--freeze-step", type=_freeze_step, default=None, help=help_freeze)
     add("--topology", choices=("ring", "torus", "owner", "auto"), default="ring", help="of marsit's rounds")
     help_every = "rounds of marsit of which one is of full precision; 0: none"
     add("--full-precision-every", type=whole(0), default=100, metavar="K", help=help_every)
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         text=tuple(arguments.text),
         freeze_step=max(1, arguments.steps // 5) if arguments.freeze_step is None else arguments.freeze_step,
         lr_warmup_steps=max(1, arguments.steps // 20),
+        warmup=max(1, arguments.steps // 20) if arguments.freeze_step is None else None,
         **given,
     )
     check(job, nproc)

@@ -99,7 +99,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the summary."""
     table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
-    for column in ("optimizer", "steps", "frozen after", "train loss", "held-out loss"):
+    for column in ("optimizer", "steps", "bits after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=column == "optimizer")
     for column in (f"against {rows[0]['optimizer']}", "bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
         table.add_column(column, justify="right")

@@ -50,7 +50,7 @@ def report(job: Job) -> None:
     print_table(rows)
     for row in rows:
         if row["optimizer"] in FREEZE and row["freeze_step"] is None:
-            print(f"{row['optimizer']} was not frozen in {row['steps']} steps, and so has compressed nothing yet")
+            print(f"{row['optimizer']} still warms up after {row['steps']} steps, and so has compressed nothing yet")
     print(f"wrote {', '.join(map(str, [job.metrics, *_pictures(job, records)]))}")
     if absent := missing("matplotlib"):
         print(f"pictures need {absent}")

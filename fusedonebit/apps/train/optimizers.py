@@ -54,6 +54,7 @@ class Settings:
     full_precision_every: int = 100
     local_steps: int = 1
     seed: int = 0
+    warmup: int | None = None
 
 
 class AveragedAdamW(Averaged, torch.optim.AdamW):
@@ -95,14 +96,9 @@ def _adamw(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
 
 
 def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    return OneBitAdam(
-        params,
-        settings.lr,
-        BETAS,
-        EPS,
-        WEIGHT_DECAY,
-        freeze_step=_freeze(settings),
-    )
+    if settings.warmup is not None:
+        return OneBitAdam(params, settings.lr, BETAS, EPS, WEIGHT_DECAY, warmup=settings.warmup)
+    return OneBitAdam(params, settings.lr, BETAS, EPS, WEIGHT_DECAY, freeze_step=_freeze(settings))
 
 
 def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:

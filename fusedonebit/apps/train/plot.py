@@ -1,4 +1,4 @@
-"""``loss.png``: loss against steps and bytes sent, the freeze marked. ``layers.png``: 1-bit LAMB's figures."""
+"""``loss.png``: loss against steps and bytes sent, marked where bits begin. ``layers.png``: 1-bit LAMB's figures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
             if frozen is not None:
                 axis.axvline(frozen, color=colour, linestyle="--", linewidth=1)
                 axis.annotate(
-                    "variance frozen,\n1 bit from here",
+                    "1 bit from here",
                     (frozen, 0.97),
                     xycoords=("data", "axes fraction"),
                     xytext=(5, 0),

@@ -32,7 +32,8 @@ class Job:
     """Everything the command line says about a run; equal on all ranks.
 
     ``batch_size`` counts sequences per rank; ``optimizers`` are trained one after the other from
-    the same initial values on the same batches. ``lr`` None is each optimizer's own.
+    the same initial values on the same batches. ``lr`` None is each optimizer's own. ``warmup`` are the uncompressed
+    updates of one whose variance lives on; None: it is frozen, too.
     """
 
     optimizers: tuple[str, ...]
@@ -52,6 +53,7 @@ class Job:
     topology: Topology | Literal["auto"] = "ring"
     full_precision_every: int = 100
     local_steps: int = 1
+    warmup: int | None = None
 
     @property
     def metrics(self) -> Path:
@@ -88,6 +90,7 @@ class Run:
             job.full_precision_every,
             job.local_steps,
             job.seed,
+            job.warmup,
         )
         self.optimizer = make(self.model.named_parameters(), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
