@@ -106,9 +106,9 @@ def _onebit_adam(params: Params, of: Setting, **options: Any) -> Any:
     return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **_two_stage(of, options))
 
 
-def _living(params: Params, of: Setting, warmup: float) -> Any:
-    warmed_up: dict[str, Any] = {"variance": "shared", "warmup": max(1, int(warmup * of.steps))}
-    return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **warmed_up)
+def _living(params: Params, of: Setting, warmup: float, **options: Any) -> Any:
+    options |= {"warmup": max(1, int(warmup * of.steps)), "process_group": of.transport}
+    return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **options)
 
 
 def _onebit_lamb(params: Params, of: Setting, **options: Any) -> Any:
@@ -171,6 +171,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-adam": of_adam(_onebit_adam),
     "onebit-adam-living": of_adam(partial(_living, warmup=0.05)),
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
+    "onebit-adam-living-bf16": of_adam(partial(_living, warmup=0.05, numerics=Numerics(frozen_dtype=torch.bfloat16))),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
