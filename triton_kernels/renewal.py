@@ -42,18 +42,6 @@ def factors_of(level, total, alive, floor):
     return level / tl.where(total > 0, total, 1.0), mean, mean * floor
 
 
-@rule
-def renewed(mean_sq, factor, usual, least):
-    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
-    return tl.maximum(tl.where(mean_sq > 0, mean_sq * factor, usual), least)
-
-
-@rule
-def in_unit(x, v, old, new):
-    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
-    return tl.where(v > 0, x * tl.div_rn(old, new), x)
-
-
 # ---------------------------------------------------------------- a tensor's level
 
 
@@ -183,7 +171,7 @@ def renew_kernel(
     mask = io.counting(live, row, i, BLOCK_SIZE)
     mean_sq = load_logs(logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
     factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
-    v = renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
+    v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
     stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
     if compensated is not None:
         c = tl.load(compensated + b * BLOCK_SIZE + i)
@@ -197,7 +185,7 @@ def renew_kernel(
         last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
         old = rules.denominator(last, k, EPS_INSIDE_SQRT)
         new = rules.denominator(stored.to(tl.float32), k, EPS_INSIDE_SQRT)
-        tl.store(compensated + b * BLOCK_SIZE + i, io.only_active(in_unit(kept, last, old, new), mask, row))
+        tl.store(compensated + b * BLOCK_SIZE + i, io.only_active(rules.in_unit(kept, last, old, new), mask, row))
         tl.debug_barrier()  # all have read the scales
         tl.store(settled + b, tl.load(settled + b) + s)
         tl.store(scale + b, 0.0)
@@ -245,7 +233,7 @@ def renew(
         b, owner, first = tile.blocks, block_tensor[tile.blocks], tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
         mean_sq = decode(logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
-        new = renewed(mean_sq, *factors[:, owner, None]).to(exp_avg_sq.dtype)
+        new = rules.renewed(mean_sq, *factors[:, owner, None]).to(exp_avg_sq.dtype)
         if flat is not None and scale is not None:
             k, s, last = coef[owner], scale[b, None], v_of[b].float()
             if exp_avg_bits is None or exp_avg_scale is None:
@@ -254,7 +242,7 @@ def renew(
                 m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
                 kept = rules.carried(m, flat[b], s, k, ternary)
             units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new.float()))
-            flat[b] = only_live(in_unit(kept, last, *units), live, live_row, tile)
+            flat[b] = only_live(rules.in_unit(kept, last, *units), live, live_row, tile)
         if writes:
             v_of[b] = only_live(new, live, live_row, tile)
     if scale is not None and settled is not None:

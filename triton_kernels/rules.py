@@ -99,6 +99,11 @@ NAN = float("nan")
 INFINITY = float("inf")
 GOLDEN = 0x9E3779B9  # makes the hash of nothing something: it maps 0 to 0
 WORD = 0xFFFFFFFF  # the 32 bits of a random word
+MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
+HALF_STEP = 0x80000  # of these
+INFINITE_STEP = 0x7F800000
+LARGEST_STEP = 0x7F700000  # of finite numbers
+LOGARITHMS = 255  # above zero; 8 of them are an octave
 
 
 # ---------------------------------------------------------------- what counts
@@ -220,6 +225,18 @@ def followed(v, g, k):
     """v_t of a worker's own gradient; v_{t-1} where that is too large to count."""
     new = variance(v, counted(g, k), k)
     return tl.where(finite(new), new, v)
+
+
+@rule
+def renewed(mean_sq, factor, usual, least):
+    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
+    return tl.maximum(tl.where(mean_sq > 0, mean_sq * factor, usual), least)
+
+
+@rule
+def in_unit(x, v, old, new):
+    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
+    return tl.where(v > 0, x * tl.div_rn(old, new), x)
 
 
 @rule
@@ -436,6 +453,34 @@ def decoupled(u, x, k):
 def leaking(added, x, d, k):
     """Makes the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
     return added + x * of(k, WEIGHT_DECAY) * d
+
+
+# ---------------------------------------------------------------- logarithms of 8 bits
+
+
+@rule
+def rounded_steps(u: int) -> int:
+    """Rounds the 32 bits of a number that is not negative to an eighth of an octave, but not to infinity."""
+    return tl.where(u + HALF_STEP < INFINITE_STEP, u + HALF_STEP, LARGEST_STEP) >> MANTISSA
+
+
+@rule
+def octave_above(steps: int) -> int:
+    """The octave above the largest number of a block."""
+    return (steps + 7) >> 3
+
+
+@rule
+def below(steps: int, octave: int) -> int:
+    """Tells where a number lies in the 32 octaves below that one: 1 to 255, or 0 if it is smaller."""
+    return tl.where(steps + LOGARITHMS > octave * 8, steps + LOGARITHMS - octave * 8, 0)
+
+
+@rule
+def bits_above(log: int, octave: int) -> int:
+    """The 32 bits of the number of which ``below`` is ``log``."""
+    inside = (log > 0) & (log + octave * 8 > LOGARITHMS)
+    return tl.where(inside, (log + octave * 8 - LOGARITHMS) << MANTISSA, 0)
 
 
 # ---------------------------------------------------------------- random bits

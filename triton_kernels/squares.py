@@ -19,46 +19,15 @@ from torch import Tensor
 from . import block_io as io
 from . import rules
 from .eager import gather, only_live, square_sum, tiles
-from .jit import jit, rule, tl
+from .jit import jit, tl
 from .op import Bits, Counters, Floats, Indices, Sizes, Tensors, Variance, op
 from .rules import LARGEST
 
-MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left of 23
-HALF = 1 << (MANTISSA - 1)
-STEPS = 255  # logarithms above zero; 8 of them are an octave
-HIGHEST = (0x7F800000 >> MANTISSA) - 1  # of finite numbers
 TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block
 FOLDS = 11  # halvings of a block until one is left, and one more: of the largest
 
 
 # ---------------------------------------------------------------- logarithms of 8 bits
-
-
-@rule
-def rounded_steps(u: int):
-    """Rounds the 32 bits of a number that is not negative to an eighth of an octave, but not to infinity."""
-    steps = (u + HALF) >> MANTISSA
-    return tl.where(steps > HIGHEST, HIGHEST, steps)
-
-
-@rule
-def octave_above(steps: int):
-    """The octave above the largest number of a block."""
-    return (steps + 7) >> 3
-
-
-@rule
-def below(steps: int, octave: int):
-    """Tells where a number lies in the 32 octaves below that one: 1 to 255, or 0 if it is smaller."""
-    found = steps - (octave * 8 - STEPS)
-    return tl.where(found > 0, found, 0)
-
-
-@rule
-def bits_above(log: int, octave: int):
-    """The 32 bits of the number of which ``below`` is ``log``."""
-    steps = log + (octave * 8 - STEPS)
-    return tl.where((log > 0) & (steps > 0), steps << MANTISSA, 0)
 
 
 def encode(values: Tensor, tops: Tensor, logs: Tensor) -> None:
@@ -69,32 +38,32 @@ def encode(values: Tensor, tops: Tensor, logs: Tensor) -> None:
         tops: uint8 [blocks], written: the octave above each row's largest number.
         logs: uint8 [blocks, n], written.
     """
-    steps = rounded_steps(values.view(torch.int32))
-    octave = octave_above(steps.amax(1))
+    steps = rules.rounded_steps(values.view(torch.int32))
+    octave = rules.octave_above(steps.amax(1))
     tops.copy_(octave)
-    logs.copy_(below(steps, octave[:, None]))
+    logs.copy_(rules.below(steps, octave[:, None]))
 
 
 def decode(logs: Tensor, tops: Tensor) -> Tensor:
     """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
-    return bits_above(logs.int(), tops.int()[:, None]).view(torch.float32)
+    return rules.bits_above(logs.int(), tops.int()[:, None]).view(torch.float32)
 
 
 @jit()
 def store_logs(x, logs, top):
     """Does as ``encode`` of one block; returns what ``decode`` would."""
-    steps = rounded_steps(x.to(tl.int32, bitcast=True))
-    octave = octave_above(tl.max(tl.max(steps, axis=1), axis=0))
-    log = below(steps, octave)
+    steps = rules.rounded_steps(x.to(tl.int32, bitcast=True))
+    octave = rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
+    log = rules.below(steps, octave)
     tl.store(top, octave.to(tl.uint8))
     tl.store(logs, log.to(tl.uint8))
-    return bits_above(log, octave).to(tl.float32, bitcast=True)
+    return rules.bits_above(log, octave).to(tl.float32, bitcast=True)
 
 
 @jit()
 def load_logs(logs, top):
     """Does as ``decode`` of one block."""
-    return bits_above(tl.load(logs).to(tl.int32), tl.load(top).to(tl.int32)).to(tl.float32, bitcast=True)
+    return rules.bits_above(tl.load(logs).to(tl.int32), tl.load(top).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 # ---------------------------------------------------------------- what a worker tells

@@ -164,6 +164,7 @@ _OPERATORS = {
     ast.Mult: "*",
     ast.Div: "/",
     ast.RShift: ">>",
+    ast.LShift: "<<",
     ast.BitXor: "^",
     ast.BitAnd: "&",
     ast.GtE: ">=",

@@ -1,0 +1,143 @@
+/* Shares squares of gradients, and renews a variance. */
+
+#include "block_io.h"
+
+enum { TOTAL, ALIVE, PROJECTED };
+enum { FACTOR, USUAL, LEAST };
+
+/* Writes a block as logarithms next to the octave of its largest number. */
+static void store_logs(uint8_t *restrict logs, uint8_t *restrict top, const float *restrict x, int64_t n)
+{
+    uint32_t steps[MOST], most = 0;
+    for (int64_t i = 0; i < n; i++)
+        steps[i] = rounded_steps(bits_of(x[i]));
+    for (int64_t i = 0; i < n; i++)
+        most = steps[i] > most ? steps[i] : most;
+    uint32_t octave = octave_above(most);
+    *top = octave;
+    for (int64_t i = 0; i < n; i++)
+        logs[i] = below(steps[i], octave);
+}
+
+static void load_logs(float *restrict x, const uint8_t *restrict logs, uint32_t octave, int64_t n)
+{
+    uint32_t u[MOST];
+    for (int64_t i = 0; i < n; i++)
+        u[i] = bits_above(logs[i], octave);
+    memcpy(x, u, n * sizeof *x);
+}
+
+/* Gives a block random signs: those of 32 elements are a hashed word. */
+static void sign(float *restrict x, uint64_t word, uint32_t seed, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 32) {
+        uint32_t bits = mixed((uint32_t)(word + i / 32) ^ seed);
+        for (int j = 0; j < 32; j++)
+            x[i + j] = bits >> j & 1 ? negative(x[i + j]) : x[i + j];
+    }
+}
+
+KERNEL(tell_squares)
+{
+    float x[MOST], room[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, grads_table, tensors, NULL, block_tensor, block_start, GRADS, BLOCK_SIZE);
+        int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, left = BLOCK_SIZE;
+        const float *squares = variance_of(worker_sq, worker_sq_kind, b, room, BLOCK_SIZE);
+        store_logs(logs + chunk * logs_stride + own * BLOCK_SIZE, tops + chunk * tops_stride + own, squares, BLOCK_SIZE);
+        load_user(x, at, live, live_row[b], BLOCK_SIZE);
+        for (int64_t i = 0; factor && i < BLOCK_SIZE; i++)
+            x[i] *= *factor;
+        uint64_t word = (uint64_t)(first_block + b) * (BLOCK_SIZE / 32);
+        sign(x, word, block_seed(word >> 32, *updates), BLOCK_SIZE);
+        for (int64_t of = share[b]; of > 1; of /= 2) { /* neighbours' sums, again and again */
+            left /= 2;
+            for (int64_t i = 0; i < left; i++)
+                x[i] = x[2 * i] + x[2 * i + 1];
+        }
+        for (int64_t i = 0; i < left; i++)
+            projections[chunk * projections_stride + place[b] + i] = x[i] + 0.0f; /* no -0.0 */
+    }
+}
+
+KERNEL(average_squares)
+{
+    float mean[MOST], own[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        memset(mean, 0, sizeof mean);
+        for (int64_t w = 0; w < world_size; w++) { /* in rank order */
+            const uint8_t *arrived = arrived_logs + w * arrived_logs_stride + b * BLOCK_SIZE;
+            load_logs(own, arrived, arrived_tops[w * arrived_tops_stride + b], BLOCK_SIZE);
+            for (int64_t i = 0; i < BLOCK_SIZE; i++)
+                mean[i] += own[i] * per_worker;
+        }
+        store_logs(logs + b * BLOCK_SIZE, tops + b, mean, BLOCK_SIZE);
+        load_logs(own, logs + b * BLOCK_SIZE, tops[b], BLOCK_SIZE);
+        only_live(own, live, live_row[b], BLOCK_SIZE);
+        int64_t alive = 0;
+        for (int64_t i = 0; i < BLOCK_SIZE; i++)
+            alive += own[i] > 0;
+        double square = 0;
+        for (int64_t i = 0; i < BLOCK_SIZE / share[b]; i++) {
+            float projected = 0;
+            for (int64_t w = 0; w < world_size; w++)
+                projected += arrived_projections[w * arrived_projections_stride + place[b] + i];
+            double wide = projected * per_worker;
+            square += wide * wide;
+        }
+        sums[TOTAL * sums_stride + b] = fmin(sum_of(own, BLOCK_SIZE), FLT_MAX);
+        sums[ALIVE * sums_stride + b] = alive;
+        sums[PROJECTED * sums_stride + b] = square;
+    }
+}
+
+/* c, momentum included where there are bits, in the unit of the next v; its scales are zero then. */
+static void change_unit(float *restrict c, const float *restrict m, float s, const float *v, const float *next,
+                        const float *row, int64_t eps_inside, int64_t ternary, int64_t n)
+{
+    float old[MOST], new[MOST];
+    KEEP(k, row);
+    denominators(old, v, row, eps_inside, n);
+    denominators(new, next, row, eps_inside, n);
+    for (int64_t i = 0; i < n; i++) {
+        float kept = m ? carried(m[i], c[i], s, k, ternary) : residual(c[i], s, ternary);
+        c[i] = in_unit(kept, v[i], old[i], new[i]);
+    }
+}
+
+KERNEL(renew)
+{
+    float next[MOST], m[MOST], room[MOST];
+    uint16_t half_next[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
+        const float *f = factors + t;
+        load_logs(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], BLOCK_SIZE);
+        for (int64_t i = 0; i < BLOCK_SIZE; i++)
+            next[i] = renewed(next[i], f[FACTOR * factors_stride], f[USUAL * factors_stride], f[LEAST * factors_stride]);
+        for (int64_t i = 0; exp_avg_sq_kind != FP32 && i < BLOCK_SIZE; i++)
+            next[i] = from_bf16(to_bf16(next[i], half(bits_of(next[i]))));
+        if (compensated) {
+            float *c = compensated + b * BLOCK_SIZE;
+            const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+            if (exp_avg_bits)
+                scaled(m, packed, plane, exp_avg_scale[b], TERNARY, BLOCK_SIZE);
+            const float *v = variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE), *row = coef + t * COLUMNS;
+            change_unit(c, exp_avg_bits ? m : NULL, scale[b], v, next, row, EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
+            only_live(c, live, live_row[b], BLOCK_SIZE);
+            settled[b] += scale[b];
+            scale[b] = 0;
+            if (exp_avg_bits)
+                exp_avg_scale[b] = 0;
+        }
+        if (!WRITES)
+            continue;
+        only_live(next, live, live_row[b], BLOCK_SIZE);
+        for (int64_t i = 0; i < BLOCK_SIZE; i++)
+            half_next[i] = bits_of(next[i]) >> 16; /* rounded before */
+        if (exp_avg_sq_kind == FP32)
+            memcpy((float *)exp_avg_sq + b * BLOCK_SIZE, next, BLOCK_SIZE * sizeof *next);
+        else
+            memcpy((uint16_t *)exp_avg_sq + b * BLOCK_SIZE, half_next, BLOCK_SIZE * sizeof *half_next);
+    }
+}
