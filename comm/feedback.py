@@ -19,7 +19,7 @@ from .message import Limit, Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Reducer
 from .shards import ShardGroup
-from .squares import Rows, by_tensor
+from .squares import Rows, SharedSquares, by_tensor
 from .transport import Transport
 
 
@@ -61,6 +61,8 @@ class OnePart(Protocol):
 
     def squares_of_result(self) -> Tensor:
         """Return the square of the result's norm by block: float64 [B]."""
+
+    squares: SharedSquares | None
 
     @property
     def means(self) -> Rows:
@@ -257,6 +259,7 @@ class FeedbackReducer(Reducer):
         for part in self.parts:
             scratch = (*(sent.buffer for sent in part.sent), *part.scratch)
             nbytes += part.part.wire_bytes + sum(tensor.nbytes for tensor in scratch)
+            nbytes += 0 if part.squares is None else part.squares.held_bytes
         return nbytes
 
     def state(self) -> list[Tensor]:

@@ -172,3 +172,8 @@ class SharedSquares:
     def forget(self) -> None:
         """Give the memory of ``means`` back."""
         del self.means
+
+    @property
+    def held_bytes(self) -> int:
+        """Return how many bytes ``means`` are: those that wait for a renewal."""
+        return self.means.buffer.nbytes if "means" in vars(self) else 0

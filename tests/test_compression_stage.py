@@ -200,10 +200,12 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
     for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size, name, options):
         limit, n = STATE_BYTES[name] + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
         print(f"{name}, W={world_size}: state bytes per parameter: {state:.3f} (limit {limit})")
-        print(f"{name}, W={world_size}: wire bytes per parameter: {wire:.3f} (limit 0.3)")
+        # A byte for what was told of each square, until the next step renews the variance with it.
+        most = 1.4 if name == "onebit-adam-living" else 0.3
+        print(f"{name}, W={world_size}: wire bytes per parameter: {wire:.3f} (limit {most})")
         print(f"{name}, W={world_size}: largest allocation from the freeze on: {compressed} (limit {1.1 * n / 8:.0f})")
         assert limit - 0.3 < state <= limit
-        assert 0.12 < wire < 0.3
+        assert 0.12 < wire < most
         assert warmup == 4, "the warm-up's gradient buffer must show, or nothing would"
         # gloo's all-gather copies the message of one bit per element, a renewal logarithms of all; a tile's temporaries
         # are smaller.
