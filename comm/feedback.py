@@ -168,6 +168,7 @@ class FeedbackReducer(Reducer):
         """
         for part in self.parts:
             part.renew_part(unit, v)
+        del self.sums  # views of what is freed
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""

@@ -312,3 +312,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef, self.block_tensor
         means, live = (self._means.logs, self._means.tops), (self.live.bits, self.live.row)
         renew(self.layout.block_size, *(None,) * 5, *how, v, *means, unit.factors, *live, True)
+        del self._means, self.sums
+        for part in self.parts:
+            if part.squares is not None:
+                part.squares.forget()

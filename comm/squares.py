@@ -142,13 +142,12 @@ class SharedSquares:
             sent.numbers,
         )
 
-    def average(self, arrived: Tensor) -> None:
-        """Average this rank's chunk, of rows from all ranks, uint8 [W, width]."""
+    def average(self, arrived: Rows) -> None:
+        """Average this rank's chunk, of rows from all ranks."""
         layout, live, places, own = self._layout, self._live, self._projections, self._own
-        rows = self.sent.like(arrived)
         self.served = served = Rows(layout, 1, SUMS * layout.blocks_per_chunk, self._device)
         where = live.bits, live.row[own], places.share[own], places.place[own]
-        told = rows.logs, rows.tops, rows.numbers
+        told = arrived.logs, arrived.tops, arrived.numbers
         average_squares(layout.block_size, *told, *where, served.logs[0], served.tops[0], served.sums[0])
 
     def exchange(self, transport: Transport) -> None:
@@ -157,21 +156,23 @@ class SharedSquares:
         Raises:
             CollectiveError: if a collective fails.
         """
-        arrived = torch.empty_like(self.sent.buffer)
-        transport.all_to_all(arrived, self.sent.buffer)
+        arrived = self.sent.like(torch.empty_like(self.sent.buffer))
+        transport.all_to_all(arrived.buffer, self.sent.buffer)
+        del self.sent
         self.average(arrived)
-        gathered = self.served.buffer.new_empty(len(arrived), self.served.buffer.shape[1])
+        del arrived
+        gathered = self.served.buffer.new_empty(transport.world_size, self.served.buffer.shape[1])
         transport.all_gather(gathered, self.served.buffer)
         self.hear(gathered)
 
     def hear(self, gathered: Tensor) -> None:
         """Take what all servers tell, uint8 [W, width]."""
         self.means = self.served.like(gathered)
-        del self.sent, self.served
+        del self.served
 
     def forget(self) -> None:
         """Give the memory of ``means`` back."""
-        del self.means
+        vars(self).pop("means", None)
 
     @property
     def held_bytes(self) -> int:

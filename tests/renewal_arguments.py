@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedonebit.comm.squares import Rows
 from fusedonebit.triton_kernels.projections import Projections
-from fusedonebit.triton_kernels.renewal import FACTORS, SUMS
+from fusedonebit.triton_kernels.renewal import FACTORS, LEVELS, SUMS
 
 
 def squares(p: Any, octaves: float = 36.0) -> Tensor:
@@ -49,7 +49,7 @@ def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> tuple:
 
 
 def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = False) -> tuple:
-    """Levels of tensors of which the second waits, the third's sums are infinite, the last has no squares."""
+    """Levels of tensors of which the first is idle, the second waits, the last has squares no more, and infinite sums."""
     tensors, chunks = len(p.layout.sizes), p.layout.world_size
     sums = p.normal(chunks, SUMS, p.layout.blocks_per_chunk).abs()
     first = torch.tensor(p.layout.first_block, dtype=torch.int32)
@@ -58,10 +58,12 @@ def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = F
     by_block = sums.transpose(0, 1).reshape(SUMS, -1).clone()
     by_block[2, int(first[-2]) - 1] = torch.inf
     by_block[0, int(first[-2]) : int(first[-1])] = 0.0
+    by_block[2, : int(first[1])] = 0.0  # no gradient in the first tensor
     sums.copy_(by_block.view(SUMS, len(sums), -1).transpose(0, 1))
-    levels, steps = p.normal(4, tensors).abs(), 5.0 + torch.arange(tensors).double()
+    levels, steps = p.normal(LEVELS, tensors).abs(), 5.0 + torch.arange(tensors).double()
     levels[3] = steps.float() - 2.0
     levels[3, 0], levels[0, 1], levels[1, 1] = steps[0], 0.0, 0.0
+    levels[4, 0] = 100.0 * levels[0, 0]  # what it was before
     mean_sq = levels[2].double()
     mean_sq[: tensors // 2] = 0.0
     missing = torch.arange(tensors).remainder(3).eq(0).to(torch.uint8) if absent else None
@@ -86,6 +88,7 @@ def renew_arguments(
     v[: p.layout.block_size] = 0.0  # of a tensor that waits
     v = v.bfloat16() if half else v
     tables = p.normal(FACTORS, len(p.layout.sizes)).abs() * torch.tensor([[1.0], [0.1], [0.01]])
+    tables[1, -1] = 0.0  # of a tensor whose v stays
     side = (p.compensated, p.worker_scale, torch.zeros_like(p.worker_scale)) if divided else (None,) * 3
     bits = (p.exp_avg_bits, p.exp_avg_scale) if divided and not server else (None, None)
     where = (p.block_tensor, v, logs, tops, tables, p.table.bits, p.table.row)

@@ -254,7 +254,7 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_flat
     lines |= {f"{momentum}_scale": (torch.float32, (1, blocks)) for momentum in momenta}
     lines |= {"worker_error": (torch.float32, (2, 1, numel)), "server_error": (torch.float32, (2, 1, numel // 2))}
     lines |= {"rank": (torch.int64, (2, 1, 1))}
-    scalars = {"variance_level": (torch.float32, (4,))} if name == "onebit-adam-living" else {}
+    scalars = {"variance_level": (torch.float32, (5,))} if name == "onebit-adam-living" else {}
     lines |= {"worker_sq": (torch.float32, (2, 1, numel))} if scalars else {}
     scalars |= (
         {} if scalars else {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})

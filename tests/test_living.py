@@ -159,6 +159,49 @@ def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal():
         assert straight.stats()["renewals"] == resumed.stats()["renewals"] > 5
 
 
+@pytest.mark.parametrize("beta2", [0.9, 0.99])
+def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(beta2):
+    optimizer = make(betas=(0.9, beta2), lr=1e-3, weight_decay=0.0)
+    late, moved = optimizer.param_groups[0]["params"][LATE], []
+    for t in range(1000):
+        before = late.detach().clone()
+        step(optimizer, t, late_from=900 if t >= 60 else 0)
+        moved.append(float((late.detach() - before).square().mean().sqrt()) / 1e-3)
+    print(f"beta2={beta2}: at most {max(moved):.2f} learning rates in a step (limit 3)")
+    assert max(moved) <= 3.0
+    assert min(moved[920:]) > 0.01
+
+
+def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there():
+    faults = Faults(guard="off", rewarm_every=4, rewarm_steps=10)
+    for cut in (5, 6, 7, 8, 9, 15, 19, 20, 21, 22, 23):
+        straight, resumed = make(faults=faults), make(faults=faults)
+        for t in range(cut):
+            step(straight, t)
+        with torch.no_grad():
+            for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
+                p.copy_(q)
+        never_saved = make(faults=faults)
+        for t in range(40):
+            step(never_saved, t)
+        resumed.load_state_dict(through_a_file(straight.state_dict()))
+        for t in range(cut, 40):
+            step(resumed, t)
+        prints = [fingerprint(o.param_groups[0]["params"]) for o in (never_saved, resumed)]
+        assert prints[0] == prints[1], cut
+
+
+@pytest.mark.parametrize("precondition", [True, False])
+def test_what_was_told_is_given_back_when_it_was_used(precondition):
+    optimizer, wire = make(numerics=Numerics(precondition=precondition)), []
+    for t in range(50):
+        step(optimizer, t)
+        wire.append(optimizer.stats()["wire_bytes"])
+    elements = optimizer.layout.numel
+    assert max(wire) > min(wire) + elements
+    assert wire[40] == min(wire), "no squares wait"
+
+
 def test_a_copy_goes_on_as_the_original():
     optimizer = make()
     for t in range(12):

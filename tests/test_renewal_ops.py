@@ -125,7 +125,7 @@ def test_levels_follow_what_counts(how):
     p = problem(SIZES, 3, 128)
     arguments = level_arguments(p, **how)
     sums, first, coef, steps, _, absent, floor, levels, mean_sq, entered, woken, tables = arguments
-    before, waited = levels.double(), mean_sq == 0
+    before, earlier, waited = levels.double(), mean_sq.clone(), mean_sq == 0
     renew_levels(*arguments)
     by_block = sums.transpose(0, 1).reshape(3, -1).double()
     spans = [slice(a, b) for a, b in zip(first.tolist(), first[1:].tolist(), strict=False)]
@@ -134,6 +134,12 @@ def test_levels_follow_what_counts(how):
     counts = square.isfinite() & (how.get("flags", 0) != int(Flag.NONFINITE))
     if absent is not None:
         counts &= absent == 0
+    follows = kept * before[0] + (1 - kept) * square
+    counts &= (square != 0) | (follows >= before[4] / 4)
+    assert not counts[0], "an idle tensor's level stays"
+    assert torch.equal(levels[4].double()[~counts], before[4][~counts])
+    seen = counts & (square > 0)
+    torch.testing.assert_close(levels[4].double()[seen], follows[seen], rtol=1e-6, atol=0)
     level = torch.where(counts, kept * before[0] + (1 - kept) * square, before[0])
     weight = torch.where(counts, kept * before[1] + (1 - kept), before[1])
     torch.testing.assert_close(levels[0].double(), level, rtol=1e-6, atol=0)
@@ -143,8 +149,8 @@ def test_levels_follow_what_counts(how):
     mean = corrected / alive.clamp(min=1e-30)
     expected = torch.stack([corrected / total.clamp(min=1e-30), mean, mean * floor])
     torch.testing.assert_close(tables.double(), expected.nan_to_num(), rtol=1e-6, atol=0)
-    assert torch.equal(mean_sq, tables[1].double())
-    assert torch.equal(levels[2], tables[1])
+    assert torch.equal(mean_sq, torch.where(tables[1] > 0, tables[1].double(), earlier))
+    assert torch.equal(levels[2], mean_sq.float())
     assert torch.equal(entered, torch.where(tables[1] > 0, torch.inf, 0.0).double())
     assert int(woken) == 4 + int((waited & (tables[1] > 0)).sum())
     assert tables[0, -1] == 0
@@ -163,7 +169,8 @@ def test_a_renewal_multiplies_by_old_over_new_denominator(how, ternary):
     old = v.float().view(-1, block_size).clone()
     mean_sq = decode(logs.reshape(-1, block_size), tops.reshape(-1))
     factor, usual, least = tables[:, owner.long(), None]
-    new = torch.maximum(torch.where(mean_sq > 0, mean_sq * factor, usual), least).to(v.dtype).float()
+    new = torch.maximum(torch.where(mean_sq > 0, mean_sq * factor, usual), least)
+    new = torch.where(usual > 0, new, old).to(v.dtype).float()
     expected, s = None, None
     if c is not None:
         s = scale.clone()

@@ -13,10 +13,12 @@ from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Tabl
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL, decode, load_logs
 
-LEVEL, WEIGHT, MEAN, FOLLOWED = 0, 1, 2, 3  # rows of ``levels``
+LEVEL, WEIGHT, MEAN, FOLLOWED, HELD = 0, 1, 2, 3, 4  # rows of ``levels``
+LEVELS = 5
 FACTOR, USUAL, LEAST = 0, 1, 2  # rows of ``factors``
 FACTORS = 3
 VETO = headers.VETO
+MOST_FALL = 0.25  # of the level that a tensor had when a gradient of it was last seen
 SUMS = 3  # rows of what servers tell of a block
 
 
@@ -30,9 +32,16 @@ def followed_level(level, weight, kept, square):
 
 
 @rule
+def idle(square, level, held):
+    """Tells whether a tensor has had no gradient for so long that its level would fall too far, and stays."""
+    return (square == 0.0) & (level < held * MOST_FALL)
+
+
+@rule
 def level_of(level, weight, total):
-    """|mean g|^2, corrected for the EMA's start; 0 while there is nothing to divide it by; float64."""
-    return tl.where((total > 0) & (level > 0), level / tl.where(weight > 0, weight, 1.0), 0.0)
+    """|mean g|^2, corrected for the EMA's start; 0 where there is nothing to divide it by; float64."""
+    corrected = level / tl.where(weight > 0, weight, 1.0)
+    return tl.where((corrected > 0) & (corrected <= total * LARGEST), corrected, 0.0)
 
 
 @rule
@@ -81,6 +90,9 @@ def renew_levels_kernel(
     one = tl.zeros([1], tl.float64)  # ``power`` takes lanes
     kept = tl.sum(power(one + beta2, one + tl.where(since > 1.0, since, 1.0)))
     new_level, new_weight = followed_level(level, weight, kept, square)
+    held = tl.load(levels + HELD * levels_stride + t)
+    taken = taken & (idle(square, new_level, held.to(tl.float64)) == 0)
+    tl.store(levels + HELD * levels_stride + t, tl.where(taken & (square > 0), new_level.to(tl.float32), held))
     level = tl.where(taken, new_level, level).to(tl.float32)
     weight = tl.where(taken, new_weight, weight).to(tl.float32)
     tl.store(levels + LEVEL * levels_stride + t, level)
@@ -92,10 +104,12 @@ def renew_levels_kernel(
     tl.store(factors + USUAL * factors_stride + t, usual.to(tl.float32))
     tl.store(factors + LEAST * factors_stride + t, least.to(tl.float32))
     lives = usual.to(tl.float32) > 0.0
-    tl.atomic_add(woken, 1, mask=lives & (tl.load(mean_sq + t) == 0.0))
+    last_mean = tl.load(mean_sq + t)
+    tl.atomic_add(woken, 1, mask=lives & (last_mean == 0.0))
     tl.store(entered + t, INFINITY, mask=lives)
-    tl.store(levels + MEAN * levels_stride + t, usual.to(tl.float32))
-    tl.store(mean_sq + t, usual.to(tl.float32).to(tl.float64))
+    mean = tl.where(lives, usual.to(tl.float32).to(tl.float64), last_mean)
+    tl.store(levels + MEAN * levels_stride + t, mean.to(tl.float32))
+    tl.store(mean_sq + t, mean)
 
 
 @op(
@@ -115,6 +129,8 @@ def renew_levels(
         level = beta2^steps * level + (1 - beta2^steps) * |mean g|^2;  v = level / (sum of mean squares) * mean squares
 
     A step that only the guard has refused counts, too: a variance that is too small would be refused again and again.
+    While a tensor has no gradient at all its level falls to a quarter, and stays: it would be too small by far when
+    gradients return, and residuals in its unit too large before.
 
     Args:
         sums: float32 or float64 [chunks, 3, blocks of a chunk], as ``average_squares`` writes it.
@@ -124,32 +140,35 @@ def renew_levels(
         flags: int32 [1] of the step whose gradients were told.
         absent: uint8 [tensors], of which no rank had a gradient in it; None: none.
         floor: Share of the tensor's mean that v has at least.
-        levels: float32 [4, tensors], read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
-            given; the mean of v, 0 while a tensor waits for its first gradient; and the tensor's updates when the EMA
-            was last followed.
+        levels: float32 [5, tensors], read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
+            given; the mean of v, 0 while a tensor waits for its first gradient; the tensor's updates when the EMA was
+            last followed; and what it was when there was a gradient last.
         mean_sq: float64 [tensors], that mean again, read and written.
         entered: float64 [tensors], written: infinite where there is a variance.
         woken: int32 [1]: the number of tensors that have come alive is added.
-        factors: float32 [3, tensors], written: what squares are multiplied with, what v is where there are none, and
-            the least v.
+        factors: float32 [3, tensors], written: what squares are multiplied with, what v is where there are none, 0 of a
+            tensor whose v stays, and the least v.
     """
     rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
     lengths = first_block.diff().long()
     total, alive, square = torch.segment_reduce(rows.T.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0.0).T
-    level, weight, _, followed = levels.double()
+    level, weight, _, followed, held = levels.double()
     taken = ((flags & ~int(VETO)) == 0) & (square.abs() <= LARGEST)
     if absent is not None:
         taken = taken & (absent == 0)
     kept = plain_power(coef[:, BETA2].double(), (steps - followed).clamp(min=1.0))
-    new = torch.stack([*followed_level(level, weight, kept, square), mean_sq, steps]).float()
+    new_level, new_weight = followed_level(level, weight, kept, square)
+    taken &= ~idle(square, new_level, held)
+    held = torch.where(square > 0, new_level, held)
+    new = torch.stack([new_level, new_weight, mean_sq, steps, held]).float()
     levels.copy_(torch.where(taken, new, levels))
     level, weight = levels[:MEAN].double()
     factors.copy_(torch.stack(factors_of(level_of(level, weight, total), total, alive, floor)))
     alive_now = factors[USUAL] > 0
     woken += (alive_now & (mean_sq == 0)).sum().int()
     entered.masked_fill_(alive_now, INFINITY)
-    levels[MEAN] = factors[USUAL]
-    mean_sq.copy_(factors[USUAL])
+    mean_sq.copy_(torch.where(alive_now, factors[USUAL].double(), mean_sq))
+    levels[MEAN] = mean_sq
 
 
 # ---------------------------------------------------------------- the change of units
@@ -172,6 +191,8 @@ def renew_kernel(
     mean_sq = load_logs(logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
     factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
     v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
+    last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+    v = tl.where(usual > 0, v, last)
     stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
     if compensated is not None:
         c = tl.load(compensated + b * BLOCK_SIZE + i)
@@ -182,7 +203,6 @@ def renew_kernel(
             kept = rules.carried(io.scaled(signs, nonzero, tl.load(exp_avg_scale + b), TERNARY), c, s, k, TERNARY)
         else:
             kept = rules.residual(c, s, TERNARY)
-        last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
         old = rules.denominator(last, k, EPS_INSIDE_SQRT)
         new = rules.denominator(stored.to(tl.float32), k, EPS_INSIDE_SQRT)
         tl.store(compensated + b * BLOCK_SIZE + i, io.only_active(rules.in_unit(kept, last, old, new), mask, row))
@@ -233,9 +253,11 @@ def renew(
         b, owner, first = tile.blocks, block_tensor[tile.blocks], tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
         mean_sq = decode(logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
-        new = rules.renewed(mean_sq, *factors[:, owner, None]).to(exp_avg_sq.dtype)
+        last = v_of[b].float()
+        new = rules.renewed(mean_sq, *factors[:, owner, None])
+        new = tl.where(factors[USUAL, owner, None] > 0, new, last).to(exp_avg_sq.dtype)
         if flat is not None and scale is not None:
-            k, s, last = coef[owner], scale[b, None], v_of[b].float()
+            k, s = coef[owner], scale[b, None]
             if exp_avg_bits is None or exp_avg_scale is None:
                 kept = rules.residual(flat[b], s, ternary)
             else:

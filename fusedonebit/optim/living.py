@@ -26,7 +26,7 @@ from ..comm.feedback import Unit
 from ..core.options import CoefficientTable
 from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
-from ..triton_kernels.renewal import FACTORS, FOLLOWED, LEVEL, MEAN, WEIGHT
+from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
 
 LONGEST = 50
@@ -78,7 +78,7 @@ class LivingVariance:
         optimizer: Whose.
 
     Attributes:
-        levels: float32 [4, tensors], see ``renew_levels``.
+        levels: float32 [5, tensors], see ``renew_levels``.
         mean_sq: float64 [tensors], the mean again, for the table of coefficients.
         steps: Steps since the freeze.
         age: The same, or steps since tensors came alive.
@@ -89,9 +89,10 @@ class LivingVariance:
 
     def __init__(self, optimizer: Owner) -> None:
         tensors, device = max(1, len(optimizer.layout.sizes)), optimizer.device
-        self.levels = torch.zeros(4, tensors, device=device)
+        self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._factors = torch.zeros(FACTORS, tensors, device=device)
+        self._numels = torch.zeros_like(self.mean_sq)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known = HostMirror(device, NOTICED_AFTER), 0
         self._eases_after = 0
@@ -122,14 +123,15 @@ class LivingVariance:
         counts = self.steps, self._eases_after, self.age, self.since, self.renewals
         return [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]
 
-    def resume(self, state: Sequence[int]) -> None:
-        """Take up those, ``levels`` are filled apart."""
+    def resume(self, optimizer: Owner, state: Sequence[int]) -> None:
+        """Take up those, ``levels`` are filled apart; all ranks call it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
         self._renewed, self._told = bool(renewed), False
         self._woken.fill_(count)
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
+        self._count(optimizer)
 
     # ---------------------------------------------------------------- what
 
@@ -141,6 +143,7 @@ class LivingVariance:
         sums, _ = live_variance(layout.sizes, layout.block_size, v)
         self.levels[LEVEL] = self._by_tensor(optimizer, sums).clamp(max=torch.finfo(torch.float32).max)
         self.levels[WEIGHT] = 1.0 / root
+        self.levels[HELD] = self.levels[LEVEL]
         self.levels[MEAN] = mean * root
         self.levels[FOLLOWED] = optimizer.own_steps
         self.mean_sq.copy_(self.levels[MEAN])
@@ -151,6 +154,7 @@ class LivingVariance:
         self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
         self.due = self._told = self._renewed = False
         self._mirror.flush()
+        self._count(optimizer)
 
     def share(self, optimizer: Owner) -> None:
         """Tell the other ranks of the squares of the gradients of the step just made, and hear of theirs."""
@@ -181,11 +185,14 @@ class LivingVariance:
         here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
         return optimizer.shards.sum(here)
 
-    def waiting(self, optimizer: Owner) -> list[int]:
-        """Return indices of tensors that wait for their first gradient; reads from the device."""
-        live = self._by_tensor(optimizer, optimizer.live.numel.double())
-        return torch.nonzero((self.mean_sq == 0) & (live > 0)).flatten().tolist()
+    def _count(self, optimizer: Owner) -> None:
+        """Count the elements that each tensor has on all shards."""
+        self._numels = self._by_tensor(optimizer, optimizer.live.numel.double())
+
+    def waiting(self) -> list[int]:
+        """Return indices of tensors that wait for their first gradient; reads from the device, asks no other rank."""
+        return torch.nonzero((self.mean_sq == 0) & (self._numels > 0)).flatten().tolist()
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""
-        return [self.levels, self.mean_sq, self._woken, self._factors]
+        return [self.levels, self.mean_sq, self._woken, self._factors, self._numels]

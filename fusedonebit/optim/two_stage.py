@@ -40,6 +40,7 @@ from ..core.state.header import (
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm, update_sums
+from ..triton_kernels.renewal import LEVELS
 from ..triton_kernels.scaling import SQUARES
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
@@ -72,7 +73,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             when="follows_squares",
             not_negative=True,
         ),
-        StateSpec("variance_level", "tensor", "living.levels", 4, stage="compressed", when="follows_squares"),
+        StateSpec("variance_level", "tensor", "living.levels", LEVELS, stage="compressed", when="follows_squares"),
     )
     phases: ClassVar = {"warmup": False, "compression": True}
     header_fields: ClassVar = {
@@ -299,6 +300,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
         """
         self.catch_up()
+        if self.living is not None:
+            self.living.settle(self)
         self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self.reducer
         coef = self.coefficient_table()
@@ -313,6 +316,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
         self._entered.fill_(math.inf)  # v is corrected
+        if self.living is not None:
+            self._entered.masked_fill_(self.own_steps == 0, 0.0)  # but for what has none yet
         self._warming, self.coefficients.variance_betas = True, None
         self._phase = "warmup"
         self._freeze_due = self.outcomes.updates + options.rewarm_steps
@@ -390,9 +395,10 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
                 # What is missing did not exist when it was written.
                 was = header["settled"].get(name, _BEFORE.get(name, False))
                 if was != now:
+                    way_out = f'; pass variance="{was}", or warm_start' if name == "variance" else ""
                     raise ValueError(
                         f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
-                        "changed before the freeze"
+                        f"changed before the freeze{way_out}"
                     )
             if self.living is not None and len(header.get("renewals") or ()) < LEAST_COUNTS:
                 damaged("renewals", f"have {LEAST_COUNTS} counts or more", repr(header.get("renewals")))
@@ -430,7 +436,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self.living is not None and header.get("renewals") is not None:
-            self.living.resume(header["renewals"])
+            self.living.resume(self, header["renewals"])
         if self._phase == "compression":
             self.reducer.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
@@ -475,7 +481,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _dead_now(self) -> list[int]:
         living = self.living if self.compressed else None
-        return self.dead_tensors if living is None else living.waiting(self)
+        return self.dead_tensors if living is None else living.waiting()
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:

@@ -113,8 +113,9 @@ KERNEL(renew)
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
         const float *f = factors + t;
         load_logs(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], BLOCK_SIZE);
+        const float *v = variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE), usual = f[USUAL * factors_stride];
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
-            next[i] = renewed(next[i], f[FACTOR * factors_stride], f[USUAL * factors_stride], f[LEAST * factors_stride]);
+            next[i] = usual > 0 ? renewed(next[i], f[FACTOR * factors_stride], usual, f[LEAST * factors_stride]) : v[i];
         for (int64_t i = 0; exp_avg_sq_kind != FP32 && i < BLOCK_SIZE; i++)
             next[i] = from_bf16(to_bf16(next[i], half(bits_of(next[i]))));
         if (compensated) {
@@ -122,7 +123,7 @@ KERNEL(renew)
             const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
             if (exp_avg_bits)
                 scaled(m, packed, plane, exp_avg_scale[b], TERNARY, BLOCK_SIZE);
-            const float *v = variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE), *row = coef + t * COLUMNS;
+            const float *row = coef + t * COLUMNS;
             change_unit(c, exp_avg_bits ? m : NULL, scale[b], v, next, row, EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
             only_live(c, live, live_row[b], BLOCK_SIZE);
             settled[b] += scale[b];

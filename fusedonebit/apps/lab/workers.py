@@ -120,10 +120,11 @@ class BatchedAllReduce(WorkerAllReduce):
         all_of_them = [rank.squares for rank in self.ranks if rank.squares is not None]
         sent = torch.stack([squares.sent.buffer for squares in all_of_them])
         for number, squares in enumerate(all_of_them):
-            squares.average(sent[:, number])
+            squares.average(squares.sent.like(sent[:, number]))
         served = torch.cat([squares.served.buffer for squares in all_of_them])
         for squares in all_of_them:
             squares.hear(served)
+            del squares.sent
         self.transport.traffic.add((self.layout.world_size - 1) * (sent[0, 0].nbytes + served[0].nbytes))
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
