@@ -49,7 +49,7 @@ def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> tuple:
 
 
 def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = False) -> tuple:
-    """Levels of tensors of which the first is idle, the second waits, the last has squares no more, and infinite sums."""
+    """Levels of tensors: the first is idle, the second waits, the last has no squares any more, and an infinite sum."""
     tensors, chunks = len(p.layout.sizes), p.layout.world_size
     sums = p.normal(chunks, SUMS, p.layout.blocks_per_chunk).abs()
     first = torch.tensor(p.layout.first_block, dtype=torch.int32)
