@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
-from fusedonebit.apps.lab.plots import plot_toys
+from fusedonebit.apps.lab.plots import plot, plot_toys
 from fusedonebit.apps.lab.publish import publish
 from fusedonebit.apps.lab.records import Records
 from fusedonebit.apps.lab.report import View, markdown, rates, rows, views
@@ -61,6 +61,7 @@ def main() -> None:
     """Write them."""
     records = Records(RESULTS / "runs.jsonl")
     publish(records, RESULTS)
+    plot(records, RESULTS / "worse.png", parents=True)
     plot_toys(DOCS / "toys.png")
     write_tables(DOCS.parent / "README.md", readme_table(records), "LAB")
     write_tables(DOCS / "numerics.md", page_tables(records), "LAB")

@@ -16,6 +16,7 @@ from .report import DECADES, PERCENT, Difference, View, difference, sent, views
 from .tasks import TASKS
 
 COLOURS = {
+    "onebit-adam-living": "tab:red",
     "onebit-adam": "tab:blue",
     "zero-one-adam": "tab:purple",
     "onebit-lamb": "tab:green",
@@ -28,14 +29,15 @@ WORST = 100.0
 """Percent at which the axis ends; what is worse, or diverged, is shown there."""
 
 
-def plot(records: Records, path: Path) -> None:
+def plot(records: Records, path: Path, parents: bool = False) -> None:
     """Draw a panel for each number of workers that all tasks were run with, at the optimizers' own rates.
 
-    Dots have standard errors.
+    Dots have standard errors. ``parents``: at those of what they compress, where that was done with several of them.
     """
     recorded = views(records)
     tasks = [task for task in TASKS if any(view.runs(records, task, name) for view in recorded for name in COLOURS)]
-    own = [view for view in recorded if view.by == 1 and not view.parents]
+    own = [view for view in recorded if view.by == 1 and view.parents == parents]
+    own = [v for v in own if not parents or sum(sent(records, v, name) is not None for name in COLOURS) > 1]
     whole = [v for v in own if all(any(v.runs(records, task, name) for name in COLOURS) for task in tasks)]
     shown = whole or own or recorded[:1]
     size = (1.2 + 4.2 * len(shown), 1.6 + 0.26 * len(tasks))
