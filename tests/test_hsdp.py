@@ -331,3 +331,20 @@ def test_ranks_without_any_element_take_part(name):
     assert {(run["stats"]["step"], run["stats"]["phase"]) for run in runs} == {(8, "compression")}
     np.testing.assert_array_equal(runs[0]["x"], runs[2]["x"])
     assert (runs[0]["x"] != 1).all()
+
+
+def stats_of_one(rank: int, world_size: int) -> dict | None:
+    """Squares of the last tensor are waited for; only the first rank asks."""
+    tensors = [torch.ones(300), torch.ones(20, 9)]
+    optimizer = make("onebit-adam-living", True, tensors, lr=1e-2, freeze_step=3, **UNGUARDED)
+    for step in range(8):
+        generator = torch.Generator().manual_seed(10 * step + rank // SHARDS)
+        give(optimizer, [torch.randn(300, generator=generator), torch.zeros(20, 9)])
+        optimizer.step()
+    return None if rank else optimizer.stats()
+
+
+def test_one_rank_alone_may_look_at_what_shards_know_together():
+    stats, *_ = run_ranks(stats_of_one, 4)
+    assert stats["phase"] == "compression"
+    assert len(stats["dead_tensors"]) == 1
