@@ -139,6 +139,7 @@ CASES = {
     "apply_momentum": Case("apply_momentum", VARIANCE | SUMS),
     "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16 | SUMS),
     "apply_momentum, preconditioned": Case("apply_momentum", SUMS),
+    "apply_momentum, preconditioned, tells squares": Case("apply_momentum", SUMS | {"x_squares": "*fp32"}),
     "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16 | SUMS),
     "apply_momentum, ternary": Case("apply_momentum", VARIANCE | SUMS | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
@@ -155,6 +156,7 @@ CASES = {
     "lamb_ratio, preconditioned, bf16 variance": Case("lamb_ratio", FROZEN_BF16 | {"PRECONDITIONED": True}),
     "lamb_ratio, ternary": Case("lamb_ratio", {"TERNARY": True}),
     "lamb_rescale": Case("lamb_rescale"),
+    "lamb_follow": Case("lamb_follow"),
     "local_update": Case("local_update", LOCAL, halves=1),
     "local_update, bf16": Case("local_update", LOCAL | BF16, halves=1),
     "local_update, Adam": Case("local_update", ADAM, halves=1),
@@ -273,13 +275,14 @@ VARIANTS = {
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }
 """What else runs: must compile without spills; nothing else is limited."""
-PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale", "renew_levels")
+PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale", "lamb_follow", "renew_levels")
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")
 ALONE_STEP = ("momentum_compress, preconditioned, in place", "finish_alone", "apply_momentum, preconditioned")
 HALF_ALONE_STEP = ("momentum_compress, preconditioned, bf16 variance, in place", *ALONE_STEP[1:])
 LIVING_STEP = ("momentum_compress, preconditioned, living", *GUARDED_STEP[1:])
+LIVING_LAMB_STEP = (*LIVING_STEP[:-1], "lamb_follow", "apply_momentum, preconditioned, tells squares")
 HALF_LIVING_STEP = ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:])
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
 PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
@@ -321,7 +324,7 @@ def zero_one_round(steps: int) -> Step:
 
 
 def with_renewal(renew: str, step: tuple[str, ...], limit: float) -> Step:
-    """50 steps of 1-bit Adam with a living variance, in one of which squares are shared, and v renewed."""
+    """50 steps with a living variance, in one of which squares are shared, and v renewed."""
     tell = "tell_squares, bf16 squares" if "bf16" in renew else "tell_squares"
     served = (*("server_reduce", "finish") * 50, "average_squares", "renew, server")
     return Step((*step * 50, tell, renew), limit, served, steps=50)
@@ -347,6 +350,8 @@ STEPS = {
     "1-bit Adam, living, bf16 variance, mean over 50 steps": with_renewal(
         "renew, bf16 variance", HALF_LIVING_STEP, 27.5
     ),
+    "1-bit LAMB, living": Step(LIVING_LAMB_STEP, 32.75),
+    "1-bit LAMB, living, mean over 50 steps": with_renewal("renew", LIVING_LAMB_STEP, 33.6),
     "1-bit Adam, plain": Step(PLAIN_STEP, 24.7),
     "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.15),
     "1-bit LAMB, frozen, plain": Step(PLAIN_STEP, 24.7),

@@ -57,6 +57,7 @@ KERNELS = (
     Kernel("lamb_ratio"),
     Kernel("lamb_ratio, preconditioned"),
     Kernel("lamb_rescale"),
+    Kernel("lamb_follow"),
     Kernel("local_step"),
     Kernel("local_step, preconditioned"),
     Kernel("rebuild_momentum, preconditioned"),

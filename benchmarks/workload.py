@@ -35,6 +35,7 @@ CALLS = (
     "lamb_move",
     "lamb_ratio",
     "lamb_rescale",
+    "lamb_follow",
     "local_update",
     "merge_signs",
     "close_round",
@@ -248,7 +249,7 @@ class Workload:
             *(self.block_tensor, self.table.bits, self.table.row, self.skip, None, self._sum()),
         )
         *_, steps, updates = self._clock()
-        counting = (None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH), steps)
+        counting = (None, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH), steps)
         return partial(ops.apply_momentum, *arguments, *counting)
 
     def adam_update(self) -> partial[None]:
@@ -300,6 +301,11 @@ class Workload:
     def lamb_rescale(self) -> partial[None]:
         arguments = (self.largest, None, self.layer_start, self.skip, False, self.started, self.coef.clone())
         return partial(ops.lamb_rescale, *arguments, self.layers)
+
+    def lamb_follow(self) -> partial[None]:
+        squares, scale = (self._scale(size, self.layout.n_blocks) for size in (0.5, 0.1))
+        where = (self.table.numel, self.layer_start, self.skip)
+        return partial(ops.lamb_follow, squares, scale, *where, self.coef.clone(), self.layers, self.layers[0].clone())
 
     def _messages(self, rows: int) -> Messages:
         messages = Messages(rows, 0, self.layout, self.device)

@@ -4,7 +4,8 @@
     1-bit LAMB   Li et al., 2021          Algorithm 1           lamb, freeze, then onebit_lamb
     Marsit       Wu et al., DAC 2022      Algorithms 1 and 2    marsit_sgd, which calls marsit
 
-and 1-bit Adam with a variance that lives, which is no paper's: live once, then living_adam, and renew at times.
+and both of the first with a variance that lives, which is no paper's: live once, then living_adam, and renew at times;
+after lamb live_lamb, then living_lamb, and renew.
 
 Each function is one step, in the paper's order and symbols; behind a line of code stands the number of the algorithm's
 line (for 1-bit Adam that of 1-bit LAMB, whose lines 6 to 13 repeat it). Workers are rows: what each of W workers has of
@@ -135,6 +136,7 @@ class LambState(State):
     def __init__(self, x: Tensor, workers: int, layers: Sequence[slice]) -> None:
         super().__init__(x, workers)                                 # line 1
         self.layers, self.c_avg, self.r = layers, x.new_zeros(len(layers)), x.new_ones(len(layers))
+        self.c = x.new_zeros(len(layers))                            # of the last step of the warm-up
         self.v_frozen, self.scale = torch.zeros_like(x), torch.ones_like(x)
 
 
@@ -146,9 +148,9 @@ def lamb(s: LambState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: fl
         s.m[l] = beta1 * s.m[l] + (1 - beta1) * g[l]
         s.v[l] = beta2 * s.v[l] + (1 - beta2) * g[l] ** 2
         u = s.m[l] / (s.v[l] + eta).sqrt()
-        c = (norm(s.x[l]) / norm(u)).clip(c_min, c_max)
-        s.x[l] = s.x[l] - gamma * c * u
-        s.c_avg[k] = beta3 * s.c_avg[k] + (1 - beta3) * c
+        s.c[k] = (norm(s.x[l]) / norm(u)).clip(c_min, c_max)
+        s.x[l] = s.x[l] - gamma * s.c[k] * u
+        s.c_avg[k] = beta3 * s.c_avg[k] + (1 - beta3) * s.c[k]
 
 
 def freeze(s: LambState) -> None:
@@ -172,6 +174,38 @@ def onebit_lamb(s: LambState, g: Tensor, *, gamma: float, beta1: float = 0.9, be
         s.r[k] = r.clip(r_min, r_max)                                # line 19
         c = s.r[k] * s.c_avg[k]                                      # line 20
         s.x[l] = s.x[l] - gamma * c * s.m[l] / (s.v_frozen[l] + eta).sqrt()  # line 21
+
+# ---------------------------------------------------------------- 1-bit LAMB with a variance that lives
+
+class LivingLambState(LivingState):
+    """What it carries besides. m and both errors are in units of the step: each gradient counts times its step's c."""
+    def __init__(self, x: Tensor, workers: int, layers: Sequence[slice]) -> None:
+        super().__init__(x, workers, layers)
+        self.c, self.c_avg = x.new_ones(len(layers)), x.new_zeros(len(layers))
+        self.u2 = x.new_zeros(len(layers))                           # the average of |u|^2
+
+
+def live_lamb(s: LivingLambState, t: int, *, beta2: float = 0.999, eta: float = 1e-6, floor: float = 0.1) -> None:
+    """End of a warm-up of t steps: as live, and each layer goes on from its last coefficient."""
+    live(s, t, beta2=beta2, eta=eta, floor=floor)
+    for k, l in enumerate(s.layers):
+        s.m[l] = s.c[k] * s.m[l]
+        s.u2[k] = (norm(s.x[l]) / s.c[k]) ** 2
+
+
+def living_lamb(s: LivingLambState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999,
+                beta3: float = 0.9, eta: float = 1e-6, c_min: float = 0.01, c_max: float = 10.0, share: float = 0.4375
+                ) -> None:
+    """Compression stage: the step itself is what is compressed, and coefficients follow what comes of it."""
+    s.s = beta2 * s.s + (1 - beta2) * g**2
+    c = torch.cat([s.c[k].expand(len(s.x[l])) for k, l in enumerate(s.layers)])
+    s.m = exchange(s, s.m, c * g / (s.v.sqrt() + eta), beta1)
+    for k, l in enumerate(s.layers):
+        x, u = norm(s.x[l]), share * norm(s.m[l]) / s.c[k]           # of bits' norm so much is the update's
+        most = (x / u).clip(c_min, c_max)
+        s.x[l] = s.x[l] - gamma * (most / s.c[k]).clip(max=1) * s.m[l]
+        s.u2[k] = beta3 * s.u2[k] + (1 - beta3) * u**2
+        s.c[k] = (x / s.u2[k].sqrt()).clip(c_min, c_max)
 
 # ---------------------------------------------------------------- Marsit
 

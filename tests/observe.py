@@ -64,7 +64,7 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
         state["worker_error"] = flat([optimizer.worker_error(p) for p in params]) - moved
     if compressed:
         state["server_error"] = flat([s["server_error"] / s.get("unit", 1.0) for s in states])
-    for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit"):
+    for key in ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit", "update_squares"):
         state[key] = flat([s[key] for s in states]) if key in states[0] else np.zeros(0, dtype=np.float32)
     state["started"] = np.array([header_of(saved).get("started", False)])
     return state

@@ -55,8 +55,10 @@ ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
     "onebit-adam": by_name(OneBitAdam),
     "onebit-adam-living": by_name(OneBitAdam, variance="shared"),
     "onebit-lamb": by_name(OneBitLamb),
-    "onebit-lamb-frozen": by_name(OneBitLamb, adaptive=False),
+    "onebit-lamb-frozen": by_name(OneBitLamb, variance="frozen", adaptive=False),
+    "onebit-lamb-living": by_name(OneBitLamb, variance="shared"),
 }
+LIVING = ("onebit-adam-living", "onebit-lamb-living")
 LAMBS = ("onebit-lamb", "onebit-lamb-frozen")
 
 PAPER: dict[str, Any] = {"precondition": False, "scale_norm": "l2", "scale_scope": "global"}
@@ -79,7 +81,7 @@ MAKE: dict[str, Callable[..., Any]] = {
 """Every optimizer; two steps later what it sends is bits."""
 
 EACH_ONEBIT = pytest.mark.parametrize("name", ONEBIT)
-FROZEN = [name for name in ONEBIT if name != "onebit-adam-living"]
+FROZEN = [name for name in ONEBIT if name not in LIVING]
 EACH_FROZEN = pytest.mark.parametrize("name", FROZEN)
 """Whose variance stays what it is at the freeze."""
 EACH = pytest.mark.parametrize("name", [*ONEBIT, "lamb"])

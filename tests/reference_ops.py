@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import Messages
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, unpack
+from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Word, folded
 from fusedonebit.triton_kernels.receive import spans_of
@@ -143,11 +143,12 @@ class Problem:
         skip: int = 0,
         rounding: Tensor | None = None,
         digest: Tensor | None = None,
+        x_squares: Tensor | None = None,
     ) -> tuple:
         return (
             *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
             *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
-            *(torch.tensor([skip], dtype=torch.int32), rounding, digest),
+            *(torch.tensor([skip], dtype=torch.int32), rounding, digest, x_squares),
         )
 
     def finish_arguments(self, scope: str, norm: str, hold: int = 0, counter: int | None = None) -> tuple:
@@ -331,6 +332,14 @@ class Problem:
             *(self.coef, self.layers),
         )
 
+    def lamb_follow_arguments(self, skip: int = 0) -> tuple:
+        x_squares, scale = self.normal(2, self.layout.n_blocks).abs()
+        update_squares = torch.rand(len(self.layout.sizes), generator=self._random) * 50
+        return (
+            *(x_squares * 100, scale, self.table.numel, self.layer_start, torch.tensor([skip], dtype=torch.int32)),
+            *(self.coef, self.layers, update_squares),
+        )
+
 
 def wide(tensor: Tensor) -> Array:
     """A copy in float64."""
@@ -360,12 +369,17 @@ def denom(p: Problem, v: Array, eps_inside_sqrt: bool) -> Array:
     return np.sqrt(corrected + eps) if eps_inside_sqrt else np.sqrt(corrected) + eps
 
 
+def unit_of(p: Problem, v: Array | None, eps_inside_sqrt: bool) -> Array:
+    """What momentum is multiplied with: the layer's unit, over the denominator where v is given."""
+    return p.column(Coef.UNIT) / (1 if v is None else denom(p, v, eps_inside_sqrt))
+
+
 def momentum_compress(p: Problem, exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> tuple[Array, Array, Array]:
     """The new c, the elements whose gradient was dropped, and a bound on c's rounding errors."""
     old, scale = wide(p.compensated), p.by_element(p.worker_scale)
     residual = old - scale * sign(old, p.ternary)
     momentum = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits)
-    unit = p.column(Coef.UNIT) if exp_avg_sq is None else 1 / denom(p, wide(exp_avg_sq), eps_inside_sqrt)
+    unit = unit_of(p, None if exp_avg_sq is None else wide(exp_avg_sq), eps_inside_sqrt)
     kept = p.column(Coef.BETA1) * momentum + residual
     fresh = p.column(Coef.ONE_MINUS_BETA1) * p.flat(p.grads) * unit
     with np.errstate(over="ignore", invalid="ignore"):
@@ -467,7 +481,7 @@ def freeze(
         v = np.where(v == 0, p.by_element(dead_value[owner]), v)
     if least is not None:
         v = np.maximum(v, p.by_element(least[owner]))
-    return p.column(Coef.BETA1) * m * (1 / denom(p, v, inside) if precondition else p.column(Coef.UNIT)), v
+    return p.column(Coef.BETA1) * m * unit_of(p, v if precondition else None, inside), v
 
 
 def fresh_variance(p: Problem, m: Array, last: Array, old: Array) -> tuple[Array, Array]:
@@ -488,6 +502,25 @@ def ratios(p: Problem, frozen: Array, fresh: Array, eps_inside_sqrt: bool, deeps
         else:
             ratio = np.where(frozen > 0, frozen / fresh, 0.0)
     return np.where(p.live, ratio, 0.0)
+
+
+def lamb_follow(p: Problem, x_squares: Array, bits: Array, mean: Array) -> tuple[Array, Array, Array]:
+    """The mean of |u|^2 of each layer, the coefficient that it moves with, and the next one."""
+    result = []
+    for row, x2, of_bits, last in zip(
+        p.coef.double().numpy(), layers_of(p, x_squares), layers_of(p, bits), mean, strict=True
+    ):
+        x, unit = np.sqrt(x2.sum()), row[Coef.UNIT]
+        now = (rules.SHARE_OF_NORM * row[Coef.UNBIAS1] / unit) ** 2 * of_bits.sum()
+        following = last
+        if now > 0:
+            following = row[Coef.BETA3] * last + (1 - row[Coef.BETA3]) * now if last > 0 else now
+        c = []
+        for squares in (now, following):
+            u = np.sqrt(squares + (row[Coef.WEIGHT_DECAY] * x) ** 2)
+            c.append(min(max(x / u, row[Coef.C_MIN]), row[Coef.C_MAX]) if x > 0 and u > 0 else 1.0)
+        result.append((following, min(unit, c[0]), c[1]))
+    return tuple(np.array(column) for column in zip(*result, strict=True))
 
 
 def lamb_rescale(p: Problem, largest: Array, norms: Array | None, layers: Array, deepspeed: bool) -> Array:

@@ -141,6 +141,7 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
                 "close_round",
                 "lamb_coefficient",
                 "lamb_rescale",
+                "lamb_follow",
                 "scale_coefficients",
             )
             if kernel not in small and "bf16" not in name:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observe import fingerprint, observe, parameters, through_a_file
-from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, ONEBIT, PAPER, construct
+from optimizers import ADAM_AND_LAMB, EACH, EACH_ONEBIT, LAMBS, LIVING, ONEBIT, PAPER, construct
 from ranks import run_ranks, simulate
 from torch.nn import Parameter
 
@@ -254,11 +254,13 @@ def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_flat
     lines |= {f"{momentum}_scale": (torch.float32, (1, blocks)) for momentum in momenta}
     lines |= {"worker_error": (torch.float32, (2, 1, numel)), "server_error": (torch.float32, (2, 1, numel // 2))}
     lines |= {"rank": (torch.int64, (2, 1, 1))}
-    scalars = {"variance_level": (torch.float32, (5,))} if name == "onebit-adam-living" else {}
+    scalars = {"variance_level": (torch.float32, (5,))} if name in LIVING else {}
     lines |= {"worker_sq": (torch.float32, (2, 1, numel))} if scalars else {}
-    scalars |= (
-        {} if scalars else {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})
-    )
+    if name != "onebit-adam-living":
+        scalars |= {"layer": (torch.float32, (3,))} | ({} if preconditioned else {"unit": (torch.float32, ())})
+    if name == "onebit-lamb-living":
+        scalars |= {"update_squares": (torch.float32, ())}
+        lines |= {"param_squares": (torch.float32, (1, blocks))}
     for rank, file in enumerate(saved):
         for i, p in enumerate(make()):
             whole = (torch.float32, tuple(p.shape))
@@ -298,7 +300,7 @@ def test_files_hold_little_but_the_state(name):
         optimizer.step()
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
-    more = {"onebit-lamb": 4 + 1 / 8, "onebit-adam-living": 4}.get(name, 0)
+    more = ({"onebit-lamb": 4 + 1 / 8} | dict.fromkeys(LIVING, 4)).get(name, 0)
     ratio = file.tell() / (300_017 * (4 + 4 + 4 + 1 / 8 + more))
     print(f"{name}: bytes of the file, of the state's: {ratio:.4f} (limit 1.02)")
     assert ratio <= 1.02

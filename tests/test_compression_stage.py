@@ -9,7 +9,7 @@ import pytest
 import reference_adam
 import torch
 from observe import fingerprint, flat, observe, parameters, served
-from optimizers import EACH_FROZEN, EACH_ONEBIT, PAPER, UNGUARDED, construct, objects
+from optimizers import EACH_FROZEN, EACH_ONEBIT, LIVING, PAPER, UNGUARDED, construct, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
 from torch import Tensor
 from torch.nn import Parameter
@@ -154,7 +154,7 @@ def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size, scale_s
 # ---------------------------------------------------------------- what is kept
 
 MILLIONS = [(1024, 1024), (1024,), (1000, 777), (3,), (1536, 2048), (77, 77)]
-STATE_BYTES = {"onebit-adam": 8.2, "onebit-adam-living": 12.2, "onebit-lamb": 12.3, "onebit-lamb-frozen": 8.2}
+STATE_BYTES = dict.fromkeys(LIVING, 12.2) | {"onebit-adam": 8.2, "onebit-lamb": 12.3, "onebit-lamb-frozen": 8.2}
 """Limits per parameter, besides the 4 / W of the servers' residuals."""
 
 
@@ -201,7 +201,7 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
         limit, n = STATE_BYTES[name] + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
         print(f"{name}, W={world_size}: state bytes per parameter: {state:.3f} (limit {limit})")
         # A byte for what was told of each square, until the next step renews the variance with it.
-        most = 1.4 if name == "onebit-adam-living" else 0.3
+        most = 1.4 if name in LIVING else 0.3
         print(f"{name}, W={world_size}: wire bytes per parameter: {wire:.3f} (limit {most})")
         print(f"{name}, W={world_size}: largest allocation from the freeze on: {compressed} (limit {1.1 * n / 8:.0f})")
         assert limit - 0.3 < state <= limit
@@ -209,7 +209,7 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
         assert warmup == 4, "the warm-up's gradient buffer must show, or nothing would"
         # gloo's all-gather copies the message of one bit per element, a renewal logarithms of all; a tile's temporaries
         # are smaller.
-        assert compressed < (2.2 * n if name == "onebit-adam-living" else 1.1 * n / 8)
+        assert compressed < (2.2 * n if name in LIVING else 1.1 * n / 8)
 
 
 @pytest.mark.long(but=1)

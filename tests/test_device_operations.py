@@ -61,7 +61,8 @@ class Case(NamedTuple):
 SEVERAL: dict[str, Any] = {"rounds": Rounds(local_steps=4)}
 ADAM, LAMB = (OneBitAdam, {"freeze_step": 2}), (OneBitLamb, {"freeze_step": 2})
 LIVING: tuple[Any, dict[str, Any]] = OneBitAdam, {"variance": "shared", "warmup": 2}
-"""Its 15th step is one between two renewals, on gradients that are not projected."""
+LIVING_LAMB: tuple[Any, dict[str, Any]] = OneBitLamb, LIVING[1]
+"""Their 15th step is one between two renewals, on gradients that are not projected."""
 CLIPS: dict[str, Any] = {"max_grad_norm": 1.0}
 CLIPPING_ADAM = (OneBitAdam, {"freeze_step": 2, **CLIPS})
 CASES = {
@@ -77,6 +78,12 @@ CASES = {
     "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
+    "OneBitLamb, living": Case(*LIVING_LAMB, 14, "compression", (10, 5), (11, 6)),
+    "OneBitLamb, living, clips, scaler": Case(
+        LIVING_LAMB[0], LIVING[1] | CLIPS, 14, "compression", (13, 7), (14, 8), scaler=True
+    ),
+    "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (14, 9), (15, 10)),
+    "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (18, 12), (15, 10)),
     "OneBitAdam, 4 buckets": Case(
         OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (27, 11), (27, 11)
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observe import change_header, fingerprint, flat, observe, parameters, served
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, PAPER, construct, objects
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, LIVING, PAPER, construct, objects
 from ranks import run_ranks
 from test_conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_gradients
 from test_freeze import gradient, step_once
@@ -151,7 +151,7 @@ def test_a_veto_changes_no_parameter_and_loses_nothing(name, options):
         warnings.simplefilter("ignore", FusedOneBitWarning)
         runs = SimulatedGroup(3).run(lambda rank, t: follow_guarded(rank, 3, name, schedule, options, t))
     # A living variance has seen the first of them, and lets the second pass.
-    assert check_vetoes(runs, schedule) >= (1 if name == "onebit-adam-living" else 2)
+    assert check_vetoes(runs, schedule) >= (1 if name in LIVING else 2)
 
 
 def test_real_ranks_veto_alike():
@@ -227,7 +227,8 @@ def test_off_applies_everything(name):
     ("guard", "options", "most", "follows"),
     [
         ("rewarm", {}, "10", "10 uncompressed updates follow"),
-        ("rewarm", {"precondition": False}, "300", "10 uncompressed updates follow"),
+        ("rewarm", {"precondition": False}, "10", "10 uncompressed updates follow"),
+        ("rewarm", {"precondition": False, "scale_scope": "layer"}, "300", "10 uncompressed updates follow"),
         ("warn", {}, "10", 'nothing else follows (guard="warn"), so that training may stand still from now on'),
     ],
 )

@@ -348,3 +348,24 @@ def test_one_rank_alone_may_look_at_what_shards_know_together():
     stats, *_ = run_ranks(stats_of_one, 4)
     assert stats["phase"] == "compression"
     assert len(stats["dead_tensors"]) == 1
+
+
+def coefficients(rank: int, world_size: int, sharded: bool) -> list[list[float]]:
+    """Each layer's, after each of ten steps in bits."""
+    optimizer = make("onebit-lamb-living", sharded, lr=1e-2, freeze_step=WARMUP, betas=(0.9, BETA2), **UNGUARDED)
+    found = []
+    for step in range(WARMUP + 10):
+        give(optimizer, gradients(rank // SHARDS if sharded else rank, step))
+        optimizer.step()
+        found.append(optimizer.stats(layers=True)["layers"]["coefficient"])
+    return found[WARMUP:]
+
+
+def test_coefficients_of_a_living_lamb_are_of_whole_tensors():
+    sharded, whole = run_ranks(coefficients, 4, True), run_ranks(coefficients, 2, False)[0]
+    assert all(run == sharded[0] for run in sharded)
+    ratios = np.array(sharded[0]) / np.array(whole)
+    # Blocks, and with them scales, are others; a shard's norms alone would make it 2 or 1/2 where c is in its range.
+    print(f"coefficients of shards over whole tensors': {ratios.min():.2f} to {ratios.max():.2f} (limit 0.75, 1.33)")
+    assert 0.75 < ratios.min() <= ratios.max() < 1.33
+    assert len(set(np.array(whole)[-1].round(6).tolist())) > 2

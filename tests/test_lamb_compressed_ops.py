@@ -251,6 +251,72 @@ def test_a_layer_without_a_ratio_keeps_its_own(blend, deepspeed):
     assert not kept[[0, 3, 4]].any()
 
 
+# ---------------------------------------------------------------- lamb_follow
+
+
+def check_lamb_follow(p: Problem, arguments: tuple) -> tuple[Tensor, Tensor]:
+    """Run it and compare; return c of this step, over that of the unit, and of the next."""
+    x_squares, scale, numel, _, _, coef, layers, mean = arguments
+    before, old = coef.clone(), layers.clone()
+    following, moved, c = reference.lamb_follow(p, wide(x_squares), wide(scale) ** 2 * wide(numel), wide(mean))
+    ops.lamb_follow(*arguments)
+    np.testing.assert_allclose(wide(mean), following, rtol=ROUNDED)
+    np.testing.assert_allclose(wide(layers[Layer.COEFFICIENT]), c, rtol=ROUNDED)
+    assert same_bits(coef[:, Coef.UNIT], layers[Layer.COEFFICIENT])
+    others = [row for row in Layer if row != Layer.COEFFICIENT]
+    assert same_bits(layers[others], old[others])
+    k = before.double().numpy()
+    # Bits are in the unit c_t, but it is the table's new one by which they are divided when they are applied.
+    per_bits = wide(coef[:, Coef.STEP_SIZE]) / wide(coef[:, Coef.UNIT])
+    np.testing.assert_allclose(per_bits, k[:, Coef.LR] * moved * k[:, Coef.UNBIAS1] / k[:, Coef.UNIT], rtol=3 * EPS32)
+    np.testing.assert_allclose(
+        wide(coef[:, Coef.DECAY]), 1 - k[:, Coef.LR] * moved * k[:, Coef.WEIGHT_DECAY], rtol=ROUNDED
+    )
+    rest = [column for column in Coef if column not in (Coef.STEP_SIZE, Coef.DECAY, Coef.UNIT)]
+    assert same_bits(coef[:, rest], before[:, rest])
+    return torch.tensor(moved / k[:, Coef.UNIT]), layers[Layer.COEFFICIENT]
+
+
+@pytest.mark.long(but=5)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
+def test_lamb_follow_is_its_formula(sizes, block, world_size):
+    for seed in range(4):
+        p = Problem(sizes, world_size, block, seed=seed)
+        arguments = p.lamb_follow_arguments()
+        arguments[1].mul_(10.0 ** (seed - 2))
+        check_lamb_follow(p, arguments)
+
+
+def test_a_layer_that_moves_farther_than_its_mean_is_held_back_and_one_that_moves_less_is_not_pushed():
+    for size, held in ((100.0, True), (1e-3, False)):
+        p = Problem((128,))
+        p.coef[:, Coef.C_MIN], p.coef[:, Coef.C_MAX], p.coef[:, Coef.UNIT] = 1e-6, 1e6, 1.0
+        arguments = p.lamb_follow_arguments()
+        arguments[0].fill_(1.0), arguments[1].fill_(size)
+        share, _ = check_lamb_follow(p, arguments)
+        assert (share.item() < 1) == held
+
+
+def test_a_group_without_adaptation_moves_as_adam_does():
+    p = Problem(MIXED, 2)
+    p.coef[:, Coef.C_MIN] = p.coef[:, Coef.C_MAX] = p.coef[:, Coef.UNIT] = 1.0
+    arguments = p.lamb_follow_arguments()
+    arguments[1].mul_(1e4)
+    share, c = check_lamb_follow(p, arguments)
+    assert share.tolist() == c.tolist() == [1.0] * len(MIXED)
+
+
+def test_a_layer_that_did_not_move_keeps_its_mean_and_one_without_a_mean_takes_the_first():
+    p = Problem((100, 100), 1)
+    arguments = p.lamb_follow_arguments()
+    arguments[1][0], arguments[-1][1] = 0.0, 0.0
+    before = arguments[-1].clone()
+    check_lamb_follow(p, arguments)
+    assert arguments[-1][0] == before[0] > 0
+    assert arguments[-1][1] > 0
+
+
 @pytest.mark.parametrize("sizes", [(0,), (0, 0), (0, 5, 0)])
 def test_tensors_without_elements_take_part_in_no_op(sizes):
     p = Problem(sizes, 2)

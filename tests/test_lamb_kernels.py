@@ -170,6 +170,26 @@ def test_lamb_rescale_equals_eager(sizes, world_size):
             assert_equal_backends("lamb_rescale", make)
 
 
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("world_size", [1, 5])
+@pytest.mark.parametrize("sizes", LAYER_SIZES)
+def test_lamb_follow_equals_eager(sizes, world_size):
+    for size in (0.0, 1e-3, 1.0, 1e3):
+
+        def make(size=size) -> tuple:
+            arguments = problem(sizes, world_size, 128).lamb_follow_arguments()
+            arguments[1].mul_(size)
+            arguments[0][::3] = 0.0
+            arguments[-1][::2] = 0.0
+            return arguments
+
+        assert_equal_backends("lamb_follow", make)
+
+
+def test_a_skipped_lamb_follow_changes_no_bit():
+    assert_equal_backends("lamb_follow", lambda: problem(SIZES[-1], 2, 128).lamb_follow_arguments(skip=4))
+
+
 def test_a_skipped_lamb_rescale_changes_no_bit():
     assert_equal_backends("lamb_rescale", lambda: problem(SIZES[-1], 2, 128).lamb_rescale_arguments(skip=4))
 
@@ -186,6 +206,12 @@ def a_nan_norm_to_blend(p: Problem) -> tuple:
     return arguments
 
 
+def an_infinite_scale(p: Problem) -> tuple:
+    arguments = p.lamb_follow_arguments()
+    arguments[1][0] = torch.inf
+    return arguments
+
+
 def an_infinite_variance(p: Problem) -> tuple:
     p.exp_avg_sq[3] = torch.inf
     arguments = p.lamb_ratio_arguments()
@@ -199,6 +225,7 @@ def an_infinite_variance(p: Problem) -> tuple:
         ("lamb_coefficient", a_nan_norm),
         ("lamb_rescale", a_nan_norm_to_blend),
         ("lamb_ratio", an_infinite_variance),
+        ("lamb_follow", an_infinite_scale),
     ],
 )
 def test_what_is_no_number_gives_the_same_in_both(name, make):
@@ -225,6 +252,9 @@ def test_any_layout_and_mask_equals_eager(layout, way, random):
     assert_equal_backends("lamb_ratio", lambda: every(excluded).lamb_ratio_arguments(*way))
     assert_equal_backends("lamb_coefficient", lambda: every([]).lamb_coefficient_arguments(deepspeed))
     assert_equal_backends("lamb_rescale", lambda: every([]).lamb_rescale_arguments(deepspeed, blend))
+    assert_equal_backends("lamb_follow", lambda: every(excluded).lamb_follow_arguments())
+    squares = torch.zeros(every([]).layout.n_blocks)
+    assert_equal_backends("apply_momentum", lambda: every(excluded).apply_arguments(x_squares=squares.clone()))
 
     def warmup() -> tuple:
         p = every([])  # nothing is excluded before the freeze

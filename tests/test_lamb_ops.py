@@ -19,7 +19,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
 LIVE = [{}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [1, 3]}]
-OPS = ("lamb_update", "lamb_coefficient", "lamb_move", "lamb_ratio", "lamb_rescale")
+OPS = ("lamb_update", "lamb_coefficient", "lamb_move", "lamb_ratio", "lamb_rescale", "lamb_follow")
 ROUNDED = EPS32 * 1.001  # once, from float64
 eps_inside = pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 either_variant = pytest.mark.parametrize("deepspeed", [False, True], ids=["paper", "deepspeed"])
@@ -54,7 +54,7 @@ def check_step_columns(p: Problem, before: Tensor, c: np.ndarray) -> None:
     assert same_bits(p.coef[:, rest], before[:, rest])
 
 
-# ---------------------------------------------------------------- all five
+# ---------------------------------------------------------------- all of them
 
 
 @pytest.mark.parametrize("live", LIVE[1:3])
@@ -76,7 +76,7 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
     if name in ("lamb_coefficient", "lamb_rescale"):
         chosen = {"deepspeed": bool(options)} | ({"blend": bool(options)} if name == "lamb_rescale" else {})
     else:
-        chosen = {"eps_inside_sqrt": bool(options)}
+        chosen = {} if name == "lamb_follow" else {"eps_inside_sqrt": bool(options)}
     if name == "lamb_ratio":
         chosen |= {"deepspeed": bool(options), "blend": bool(options), "started": options}
     arguments = getattr(p, f"{name}_arguments")(**chosen)

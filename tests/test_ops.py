@@ -79,7 +79,7 @@ def example(name: str) -> list[tuple]:
         "server_reduce": [p.server_arguments(), p.server_arguments(skip=1), t.server_arguments()],
         "apply_momentum": [
             p.apply_arguments(p.exp_avg_sq, False, 0, step),
-            p.apply_arguments(digest=torch.tensor([5])),
+            p.apply_arguments(digest=torch.tensor([5]), x_squares=p.normal(p.layout.n_blocks)),
             t.apply_arguments(skip=1, digest=torch.tensor([5, -(2**63)])),
         ],
         "adam_update": [p.update_arguments(), p.update_arguments(0, False, step), p.update_arguments(skip=1)],
@@ -88,6 +88,7 @@ def example(name: str) -> list[tuple]:
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, 1), p.lamb_move_arguments(rounding=step)],
         "lamb_ratio": [q.lamb_ratio_arguments(*way) for q in (p, t) for way in ((0,), (1, True, True, True, True))],
         "lamb_rescale": [p.lamb_rescale_arguments(), p.lamb_rescale_arguments(deepspeed=True, blend=True)],
+        "lamb_follow": [p.lamb_follow_arguments(), p.lamb_follow_arguments(skip=1)],
         "close_round": [close_arguments(p), close_arguments(p, signs=False, flags=1)],
         "local_update": [local_arguments(p, "sgd"), local_arguments(p, "adam", decays=True, moves=True)],
         "merge_signs": [merge_arguments(p.layout, 2, 1 << 31)],

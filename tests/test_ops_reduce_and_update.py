@@ -181,6 +181,23 @@ def test_apply_momentum_moves_no_masked_or_excluded_element(dtype):
     assert same_bits(p.params[2].float(), before.params[2].float())
 
 
+@pytest.mark.parametrize("live", [{}, {"masks": MASKS, "excluded": [2]}], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_apply_momentum_tells_the_squares_of_where_parameters_go(dtype, live):
+    p = Problem(MIXED, 3, dtype=dtype, **live)
+    x = reference.apply_momentum(p, None, False)
+    found = torch.full((p.layout.n_blocks,), -1.0)
+    ops.apply_momentum(*p.apply_arguments(x_squares=found))
+    blocks = p.layout.first_block[-1]
+    expected = np.where(p.live, x * x, 0.0).reshape(-1, p.layout.block_size).sum(1)
+    expected = np.where(p.table.row.numpy() == 1, -1.0, expected)  # blocks of which nothing counts
+    np.testing.assert_allclose(found[:blocks].numpy(), expected[:blocks], rtol=8 * EPS32)
+    every = ops.param_squares(p.params, p.layout.sizes, p.layout.block_size, p.table.bits, p.table.row)
+    written = found[:blocks] >= 0
+    rounding = 2.0 ** {torch.float32: -20, torch.bfloat16: -7, torch.float16: -10}[dtype]
+    torch.testing.assert_close(every[:blocks][written].float(), found[:blocks][written], rtol=rounding, atol=0.0)
+
+
 @pytest.mark.parametrize("flag", [1, 2, 4, 7])
 def test_a_skipped_step_moves_nothing(flag):
     p, before = Problem(MIXED, 2), Problem(MIXED, 2)
@@ -364,7 +381,7 @@ def test_the_first_compressed_momentum_continues_the_warm_ups(precondition, insi
     p.worker_scale.zero_(), p.exp_avg_scale.zero_()
     ops.freeze(*p.freeze_arguments(inside, precondition))
     ops.momentum_compress(*p.momentum_arguments(p.exp_avg_sq if precondition else None, inside))
-    unit = 1 / reference.denom(p, wide(p.exp_avg_sq), inside) if precondition else p.column(Coef.UNIT)
+    unit = reference.unit_of(p, wide(p.exp_avg_sq) if precondition else None, inside)
     expected = (p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * g) * unit
     assert (np.abs(wide(p.compensated) - expected) <= 16 * EPS32 * (np.abs(m) + np.abs(g)) * np.maximum(unit, 1)).all()
 

@@ -36,6 +36,7 @@ from fusedonebit import (
 )
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.state.saving import header_of
+from fusedonebit.integrations.deepspeed import DeepSpeedLayerwise
 
 EVERY = (Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
@@ -293,9 +294,14 @@ def test_labels_of_users_and_keys_of_torch_pass_in_groups(kind):
     assert labels.items() <= again.param_groups[0].items()
 
 
+FROZEN: dict[str, Any] = {"freeze_step": 9}
 IDLE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "dtype": (OneBitAdam, {"wire": Wire(hierarchy_dtype=torch.bfloat16)}, "hierarchy_dtype must be torch.float32"),
-    "ratio": (OneBitLamb, {"layerwise": Layerwise(adaptive=False, r_min=0.1)}, "r_min must be 0.5 with Layerwise"),
+    "ratio": (OneBitLamb, FROZEN | {"layerwise": Layerwise(adaptive=False, r_min=0.1)}, "r_min must be 0.5 with Layer"),
+    "ratio of a living variance": (OneBitLamb, {"layerwise": Layerwise(r_max=3.0)}, "r_max must be 4.0 with variance="),
+    "undivided": (OneBitLamb, {"numerics": Numerics(precondition=False)}, "precondition must be True or None with var"),
+    "coefficients frozen": (OneBitLamb, {"layerwise": Layerwise(adaptive=False)}, "adaptive must be True with var"),
+    "DeepSpeed's": (OneBitLamb, {"layerwise": DeepSpeedLayerwise()}, "layerwise must be a Layerwise with variance="),
     "rewarm": (OneBitAdam, {"faults": Faults(guard="warn", rewarm_steps=20)}, "rewarm_steps must be 50 with guard="),
     "warm-up": (OneBitAdam, {"freeze_step": Freeze(step=5, lr_warmup_steps=10)}, "lr_warmup_steps must be 0 unless"),
 }

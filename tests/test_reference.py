@@ -71,11 +71,13 @@ LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
 AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
 SHARES = Projections.of(FlatLayout(tuple(SIZES), WORKERS, 128)).shares
 LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.3}
+LIVING_LAMB = {"betas": (0.9, 0.99), "beta3": 0.8, "eps": 1e-30, "c_min": 0.5, "c_max": 2.0}
 MARSIT = {"lr": 0.02, "global_ratio": 0.7, "full_precision_every": 5, "compensation_limit": None}
 MAKE: dict[str, Callable[..., Any]] = {
     "adam, l1": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
     "adam, l2": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED),
     "living": by_name(OneBitAdam, lr=1e-2, bias_correction=False, variance="shared", **ADAM, **LIVING),
+    "living lamb": by_name(OneBitLamb, lr=1e-2, bias_correction=False, variance="shared", **LIVING_LAMB, **LIVING),
     "lamb": by_name(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
     "marsit": by_name(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
 }
@@ -114,9 +116,10 @@ def seen_in(name: str, t: int) -> Seen:
     for of_rank in ranks[1:]:
         np.testing.assert_array_equal(of_rank["x"], ranks[0]["x"])
     seen = {key: torch.from_numpy(value).double() for key, value in ranks[0].items() if value.dtype == np.float32}
-    own = [key for key in ("worker_error", "c") if key in seen]
+    own = [key for key in ("worker_error", "c") if key in seen]  # "c" of Marsit: its compensation
     seen |= {key: torch.stack([torch.from_numpy(r[key]).double() for r in ranks]) for key in own}
     if "layer" in seen:
+        seen["c"] = seen["layer"].view(-1, 3)[:, 2]
         seen["layer"] = seen["layer"].view(-1, 3)[:, :2].T
     if "server_error" in seen:
         seen["server_error"] = torch.cat([torch.from_numpy(r["server_error"]).double() for r in ranks])
@@ -181,6 +184,31 @@ def follow_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
             yield {"x": s.x, "m": s.m, "v": s.v_frozen, "exp_avg_sq_fresh": s.v, "layer": layer} | errors
 
 
+def follow_living_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
+    s = paper.LivingLambState(model().double(), WORKERS, LAYERS)
+    s.C, s.servers = partial(paper.compress, p=2), WORKERS
+    (beta1, beta2), last, eta = LIVING_LAMB["betas"], WARMUP, LIVING_LAMB["eps"]
+    options = {"gamma": 1e-2, "beta1": beta1, "beta2": beta2, "eta": eta}
+    options |= {key: LIVING_LAMB[key] for key in ("beta3", "c_min", "c_max")}
+    for t in range(STEPS):
+        g = gradients(s.x, t)
+        if t < WARMUP:
+            paper.lamb(s, g, **options)
+            yield {"x": s.x, "m": s.m, "v": s.v}
+            continue
+        if t == WARMUP:
+            paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.3)
+        paper.living_lamb(s, g, **options)
+        done, since = t + 1 - WARMUP, t + 1 - last
+        if since >= max(1, done // 4):
+            r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
+            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=eta, floor=0.3)
+            last = t + 1
+        unit = (s.v.sqrt() + eta) / torch.cat([s.c[k].expand(size) for k, size in enumerate(SIZES)])
+        errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}
+        yield {"x": s.x, "m": s.m * unit, "v": s.v, "c": s.c, "update_squares": s.u2} | errors
+
+
 def follow_marsit(paper: ModuleType, name: str) -> Iterator[Seen]:
     """With the optimizer's own draws: where workers differ, the sign is the one that it has drawn."""
     x, c, before = model().double(), torch.zeros(WORKERS, ENDS[-1]).double(), model().double()
@@ -193,7 +221,7 @@ def follow_marsit(paper: ModuleType, name: str) -> Iterator[Seen]:
 
 
 FOLLOW = {"adam, l1": follow_adam, "adam, l2": follow_adam, "living": follow_living}
-FOLLOW |= {"lamb": follow_lamb, "marsit": follow_marsit}
+FOLLOW |= {"living lamb": follow_living_lamb, "lamb": follow_lamb, "marsit": follow_marsit}
 
 
 def deviations(paper: ModuleType, name: str) -> dict[str, float]:
@@ -203,7 +231,7 @@ def deviations(paper: ModuleType, name: str) -> dict[str, float]:
         seen = seen_in(name, t)
         for key, value in told.items():
             size = told["m"] if key.endswith("_error") else value
-            for where in [...] if key == "layer" else [(..., layer) for layer in LAYERS]:
+            for where in [...] if value.shape[-1] == len(LAYERS) else [(..., layer) for layer in LAYERS]:
                 off = float((seen[key][where] - value[where]).abs().max().nan_to_num(torch.inf))
                 largest = max(float(value[where].abs().max()), float(size[where].abs().max()))
                 worst[key] = max(worst.get(key, 0.0), off / max(largest, 1e-30))
@@ -268,6 +296,22 @@ MUTANTS = {
         ("of servers' errors", "renew", "unit * s.server_error", "s.server_error"),
         ("eight steps", "logarithm", "(16 * mantissa + 0.5).floor() / 16", "mantissa"),
     ],
+    "living lamb": [
+        *EXCHANGE,
+        ("in units of the step", "live_lamb", "s.c[k] * s.m[l]", "s.m[l]"),
+        ("from the last norm", "live_lamb", "(norm(s.x[l]) / s.c[k]) ** 2", "norm(s.x[l])"),
+        ("a worker's own", "living_lamb", "g**2", "g.mean(0) ** 2"),
+        ("times c", "living_lamb", "c * g /", "g /"),
+        ("c of each layer", "living_lamb", "s.c[k].expand", "s.c[0].expand"),
+        ("without noise", "living_lamb", "share * norm", "norm"),
+        ("in its unit", "living_lamb", "norm(s.m[l]) / s.c[k]", "norm(s.m[l])"),
+        ("held back", "living_lamb", "(most / s.c[k]).clip(max=1)", "1"),
+        ("not pushed", "living_lamb", ".clip(max=1)", ""),
+        ("sign", "living_lamb", "s.x[l] - gamma", "s.x[l] + gamma"),
+        ("its average", "living_lamb", "beta3 * s.u2[k] + (1 - beta3) * u**2", "u**2"),
+        ("at least", "living_lamb", "s.u2[k].sqrt()).clip(c_min, c_max)", "s.u2[k].sqrt()).clip(0, c_max)"),
+        ("at most", "living_lamb", "s.u2[k].sqrt()).clip(c_min, c_max)", "s.u2[k].sqrt()).clip(c_min)"),
+    ],
     "lamb": [
         *EXCHANGE,
         ("line 1", "LambState", "x.new_ones(len(layers))", "x.new_zeros(len(layers))"),
@@ -277,8 +321,8 @@ MUTANTS = {
         ("line 2, c", "lamb", "norm(s.x[l]) / norm(u)", "norm(u) / norm(s.x[l])"),
         ("line 2, c_min", "lamb", "clip(c_min, c_max)", "clip(0, c_max)"),
         ("line 2, c_max", "lamb", "clip(c_min, c_max)", "clip(c_min)"),
-        ("line 2, x", "lamb", "gamma * c * u", "gamma * u"),
-        ("line 2, c_avg", "lamb", "beta3 * s.c_avg[k] + (1 - beta3) * c", "c"),
+        ("line 2, x", "lamb", "gamma * s.c[k] * u", "gamma * u"),
+        ("line 2, c_avg", "lamb", "beta3 * s.c_avg[k] + (1 - beta3) * s.c[k]", "s.c[k]"),
         ("line 3", "freeze", "s.v.clone()", "s.v"),
         ("section 4.3", "freeze", "size.mean() / size[k]", "1.0"),
         ("section 4.3, back", "onebit_lamb", "/ s.scale ", " "),

@@ -191,6 +191,7 @@ OF_ADAM: dict[str, dict[str, Any]] = {
     "living, blocks of 128": {"options": LIVING | {"block_size": 128}},
 }
 OF_LAMB: dict[str, dict[str, Any]] = {
+    **{name: case for name, case in OF_ADAM.items() if name != "living, no precondition"},
     "not adaptive": {"options": {"adaptive": False}},
     "not adaptive, no precondition": {"options": {"adaptive": False, "precondition": False}},
     "momentum scaled": {"options": {"precondition": False, "momentum_scaling": True}},

@@ -11,9 +11,9 @@ from .backends import backend, using
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
 from .flat import TAIL, flatten, pack, unpack
-from .freeze import exponents, freeze, live_variance, rewarm, square_sums, update_sums
+from .freeze import exponents, freeze, live_variance, param_squares, rewarm, square_sums, update_sums
 from .jit import rule
-from .lamb import lamb_coefficient, lamb_move, lamb_ratio, lamb_rescale, lamb_update
+from .lamb import lamb_coefficient, lamb_follow, lamb_move, lamb_ratio, lamb_rescale, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
@@ -60,6 +60,7 @@ __all__ = [
     "freeze",
     "gradient_squares",
     "lamb_coefficient",
+    "lamb_follow",
     "lamb_move",
     "lamb_ratio",
     "lamb_rescale",
@@ -72,6 +73,7 @@ __all__ = [
     "merge_signs",
     "momentum_compress",
     "pack",
+    "param_squares",
     "pick_owned",
     "place_owned",
     "rebuild_momentum",

@@ -136,10 +136,12 @@ def move(
     live: Tensor,
     live_row: Tensor,
     rounding: Tensor | None,
-) -> None:
-    """``rules.moved`` for the elements of a tile that count."""
+) -> Tensor:
+    """``rules.moved`` for the elements of a tile that count; returns it for all of them, unrounded."""
     x = gather(params, tile, block_size)
-    write(params, tile, rules.moved(x, update, k), x, live, live_row, rounding)
+    new = rules.moved(x, update, k)
+    write(params, tile, new if rounding is None else new.clone(), x, live, live_row, rounding)
+    return new
 
 
 def write(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .eager import only_live, square_sum, tiles
+from .eager import gather, only_live, square_sum, tiles
 from .jit import of
-from .op import Bits, Floats, Indices, PerElement, Sizes
+from .op import Bits, Floats, Indices, PerElement, Sizes, Tensors
 from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 
@@ -25,7 +25,7 @@ def freeze(
     Args:
         exp_avg: m, float32 [P]; c is written.
         exp_avg_sq: v, float32 [P], read and written.
-        precondition: unit = 1/denom per coordinate, with the v that is written, instead of the layer's.
+        precondition: Whether the unit of each coordinate is that of its layer over denom, with the v that is written.
         dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
             [tensors]; None leaves them.
         least: What v must at least be, float32 [tensors], or None.
@@ -41,11 +41,9 @@ def freeze(
             v.copy_(torch.maximum(v, least[owner][:, None]))
         if bfloat16:
             v.copy_(v.bfloat16())
-        c.mul_(of(k, BETA1))
+        c.mul_(of(k, BETA1) * of(k, UNIT))
         if precondition:
             c.div_(rules.denominator(v, k, eps_inside_sqrt))
-        else:
-            c.mul_(of(k, UNIT))
 
 
 def rewarm(
@@ -62,17 +60,16 @@ def rewarm(
     Args:
         exp_avg: float32 [P]: unit*m is read, m written.
         exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
-        precondition: unit = 1/denom per coordinate, instead of the layer's.
+        precondition: Whether the unit of each coordinate is that of its layer over denom.
         live, live_row: The active mask: elements that count; others get v = 0.
         clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
         m, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
+        m.div_(of(k, UNIT))
         if precondition:
             m.mul_(rules.denominator(v, k, eps_inside_sqrt))
-        else:
-            m.div_(of(k, UNIT))
         v.mul_(of(k, RSQRT_BIAS2)).mul_(of(k, RSQRT_BIAS2))
         v.copy_(only_live(v, live, live_row, tile))
         if clip:
@@ -98,6 +95,15 @@ def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_r
     sums = x.new_zeros(len(x) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, x.device):
         sums[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
+    return sums
+
+
+def param_squares(params: Tensors, sizes: Sizes, block_size: int, live: Bits, live_row: Indices) -> Tensor:
+    """Sums by block the squares of parameters' live elements: float64 [B]; arguments as for ``apply_momentum``."""
+    sums = torch.zeros(len(live_row), dtype=torch.float64, device=live_row.device)
+    for tile in tiles(sizes, 1, block_size, live_row.device, len(live_row)):
+        x = only_live(gather(params, tile, block_size), live, live_row, tile)
+        sums[tile.blocks] = square_sum(x)
     return sums
 
 

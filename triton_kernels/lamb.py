@@ -1,4 +1,6 @@
-"""LAMB and 1-bit LAMB (Li et al., 2021): equation (2) and Algorithm 1. Never autotuned: all update in place.
+"""LAMB and 1-bit LAMB (Li et al., 2021): equation (2), Algorithm 1, and the latter with a variance that lives.
+
+Never autotuned: all update in place.
 
 Names: ``c`` a layer's coefficient, ``c_avg`` its moving average, ``r`` its ratio, one per tensor, in the table
 ``layers``. What moves the parameters in the end are the columns ``STEP_SIZE`` and ``DECAY`` of ``coef``, which the two
@@ -31,7 +33,7 @@ from .op import (
     Variance,
     op,
 )
-from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE
+from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
 from .update import moments_kernel, moved_kernel
 
 PER_LAYER: Derived = {
@@ -354,3 +356,76 @@ def lamb_rescale(
     layers[RATIO], layers[COEFFICIENT] = r[:, 0], c[:, 0]
     started.fill_(1)
     _write_step(c, coef)
+
+
+@jit()
+def _norms_of_layer(x_squares, scale, numel, begin, end, AT_ONCE: tl.constexpr):
+    """Squares of the norms of a layer's parameters, and of what its bits stand for, float64."""
+    lane = tl.arange(0, AT_ONCE)
+    of_x = tl.zeros([AT_ONCE], tl.float64)
+    of_bits = tl.zeros([AT_ONCE], tl.float64)
+    for at in range(begin, end, AT_ONCE):
+        inside = at + lane < end
+        of_x += tl.load(x_squares + at + lane, mask=inside, other=0.0).to(tl.float64)
+        s = tl.load(scale + at + lane, mask=inside, other=0.0).to(tl.float64)
+        of_bits += s * s * tl.load(numel + at + lane, mask=inside, other=0).to(tl.float64)
+    return tl.sum(of_x, axis=0), tl.sum(of_bits, axis=0)
+
+
+@jit()
+def lamb_follow_kernel(
+    x_squares, scale, numel, layer_start, skip, coef, layers, tensors, update_squares, AT_ONCE: tl.constexpr
+):
+    """Grid: tensors. Bytes per block: 12."""
+    t = tl.program_id(0).to(tl.int64)
+    if tl.load(skip) == 0:
+        begin = tl.load(layer_start + t)
+        end = tl.load(layer_start + t + 1)
+        k = coef + t * COLUMNS
+        of_x, of_bits = _norms_of_layer(x_squares, scale, numel, begin, end, AT_ONCE)
+        x = tl.sqrt(of_x)
+        now = rules.norm_without_noise(of_bits, k)
+        mean = rules.followed_norm(tl.load(update_squares + t).to(tl.float64), now, k).to(tl.float32)
+        c = rules.decaying_coefficient(x, mean.to(tl.float64), k).to(tl.float32)
+        step_size, decay = rules.following_step(rules.decaying_coefficient(x, now, k), c.to(tl.float64), k)
+        tl.store(update_squares + t, mean)
+        tl.store(layers + COEFFICIENT * tensors + t, c)
+        tl.store(k + STEP_SIZE, step_size)
+        tl.store(k + DECAY, decay)
+        tl.store(k + UNIT, c)
+
+
+@op(lamb_follow_kernel, writes=("coef", "layers", "update_squares"), derive=PER_LAYER)
+def lamb_follow(
+    x_squares: PerBlock, scale: PerBlock, numel: Indices, layer_start: Counters, skip: Flag, coef: Floats,
+    layers: Floats, update_squares: Floats,
+) -> None:  # fmt: skip
+    """Makes each layer's step from what synchronised bits tell of its update, and the coefficient of the next.
+
+        |u_t| = share * |bits| / ((1 - beta1^t) * c_t);  mean |u|^2 = beta3 * mean |u|^2 + (1 - beta3) * |u_t|^2
+        step = lr * min(c_t, c(|x|, |u_t|));  c_{t+1} = c(|x|, mean |u|),  with c as ``lamb_coefficient`` has it
+
+    Gradients were multiplied by c_t before they were compressed, so that residuals are in units of the step. Other
+    arguments as for ``lamb_coefficient``.
+
+    Args:
+        x_squares: float32 [B]: sums of squares of the parameters.
+        scale: float32 [B], of the bits.
+        numel: int32 [B], how many of their elements count.
+        coef: UNIT, c_t, is read; STEP_SIZE, for bits in that unit, and DECAY are written, and UNIT of the next step.
+        layers: COEFFICIENT of the next step is written.
+        update_squares: float32 [tensors], mean |u|^2, 0 where it is not known; read and written.
+    """
+    if skip:
+        return
+    bits = scale.double().square() * numel
+    squares = x_squares.double(), bits
+    of_x, of_bits = (torch.segment_reduce(row, "sum", offsets=layer_start)[:, None] for row in squares)
+    now = rules.norm_without_noise(of_bits, coef)
+    mean = rules.followed_norm(update_squares[:, None].double(), now, coef).float()
+    c = rules.decaying_coefficient(of_x.sqrt(), mean.double(), coef).float()
+    step_size, decay = rules.following_step(rules.decaying_coefficient(of_x.sqrt(), now, coef), c.double(), coef)
+    update_squares.copy_(mean[:, 0])
+    layers[COEFFICIENT] = c[:, 0]
+    for column, each in ((STEP_SIZE, step_size), (DECAY, decay), (UNIT, c)):
+        coef[:, column] = each[:, 0]

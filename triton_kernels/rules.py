@@ -94,6 +94,7 @@ MOST_STEPS = 4294967296.0
 """Steps, or as good as infinitely many: beta^t is 0 then."""
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+SHARE_OF_NORM = 0.4375  # the norm of a layer's update over that of the bits that stand for it (docs/numerics.md)
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
 NAN = float("nan")
 INFINITY = float("inf")
@@ -274,8 +275,9 @@ def with_gradient(kept, g, k):
 
 @rule
 def with_preconditioned(kept, g, v, k, EPS_INSIDE_SQRT: tl.constexpr):
-    """c, where the unit is 1/denominator of each coordinate."""
-    return preconditioned(gradient_share(g, k), v, k, EPS_INSIDE_SQRT) + kept
+    """c, where the unit of each coordinate is that of its layer over its denominator."""
+    share = of(k, ONE_MINUS_BETA1) * of(k, UNIT)  # once for a block
+    return preconditioned(counted(g, k) * share, v, k, EPS_INSIDE_SQRT) + kept
 
 
 # ---------------------------------------------------------------- LAMB and 1-bit LAMB (Li et al., 2021)
@@ -306,7 +308,7 @@ def rebuilt_gradient(m, last, k):
 
 
 @rule
-def coefficient(x, u, k):
+def coefficient(x: float, u: float, k) -> float:
     """c_t = clip(|x|/|u|, c_min, c_max), or 1 where a norm is zero (eq. 2, line 4); float64."""
     c = tl.minimum(tl.maximum(x / u, of(k, C_MIN).to(tl.float64)), of(k, C_MAX).to(tl.float64))
     return tl.where((x > 0) & (u > 0), c, 1.0)
@@ -361,12 +363,48 @@ def rescaled(r: float, found: float, last: float, c_avg: float):
 
 
 @rule
+def norm_without_noise(squares: float, k) -> float:
+    """|u|^2, from that of the bits which stand for unit * m, with the noise of compression; float64."""
+    unbias = of(k, UNBIAS1).to(tl.float64)
+    unit = of(k, UNIT).to(tl.float64)
+    share = unbias * SHARE_OF_NORM / unit
+    return squares * share * share
+
+
+@rule
+def followed_norm(last: float, now: float, k) -> float:
+    """The moving average of |u|^2, by beta3; of a step in which nothing moves the last one; float64."""
+    beta3 = of(k, BETA3).to(tl.float64)
+    moved = tl.where(last > 0, beta3 * last + (1.0 - beta3) * now, now)
+    return tl.where(now > 0, moved, last)
+
+
+@rule
+def decaying_coefficient(x: float, squares: float, k) -> float:
+    """c, of |x| and of |u|^2 without wd * x, which counts as if it were at right angles; float64."""
+    decay = of(k, WEIGHT_DECAY).to(tl.float64)
+    decay = decay * x
+    return coefficient(x, tl.sqrt(squares + decay * decay), k)
+
+
+@rule
 def layer_step(c: float, k):
     """Makes the columns STEP_SIZE, DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
     step = of(k, LR).to(tl.float64) * c
     step_size = (step * of(k, UNBIAS1).to(tl.float64)).to(tl.float32)
     decay = (1.0 - step * of(k, WEIGHT_DECAY).to(tl.float64)).to(tl.float32)
     return step_size, decay
+
+
+@rule
+def following_step(most: float, following: float, k):
+    """``layer_step`` of the smaller of c_t and ``most``, for bits in the unit c_t, where UNIT is already c_{t+1}."""
+    unit = of(k, UNIT).to(tl.float64)
+    step = of(k, LR).to(tl.float64)
+    step = step * tl.minimum(unit, most)
+    unbias = of(k, UNBIAS1).to(tl.float64)
+    weight_decay = of(k, WEIGHT_DECAY).to(tl.float64)
+    return (step * unbias * following / unit).to(tl.float32), (1.0 - step * weight_decay).to(tl.float32)
 
 
 # ---------------------------------------------------------------- scales

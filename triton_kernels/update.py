@@ -7,7 +7,7 @@ import torch
 from . import block_io as io
 from . import rules
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
-from .eager import gather, moments, move, only_live, scaled, tiles, write
+from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -28,10 +28,11 @@ from .op import (
 
 @jit()
 def moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Moves the elements of a block that count."""
+    """Moves the elements of a block that count; returns where to, unrounded."""
     words = io.random_words(rounding, b, i, BLOCK_SIZE)
-    x = io.load_user(place, i, mask, row, PARAMS)
-    io.store_user(place, i, rules.moved(x, update, k), words, mask, row, PARAMS)
+    x = rules.moved(io.load_user(place, i, mask, row, PARAMS), update, k)
+    io.store_user(place, i, x, words, mask, row, PARAMS)
+    return x
 
 
 @jit()
@@ -51,8 +52,8 @@ def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, ro
 @jit()
 def apply_momentum_kernel(
     params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
-    block_start, live, live_row, skip, rounding, digest, absent, updates, number, replays, veto, bad, steps, blocks,
-    blocks_per_chunk, blocks_per_digest,
+    block_start, live, live_row, skip, rounding, digest, x_squares, absent, updates, number, replays, veto,
+    bad, steps, blocks, blocks_per_chunk, blocks_per_digest,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +75,9 @@ def apply_momentum_kernel(
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
             place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+            x = moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+            if x_squares is not None:
+                io.store_norm(x_squares, b, io.only_active(x, mask, row))
         if digest is not None:  # at the end: no load waits for this sum
             summed = io.sum_of_bytes(signs)
             if TERNARY:
@@ -86,7 +89,7 @@ def apply_momentum_kernel(
 
 @op(
     apply_momentum_kernel,
-    writes=("params", "digest", "updates", "number", "replays", "steps"),
+    writes=("params", "digest", "updates", "number", "replays", "steps", "x_squares"),
     derive={
         "programs": ("i32", lambda blocks, steps: blocks + programs_of(steps)),
         "blocks_per_digest": ("i32", lambda blocks, digest: blocks if digest is None else blocks // len(digest)),
@@ -97,8 +100,9 @@ def apply_momentum(
     params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
     exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
     live_row: Indices, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
-    absent: Bits | None = None, updates: Counters | None = None, number: Integers | None = None,
-    replays: Counters | None = None, veto: int = 0, bad: int = 0, steps: Doubles | None = None,
+    x_squares: PerBlock | None = None, absent: Bits | None = None, updates: Counters | None = None,
+    number: Integers | None = None, replays: Counters | None = None, veto: int = 0, bad: int = 0,
+    steps: Doubles | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -111,7 +115,7 @@ def apply_momentum(
         block_size: Elements per block.
         exp_avg_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
         exp_avg_scale: float32 [B].
-        exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit already is 1/denom.
+        exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit is over denom already.
         eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
         coef: float32 [tensors, columns of ``Coef``].
         block_tensor: int32 [B].
@@ -123,6 +127,7 @@ def apply_momentum(
         digest: int64 [parts], to each of which are added the bits of as many blocks, one part after the other, as
             8-byte words, wrapping; also of blocks that do not move, and where ``skip`` is set: ranks compare them.
             Or None.
+        x_squares: float32 [B], written: sums of squares of where x goes, unrounded; those of padding stay. Or None.
         absent, updates, number, replays, veto, bad, steps: Count the step, as those of ``advance`` do; or None.
     """
     if steps is not None:
@@ -138,7 +143,9 @@ def apply_momentum(
         update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
         if exp_avg_sq is not None:
             update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
-        move(params, tile, block_size, update, k, live, live_row, rounding)
+        x = move(params, tile, block_size, update, k, live, live_row, rounding)
+        if x_squares is not None:
+            x_squares[b] = square_sum(only_live(x, live, live_row, tile)).float()
 
 
 @jit()

@@ -87,12 +87,21 @@ class CompressingOptimizer(DistributedOptimizer):
         self._absent, self._late_error = self.reducer.absent, self.reducer.error
         return self.coefficients.still(coef, self._absent)
 
-    def _apply_momentum(self, coef: Tensor, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False) -> None:
-        """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x; no v: undivided."""
+    def _apply_momentum(
+        self,
+        coef: Tensor,
+        exp_avg_sq: Tensor | None = None,
+        eps_inside_sqrt: bool = False,
+        x_squares: Tensor | None = None,
+    ) -> None:
+        """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x; no v: undivided.
+
+        ``x_squares``, float32 [B], becomes the sums of the squares of x by block, if given.
+        """
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
         bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
         counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else ()
-        where = (coef, *self._tables, skip, rounding, reducer.digest, *counting)
+        where = (coef, *self._tables, skip, rounding, reducer.digest, x_squares, *counting)
         apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, *where)
 
     def _describe(self, flag: Flag) -> str:

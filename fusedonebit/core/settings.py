@@ -49,19 +49,19 @@ class Numerics:
             ``"block"``.
         precondition: Compress the update m/denom itself instead of m: a fixed scaling of each coordinate, so that the
             error feedback stays exact. Denominators of a frozen v are at least a thousandth of their median
-            (``freezing.quantile_floor``). None: True, but False with ``OneBitLamb``, whose scaling of momenta by layer
-            does better (docs/numerics.md).
+            (``freezing.quantile_floor``). None: True, but False with ``OneBitLamb`` where v is frozen: its scaling of
+            momenta by layer does better (docs/numerics.md).
         ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay zeros, and
             scales are means over what is not zero. For gradients with many exact zeros.
-        variance_floor: What v has at least after the warm-up, as a share of its tensor's mean. None: 0.01 with
-            ``OneBitLamb``, or ``OneBitAdam`` where it preconditions (0.1 where v lives); else 0. With ``ZeroOneAdam``
+        variance_floor: What v has at least after the warm-up, as a share of its tensor's mean. None: 0.1 where v lives,
+            0.01 with ``OneBitLamb``, or ``OneBitAdam`` where it preconditions; else 0. With ``ZeroOneAdam``
             denominators in rounds of bits are sqrt(v + share * mean), so that coordinates which renewals have hardly
             seen take no giant steps; a renewal divides by Adam's own, and a tensor that never had a gradient in one
             only decays until it has. None: 0.001.
         dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their tensor's other v; tensors
             without any take no further part, or, where v lives on, wait for one. ``"keep"``: 0. None: ``"mean"``.
         bias_correction: Adam's; that of v is frozen with it, done at the freeze where v lives on, or counts its
-            renewals. None: True with Adam, False with LAMB, whose equation (2) has none.
+            renewals. None: True with Adam, False with LAMB, whose equation (2) has none, but True where v lives.
         eps_inside_sqrt: sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps; with ``OneBitAdam``
             in the compression stage (Tarasov & Ershov, eq. 2).
         serve_alone: With world size 1 compress twice, as a worker and as a server, which keeps a residual, too; else
@@ -157,10 +157,11 @@ class Faults:
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or the round, or ``"raise"``, at a
             round's end. Where workers move by themselves, what they have added up is kept for the next round, but for
             elements that are not finite.
-        guard: A compressed update whose norm is 10 times (300 where momentum is not preconditioned) that of the last
-            uncompressed one, or of noise, is skipped on all ranks (``guard.DivergenceGuard``); then ``"rewarm"``: warm
-            up again, without what goes beyond a step of Adam's. ``"warn"``: keep it as residual and warn; training may
-            stand still. ``"off"``: no such check. None: ``"rewarm"``.
+        guard: A compressed update whose norm is 10 times (300 where momentum is not preconditioned, and its scales are
+            not by block) that of the last uncompressed one, or of noise, is skipped on all ranks
+            (``guard.DivergenceGuard``); then ``"rewarm"``: warm up again, without what goes beyond a step of Adam's.
+            ``"warn"``: keep it as residual and warn; training may stand still. ``"off"``: no such check. None:
+            ``"rewarm"``.
         rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed ones, which renew
             the variance; 0: never.
         rewarm_steps: Length of such a stretch, and of the variance's memory in it.
@@ -213,14 +214,16 @@ class Layerwise:
     """What LAMB scales each layer's update with, and how 1-bit LAMB goes on with it.
 
     Groups may set c_min, c_max, beta3, r_min, r_max and r_threshold. (1, 1) as c_min and c_max makes a group Adam's: no
-    adaptation (with ``OneBitLamb`` also beta3 = 0 and (1, 1) as r_min and r_max).
+    adaptation (with ``OneBitLamb`` and a frozen variance also beta3 = 0 and (1, 1) as r_min and r_max).
 
     Args:
-        c_min: Least coefficient c (1-bit LAMB, eq. 2), in the warm-up.
+        c_min: Least coefficient c (1-bit LAMB, eq. 2); of a frozen variance in the warm-up.
         c_max: Largest.
         beta3: Of the coefficients' moving average c_avg. It starts at 0: after F updates it has reached 1 - beta3^F of
-            the coefficients. Only ``OneBitLamb`` uses it, also where it continues from a checkpoint of ``Lamb``.
-        r_min: Least ratio r (1-bit LAMB, Algorithm 1, line 19); this and what follows with ``OneBitLamb`` alone.
+            the coefficients. Only ``OneBitLamb`` uses it, also where it continues from a checkpoint of ``Lamb``; where
+            the variance lives it is of the squares of updates' norms.
+        r_min: Least ratio r (1-bit LAMB, Algorithm 1, line 19); this and what follows with ``OneBitLamb`` alone, and a
+            frozen variance.
         r_max: Largest.
         r_threshold: By which share the ratio may change in one step.
         adaptive: After the freeze c = r c_avg; else c = c_avg (section 3.4, "LAMB + basic 1-bit"), five kernels, and a

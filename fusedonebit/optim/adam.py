@@ -87,9 +87,6 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         faults: Faults = FAULTS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        if variance is None:
-            variance = "shared" if freeze_step is None else "frozen"
-        freeze_step = "auto" if freeze_step is None else freeze_step
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)

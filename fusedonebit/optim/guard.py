@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..comm import Limit
 
 LIMIT = 10.0
-"""Times the norm of the last uncompressed update, where what is compressed is the update itself."""
+"""Times the norm of the last uncompressed update that a compressed one may be at most."""
 
-PLAIN_LIMIT = 300.0
-"""The same where the momentum is: with one size for all of it, healthy updates are tens of times larger."""
+COARSE_LIMIT = 300.0
+"""The same where the momentum is compressed with few scales: then healthy updates are tens of times larger."""
 
 
 class DivergenceGuard:
@@ -26,14 +28,19 @@ class DivergenceGuard:
     same on all ranks, and so is the verdict.
 
     Attributes:
-        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more.
+        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more, and never more
+            than after an earlier warm-up: what led to a veto may have made updates large for long. Of layers whose
+            steps are as large as their parameters the norm of all parameters.
         limit: float64 [], the largest |u| that is let through.
         norm: float64 [], |u| of the last compressed update.
     """
 
-    def __init__(self, device: torch.device, preconditioned: bool) -> None:
-        self._times = LIMIT if preconditioned else PLAIN_LIMIT
+    _of = "that of the last uncompressed one"
+
+    def __init__(self, device: torch.device, coarse: bool) -> None:
+        self._times = COARSE_LIMIT if coarse else LIMIT
         self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
+        self._least = torch.full_like(self.reference, torch.inf)
         self._root = torch.empty(0, device=device)
 
     def weigh(self, weight: Tensor) -> None:
@@ -49,14 +56,23 @@ class DivergenceGuard:
             noise: float64 [], |u| of momentum that is pure noise.
             weight: float64 [B], w.
         """
-        self.reference.copy_(torch.maximum(last, noise))
-        self.limit.copy_(torch.where(last > 0, self._times, PLAIN_LIMIT) * self.reference)
+        known, found = last > 0, torch.maximum(last, noise)
+        self.reference.copy_(torch.where(known, torch.minimum(found, self._least), found))
+        self._least.copy_(torch.where(known, self.reference, self._least))
+        self.limit.copy_(torch.where(known, self._times, COARSE_LIMIT) * self.reference)
         self.weigh(weight)
 
+    def refer(self, squares: Tensor) -> None:
+        """Take for ``reference`` the root of ``squares``, float64 []."""
+        torch.sqrt(squares, out=self.reference)
+        torch.mul(self.reference, self._times, out=self.limit)
+        self._of = "that of the parameters"
+
     def resume(self, reference: float, limit: float) -> None:
-        """Take up a checkpoint's numbers; ``arm`` has given the weights."""
+        """Take up a checkpoint's numbers; ``arm`` has given the weights, or will."""
         self.reference.fill_(reference)
         self.limit.fill_(limit)
+        self._least.fill_(reference if 0 < limit <= self._times * reference else math.inf)
 
     def limit_of(self, coef: Tensor) -> Limit:
         """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
@@ -72,11 +88,11 @@ class DivergenceGuard:
             "now on"
         )
         return (
-            f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times that of the last "
-            f"uncompressed one; at most {most:g} is let through. {follows}. "
+            f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times {self._of}; at most "
+            f"{most:g} is let through. {follows}. "
             "If this happens again, use Numerics(precondition=True), a larger variance_floor there or a later freeze"
         )
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""
-        return [self.reference, self.limit, self.norm, self._root]
+        return [self.reference, self.limit, self.norm, self._least, self._root]

@@ -53,19 +53,20 @@ class LambUpdate(AveragingOptimizer):
         where, sums = (coef, *self._tables, skip), self._exp_avg_sq_sums
         lamb_update(dense, *self._places, grad, m, v, inside, *where, sums, self._norms)
         norms, start = self._by_layer(self._norms)
-        with self._layers_kept():
+        with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
         lamb_move(dense, *self._places, m, v, inside, *where, self._rounding)
 
     @contextmanager
-    def _layers_kept(self) -> Iterator[None]:
-        """Keep what there is per layer as it was for layers without a gradient."""
+    def _layers_kept(self, *tables: Tensor) -> Iterator[None]:
+        """Keep tables [..., tensors] as they were for layers without a gradient."""
         if self._absent is None:
             yield
             return
-        before = self._layers.clone()
+        before = [table.clone() for table in tables]
         yield
-        self._layers.copy_(torch.where(self._absent, before, self._layers))
+        for table, was in zip(tables, before, strict=True):
+            table.copy_(torch.where(self._absent, was, table))
 
     def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Return values [..., B] and each tensor's first block, for kernels; of shards one column per tensor."""

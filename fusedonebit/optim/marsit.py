@@ -156,7 +156,7 @@ class MarsitOptimizer(MarsitState):
             update, coef = (reducer.bits, self._going(reducer.scale)), self._as_it_is
             counts = not several and rounding is None and not self.coefficients.bias_correction
             counting = self.coefficients.count(*self._counters()) if counts else ()
-            how = (reducer.flags, rounding, reducer.digest, *counting)
+            how = (reducer.flags, rounding, reducer.digest, None, *counting)
             apply_momentum(target, *places, *update, None, False, coef, *tables, *how)
         if several:  # also where the round was skipped
             add_values(self.parameters.dense, *self._places, self._round_start, True, *mask, self._no_flags, None)

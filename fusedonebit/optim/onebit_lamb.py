@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,10 +31,10 @@ from ..core.settings import (
 from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..triton_kernels import Coef, Layer, lamb_ratio, lamb_rescale, live_variance
+from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
 from .from_deepspeed import FromDeepSpeed
 from .lamb import LambOptions, LambUpdate
-from .onebit_options import OneBitOptions
+from .onebit_options import OneBitOptions, Variance
 from .two_stage import OneBitOptimizer
 
 QUIET = 0.03
@@ -58,6 +58,24 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     grouped: ClassVar = (*LambOptions.grouped, "r_min", "r_max", "r_threshold")
     told: ClassVar = (*OneBitOptions.told, "variant")
 
+    @classmethod
+    def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:
+        """See ``OneBitOptions``; where v lives on, updates are preconditioned, corrected and floored as Adam's."""
+        made, said = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
+        if not made.lives:
+            return made
+        return replace(
+            made,
+            precondition=made.precondition or said.precondition is None,
+            bias_correction=made.bias_correction or said.bias_correction is None,
+            variance_floor=said.variance_floor,
+        )
+
+    @property
+    def ratios(self) -> bool:
+        """Tell whether c follows by the ratio r of a frozen and a fresh variance."""
+        return self.adaptive and not self.lives
+
     @property
     def layerwise(self) -> str:
         """Name which of the paper's two algorithms it is, as checkpoints do."""
@@ -71,11 +89,25 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
+        of = f'variance="{self.variance}"' if self.lives else "Layerwise(adaptive=False)"
         for name in ("r_min", "r_max", "r_threshold"):
-            if not self.adaptive and (got := getattr(self, name)) != (usual := getattr(LAYERWISE, name)):
-                raise ValueError(
-                    f"{name} must be {usual} with Layerwise(adaptive=False), got {got!r}: no ratio is formed"
-                )
+            if not self.ratios and (got := getattr(self, name)) != (usual := getattr(LAYERWISE, name)):
+                way_out = "; or pass freeze_step" if self.lives else ""
+                raise ValueError(f"{name} must be {usual} with {of}, got {got!r}: no ratio is formed{way_out}")
+        if self.lives and not self.precondition:
+            raise ValueError(
+                f"precondition must be True or None with {of}, got False: coefficients are of updates; or pass "
+                'variance="frozen"'
+            )
+        if self.lives and self.variant != "paper":
+            raise ValueError(
+                f"layerwise must be a Layerwise with {of}, got DeepSpeedLayerwise, whose variance is frozen; or pass "
+                "freeze_step"
+            )
+        if self.lives and not self.adaptive:
+            raise ValueError(
+                f'adaptive must be True with {of}, got False: coefficients follow updates; or pass variance="frozen"'
+            )
         if self.precondition and self.momentum_scaling:
             raise ValueError(
                 "momentum_scaling must be False or None with Numerics(precondition=True), got True: "
@@ -83,16 +115,29 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
             )
 
 
-_ADAPTIVE: dict[str, Any] = {"given": True, "stage": "compressed", "when": "_adaptive"}
+_RATIOS: dict[str, Any] = {"given": True, "stage": "compressed", "when": "options.ratios"}
+_FOLLOWS: dict[str, Any] = {"given": True, "stage": "compressed", "when": "options.lives", "not_negative": True}
 
 
 class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
-    r"""LAMB whose communication shrinks to one bit per parameter once its variance is frozen.
+    r"""LAMB whose communication shrinks to one bit per parameter after a short warm-up.
 
-    Warm-up: ``Lamb``, which also keeps a moving average :math:`c_{avg}` of each layer's coefficient.
-    After ``freeze_step`` updates :math:`c_{avg}` and the variance, now :math:`v_{T_w}`, are frozen.
-    From then on the momentum travels as in ``OneBitAdam``, each layer's scaled to the same size, and
-    (1-bit LAMB, Algorithm 1, lines 15 to 21)
+    Warm-up: ``Lamb``. From then on the step itself is what is compressed, and tells how large it is: of each layer
+
+    .. math::
+        c_i = \beta_1 m + (1 - \beta_1) \, c_t \frac{g_i}{\sqrt{\hat v} + \epsilon} + e_i, \quad
+        m = C\left(\tfrac{1}{W} \sum_i C(c_i) + E\right), \quad \|u_t\| = \frac{0.44}{c_t} \|\hat m\|, \\
+        x \leftarrow x - \gamma \min\left(1, \frac{c(\|u_t\|)}{c_t}\right) \hat m - \gamma c_t \lambda x, \quad
+        c_{t+1} = c\left(\overline{\|u\|}\right), \quad
+        c(u) = \mathrm{clip}\left(\frac{\|x\|}{u}, c_{min}, c_{max}\right)
+
+    where v lives on, as ``OneBitAdam``'s, the mean of norms remembers by beta3, and 0.44 is the share that a layer's
+    update has in the norm of the bits that stand for it, with their noise (docs/numerics.md). One kernel more than
+    ``OneBitAdam``, no state of a parameter's size.
+
+    With ``freeze_step`` it is the paper's: the warm-up also keeps a moving average :math:`c_{avg}` of each layer's
+    coefficient. After it :math:`c_{avg}` and the variance, now :math:`v_{T_w}`, are frozen; the momentum travels as it
+    is, each layer's scaled to the same size, and (1-bit LAMB, Algorithm 1, lines 15 to 21)
 
     .. math::
         g = \frac{m_t - \beta_1 m_{t-1}}{1 - \beta_1}, \quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g^2, \quad
@@ -100,19 +145,19 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         \text{ and } [r_{min}, r_{max}], \\
         x \leftarrow x - \gamma \, r_t \, c_{avg} \left( \frac{m_t}{\sqrt{v_{T_w}} + \epsilon} + \lambda x \right)
 
-    so that the layers' learning rates go on adapting although only bits are known. Eight kernels and
-    two collectives a step, whatever the number of tensors.
+    so that the layers' learning rates go on adapting although only bits are known.
 
     Args:
-        params, lr, betas, eps, freeze_step, max_grad_norm, process_group, numerics, wire, faults: As for
-            ``OneBitAdam``; groups may also set c_min, c_max, beta3, r_min, r_max, r_threshold.
+        params, lr, betas, eps, freeze_step, warmup, total_steps, variance, max_grad_norm: As for ``OneBitAdam``; groups
+            may also set c_min, c_max, beta3, r_min, r_max, r_threshold.
+        process_group, numerics, wire, faults: As for ``OneBitAdam``.
         weight_decay: Part of u, in the compression stage too.
         layerwise: Defaults of c_min, c_max, beta3, r_min, r_max and r_threshold, and what becomes of the coefficients
             after the freeze; see ``Layerwise``.
 
     Example::
 
-        optimizer = OneBitLamb(model.parameters(), lr=1e-2, freeze_step=1000)
+        optimizer = OneBitLamb(model.parameters(), lr=1e-2)
         loss.backward()
         optimizer.step()
     """
@@ -129,10 +174,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         StateSpec("layer", "tensor", "_layers", rows=len(Layer)),
         StateSpec("unit", "tensor", "_unit", given=True, when="options.scales_momentum", not_negative=True),
         # Before the first compressed step this is the warm-up's momentum.
-        StateSpec("exp_avg_sq_fresh", "element", "_fresh", **_ADAPTIVE, not_negative="started"),
-        StateSpec("exp_avg_last_bits", "bit", "_last_bits", **_ADAPTIVE),
-        StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_ADAPTIVE | {"when": "_keeps_last_nonzero"}, plane=1),
-        StateSpec("exp_avg_last_scale", "block", "_last_scale", **_ADAPTIVE, not_negative=True),
+        StateSpec("exp_avg_sq_fresh", "element", "_fresh", **_RATIOS, not_negative="started"),
+        StateSpec("exp_avg_last_bits", "bit", "_last_bits", **_RATIOS),
+        StateSpec("exp_avg_last_nonzero", "bit", "_last_bits", **_RATIOS | {"when": "_keeps_last_nonzero"}, plane=1),
+        StateSpec("exp_avg_last_scale", "block", "_last_scale", **_RATIOS, not_negative=True),
+        StateSpec("param_squares", "block", "_x_squares", **_FOLLOWS),
+        StateSpec("update_squares", "tensor", "_update_squares", **_FOLLOWS),
     )
     header_fields: ClassVar = {
         **OneBitOptimizer.header_fields,
@@ -148,7 +195,10 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        freeze_step: int | Literal["auto"] | Freeze = "auto",
+        freeze_step: int | Literal["auto"] | Freeze | None = None,
+        warmup: int | float | None = None,
+        total_steps: int | None = None,
+        variance: Variance | None = None,
         max_grad_norm: float | None = None,
         layerwise: Layerwise = LAYERWISE,
         process_group: Ranks = None,
@@ -158,6 +208,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
+        shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         shared |= {"layerwise": layerwise, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step)
 
@@ -167,21 +218,44 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._deepspeed = self.options.variant == "deepspeed"
         self._fresh = torch.empty(0, device=device)
         self._unit_is_known = False
+        if self.options.lives:
+            self._x_squares = torch.zeros(layout.n_blocks, device=device)
+            self._update_squares = torch.zeros(len(layout.sizes), device=device)
         if self.options.scales_momentum:
             self._unit = torch.ones(len(layout.sizes), device=device)
-        if self._adaptive:
+        if self.options.ratios:
             self._started = torch.zeros(1, dtype=torch.int32, device=device)
             self._last_bits = torch.zeros_like(self.reducer.bits, memory_format=torch.contiguous_format)
             self._last_scale = torch.zeros(layout.n_blocks, device=device)
             self._largest = torch.zeros(layout.n_blocks, device=device)
 
     def _held(self) -> list[Tensor]:
-        return [*super()._held(), *([self._started] if self._adaptive else [])]
+        return [*super()._held(), *([self._started] if self.options.ratios else [])]
 
     def _scratch(self) -> list[Tensor]:
-        return [*super()._scratch(), *([self._largest] if self._adaptive else [])]
+        return [*super()._scratch(), *([self._largest] if self.options.ratios else [])]
 
     def _before_compression(self) -> None:
+        if self.options.lives:
+            self._begin_following()
+        else:
+            self._freeze_coefficients()
+        self._drop_norms()
+
+    def _begin_following(self) -> None:
+        """Take up the last coefficients, or what they are where nothing has moved yet and all of m/denom may be 1."""
+        shards, c = self.shards, self._layers[Layer.COEFFICIENT].double()
+        self._x_squares.copy_(param_squares(self.parameters.dense, *self._places, self.live.bits, self.live.row))
+        x = shards.sum(self._segments(self._x_squares.double(), "sum")).sqrt()
+        moves = (shards.sum(self._sum_of_squares(self.exp_avg)) > 0) & (x > 0) & (c > 0)
+        live = shards.sum(self._segments(self.live.numel.double(), "sum"))
+        usual = rules.coefficient(x[:, None], live.sqrt()[:, None], self.coefficient_table())[:, 0]
+        self._update_squares.copy_(torch.where(moves, (x / c).square(), live))
+        self._layers[Layer.COEFFICIENT] = torch.where(moves, c, usual)
+        self._layers[Layer.RATIO] = 1.0
+        self._unit = self._layers[Layer.COEFFICIENT]
+
+    def _freeze_coefficients(self) -> None:
         if not self._layers[Layer.AVERAGE].any():
             raise RuntimeError(
                 "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
@@ -194,8 +268,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._layers[Layer.RATIO] = 1.0
         if self.options.scales_momentum and not self._unit_is_known:
             self._unit = self._momentum_scales()
-        self._drop_norms()
-        if self._adaptive:
+        if self.options.ratios:
             # The gradients' buffer becomes the fresh variance. That is the frozen one until the next
             # step, whose m_{t-1} is in full precision for the last time: keep it there.
             self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
@@ -208,6 +281,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._fresh = torch.empty(0, device=self.device)
         self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)
         self._unit_is_known = False
+        if self.options.lives:
+            self._unit = None
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         super()._begin_warm(tables)
@@ -216,7 +291,17 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             self._unit, self._unit_is_known = tables["unit"], True
 
     def _layer_factor(self) -> Tensor:
-        return self._layers[Layer.AVERAGE]
+        return self._layers[Layer.COEFFICIENT if self.options.lives else Layer.AVERAGE]
+
+    def _arm_guard(self, last: Tensor) -> None:
+        super()._arm_guard(last)
+        self.weigh_guard()
+
+    def weigh_guard(self) -> None:
+        if not self.options.lives:
+            super().weigh_guard()
+        elif self.options.guard != "off":  # each layer's update is as large as its parameters
+            self._guard.refer(self.shards.sum(self._x_squares.sum(dtype=torch.float64)))
 
     def _warn_of_averages(self) -> None:
         """Warn where c_avg is not what the layers moved with until now."""
@@ -271,9 +356,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of Algorithm 1's compression stage, its lines numbered as in ``fusedonebit.reference``."""
         # Lines 6 to 13: workers and servers average the momenta, each layer's scaled to one size (section 4.3).
-        coef = self._synchronise(self.compressing(grads, agreed.coef), told, coef)
-        skip, kept = self.reducer.flags, self._last_kept() if self._adaptive else None
-        if self._adaptive:
+        coef = self._synchronise(self.compressing(grads, agreed.coef, agreed.factor), told, coef)
+        if self.options.lives:
+            self._follow(coef)
+            return
+        skip, kept = self.reducer.flags, self._last_kept() if self.options.ratios else None
+        if self.options.ratios:
             norms = self._norms if self._deepspeed else None
             new, last = (self.reducer.bits, self.reducer.scale), (self._last_bits, self._last_scale)
             momenta = (*new, *last, self.exp_avg_sq, self._fresh, self._started)
@@ -284,7 +372,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
-            with self._layers_kept():
+            with self._layers_kept(self._layers):
                 lamb_rescale(largest, norms, start, skip, self._deepspeed, self._started, coef, self._layers)
         else:  # "LAMB + basic 1-bit" (section 3.4): c = c_avg; rules.layer_step, but rounded at each operation
             average = self._layers[Layer.AVERAGE]
@@ -294,6 +382,20 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)
         if kept is not None and self._absent is not None:
             kept.restore(self._absent)
+
+    def _follow(self, coef: Tensor) -> None:
+        """Move by what was synchronised, and make the next coefficients."""
+        scale, numel = self.reducer.scale, self.live.numel
+        squares, start = self._x_squares, self._layer_start
+        if self.shards.count > 1:
+            of_bits = scale.double().square() * numel
+            whole, start = self._by_layer(torch.stack([squares.double(), of_bits]))
+            squares, scale, numel = whole[0].float(), whole[1].sqrt().float(), torch.ones_like(start[1:]).int()
+        with self._layers_kept(self._layers, self._update_squares):
+            lamb_follow(squares, scale, numel, start, self.reducer.flags, coef, self._layers, self._update_squares)
+        self._apply_momentum(coef, x_squares=self._x_squares)
+        if self._absent is not None:
+            self.coefficients.forget()
 
     def _last_kept(self) -> Kept | None:
         """Keep the last momentum, to put it back where there was no gradient; coefficients keep the fresh variance.
@@ -308,12 +410,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     # ---------------------------------------------------------------- checkpoints
 
     @property
-    def _adaptive(self) -> bool:
-        return self.options.adaptive
-
-    @property
     def _keeps_last_nonzero(self) -> bool:
-        return self._adaptive and self.options.ternary
+        return self.options.ratios and self.options.ternary
 
     def _settled(self) -> dict[str, Any]:
         options = self.options
@@ -321,28 +419,31 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
 
     def plain_state(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
-        started = {"started": bool(self._started)} if self._adaptive else {}
+        started = {"started": bool(self._started)} if self.options.ratios else {}
         return super().plain_state() | started
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         super().check_plain_state(header)
         own = header["phase"] == "compression" and header["algorithm"] == type(self).__name__
-        if own and self._adaptive and "started" not in header:
+        if own and self.options.ratios and "started" not in header:
             raise ValueError("the checkpoint's header is damaged: it lacks started; load another checkpoint")
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
         if self._phase == "compression":
             self._drop_norms()
-            if self._adaptive:
+            if self.options.lives:
+                self._unit = self._layers[Layer.COEFFICIENT]
+            if self.options.ratios:
                 self._fresh = self._full_size()
                 self._started.fill_(header["started"])
 
     # ---------------------------------------------------------------- what users look at
 
     def _variance(self) -> Tensor:
-        following = self._adaptive and self._phase == "compression" and bool(self._started)
+        following = self.options.ratios and self._phase == "compression" and bool(self._started)
         return self._fresh if following else self.exp_avg_sq
 
     def _described(self) -> list[str]:
-        return [*super()._described(), f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]
+        frozen = [f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]
+        return [*super()._described(), *([] if self.options.lives else frozen)]

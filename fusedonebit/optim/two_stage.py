@@ -46,7 +46,7 @@ from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import DivergenceGuard
 from .living import LEAST_COUNTS, LivingVariance
-from .onebit_options import OneBitOptions
+from .onebit_options import OneBitOptions, Variance
 from .warm_start import warm_start
 
 _BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
@@ -57,7 +57,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     """Skeleton of a 1-bit optimizer; see the module's docstring.
 
     Args:
-        params, defaults, freeze_step, keywords: As for ``OneBitAdam``.
+        params, defaults, freeze_step, variance, keywords: As for ``OneBitAdam``.
     """
 
     settings: ClassVar[type[Options]] = OneBitOptions
@@ -93,7 +93,17 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         "renewals": Field(or_none(list_of(COUNT)), False),
     }
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, freeze_step: Any, **keywords: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        freeze_step: Any,
+        variance: Variance | None = None,
+        **keywords: Any,
+    ) -> None:
+        keywords["variance"] = variance or ("shared" if freeze_step is None else "frozen")
+        freeze_step = "auto" if freeze_step is None else freeze_step
         freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
         said: dict[str, Any] = {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
         said |= {"freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
@@ -113,7 +123,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
         self._freeze_due = options.latest_freeze(beta2)
         self._frozen_at: int | None = None
-        self._guard = DivergenceGuard(device, options.precondition)
+        self._guard = DivergenceGuard(device, not options.precondition and options.scale_scope != "block")
         self._rewarms = 0
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
@@ -440,8 +450,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self._phase == "compression":
             self.reducer.serve_again()
             self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
-            if header.get("guard") and self.options.guard != "off":
-                self._guard.resume(*header["guard"])
+        if header.get("guard") and self.options.guard != "off":
+            self._guard.resume(*header["guard"])
 
     # ---------------------------------------------------------------- what users look at
 
@@ -509,10 +519,11 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
         part = self.parameters.shaped(flat, i, self.layout.offset(i))
+        part = part.clone() if self._unit is None else part / self._unit[i]
         if self.options.precondition:
             v, k = self.parameters.shaped(self.exp_avg_sq, i, self.layout.offset(i)), self.coefficient_table()[i]
-            return part * denominator(v, k, self.options.eps_inside_sqrt)
-        return part.clone() if self._unit is None else part / self._unit[i]
+            part *= denominator(v, k, self.options.eps_inside_sqrt)
+        return part
 
     def _described(self) -> list[str]:
         options = self.options

@@ -4,9 +4,9 @@
 
 #define EACH_MOVING_BLOCK(b) for (int64_t b = begin; b < end; b++) if (!*skip && live_row[b] != EMPTY)
 
-/* Moves the elements of a block that count. */
+/* Moves the elements of a block that count; where there is `squares` it becomes their sum, of where to. */
 static void move(struct place at, const float *restrict update, int64_t b, const int64_t *rounding,
-                 const uint8_t *live, int64_t row, int64_t n)
+                 const uint8_t *live, int64_t row, float *squares, int64_t n)
 {
     float room[MOST], *x = is_plain(at, row) ? (float *)at.base + at.start : room;
     KEEP(k, at.k);
@@ -15,6 +15,10 @@ static void move(struct place at, const float *restrict update, int64_t b, const
     EACH_LINE(i, n) {
         PREFETCH(x + i, n);
         LANES x[i + j] = moved(x[i + j], update[i + j], k);
+    }
+    if (squares) {
+        only_live(x, live, row, n); /* a plain block's are all */
+        *squares = norm_of(x, n);
     }
     if (x == room)
         store_user(at, x, b, rounding, live, row, n);
@@ -77,7 +81,7 @@ KERNEL(apply_momentum)
             scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
             if (v)
                 precondition(update, update, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-            move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
+            move(at, update, b, rounding, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
             continue;
         }
         float *x = (float *)at.base + at.start;
@@ -87,6 +91,8 @@ KERNEL(apply_momentum)
             move_by_bits(x, packed, plane, scale, v, at.k, 1, TERNARY, BLOCK_SIZE);
         else
             move_by_bits(x, packed, plane, scale, v, at.k, 0, TERNARY, BLOCK_SIZE);
+        if (x_squares)
+            x_squares[b] = norm_of(x, BLOCK_SIZE);
     }
 }
 
@@ -99,7 +105,7 @@ KERNEL(adam_update)
         moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
                 BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
-        move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
+        move(at, update, b, rounding, live, live_row[b], NULL, BLOCK_SIZE);
     }
 }
 
@@ -144,7 +150,7 @@ KERNEL(lamb_move)
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         precondition(update, exp_avg + b * BLOCK_SIZE, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-        move(at, update, b, rounding, live, live_row[b], BLOCK_SIZE);
+        move(at, update, b, rounding, live, live_row[b], NULL, BLOCK_SIZE);
     }
 }
 
@@ -259,5 +265,25 @@ KERNEL(lamb_rescale)
         k[DECAY] = step.x1;
         if (t == 0)
             *started = 1;
+    }
+}
+
+KERNEL(lamb_follow)
+{
+    for (int64_t t = begin; t < end && !*skip; t++) {
+        float *k = coef + t * COLUMNS, *c = layers + COEFFICIENT * tensors + t;
+        double x = 0, bits = 0;
+        for (int64_t b = layer_start[t]; b < layer_start[t + 1]; b++) {
+            x += x_squares[b];
+            bits += (double)scale[b] * scale[b] * numel[b];
+        }
+        x = sqrt(x);
+        double now = norm_without_noise(bits, k);
+        update_squares[t] = followed_norm(update_squares[t], now, k);
+        *c = decaying_coefficient(x, update_squares[t], k);
+        struct following_step step = following_step(decaying_coefficient(x, now, k), *c, k);
+        k[STEP_SIZE] = step.x0;
+        k[DECAY] = step.x1;
+        k[UNIT] = *c;
     }
 }

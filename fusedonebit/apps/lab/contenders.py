@@ -106,9 +106,10 @@ def _onebit_adam(params: Params, of: Setting, **options: Any) -> Any:
     return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **_two_stage(of, options))
 
 
-def _living(params: Params, of: Setting, warmup: float, **options: Any) -> Any:
+def _living(params: Params, of: Setting, warmup: float, kind: Any = OneBitAdam, **options: Any) -> Any:
     options |= {"warmup": max(1, int(warmup * of.steps)), "process_group": of.transport}
-    return OneBitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **options)
+    eps = LAMB_EPS if kind is OneBitLamb else EPS
+    return kind(params, of.lr, BETAS, eps, of.weight_decay, **options)
 
 
 def _onebit_lamb(params: Params, of: Setting, **options: Any) -> Any:
@@ -175,6 +176,7 @@ CONTENDERS: dict[str, Contender] = {
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
+    "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
     "onebit-lion": Contender(_onebit_lion, parent="adamw", rate=0.1),
     "marsit-adam": apart(partial(_marsit, every=100)),
     "adam-frozen": of_adam(partial(_adam, frozen=True)),

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=count, default=1, help="processes to start (not with torchrun)")
     add("--steps", type=count, default=500, help="updates")
-    help_freeze = "updates before the variance is frozen, or auto (default: steps / 5; onebit-adam's lives on)"
+    help_freeze = "updates before the variance is frozen, or auto (default: steps / 5; for onebit-adam, -lamb: never)"
     add("--freeze-step", type=_freeze_step, default=None, help=help_freeze)
     add("--topology", choices=("ring", "torus", "owner", "auto"), default="ring", help="of marsit's rounds")
     help_every = "rounds of marsit of which one is of full precision; 0: none"

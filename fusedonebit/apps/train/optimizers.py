@@ -38,7 +38,7 @@ PAPER: dict[str, Any] = {
     "numerics": Numerics(scale_norm="l2", scale_scope="global", variance_floor=0.0),
     "faults": Faults(guard="off"),
 }
-"""1-bit LAMB's own numerics: what its figures are drawn with."""
+"""1-bit LAMB's own numerics, with a variance that is frozen: what its figures are drawn with."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,10 @@ def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
 
 
 def _onebit_lamb(params: Parameters, settings: Settings, adaptive: bool = True) -> torch.optim.Optimizer:
-    return OneBitLamb(
-        params,
-        settings.lr,
-        BETAS,
-        LAMB_EPS,
-        WEIGHT_DECAY,
-        freeze_step=_freeze(settings),
-        layerwise=Layerwise(adaptive=adaptive),
-        **PAPER,
-    )
+    how: dict[str, Any] = {"warmup": settings.warmup}
+    if settings.warmup is None or not adaptive:
+        how = PAPER | {"freeze_step": _freeze(settings), "layerwise": Layerwise(adaptive=adaptive)}
+    return OneBitLamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY, **how)
 
 
 def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
