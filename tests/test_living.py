@@ -136,6 +136,20 @@ def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():
     assert seen[alive + 12] - seen[alive] >= 6
 
 
+def test_a_tensor_that_stirs_has_a_variance_soon_although_renewals_are_far_apart():
+    optimizer, soon = make(), 12
+    for t in range(300):
+        step(optimizer, t, late_from=1000)
+        if t > 220 and optimizer.living.since == 20:  # of 50
+            break
+    before = optimizer.stats()["renewals"]
+    for after in range(1, soon + 1):
+        step(optimizer, t + after, late_from=t + 1)
+    print(f"{optimizer.stats()['renewals'] - before} renewals within {soon} steps (limit 1 or more)")
+    assert optimizer.stats()["renewals"] > before
+    assert optimizer.stats()["dead_tensors"] == []
+
+
 def optimizer_waits(seen: list[int], t: int) -> bool:
     """Whether no renewal has followed the first gradient yet."""
     return seen[t] == seen[150]

@@ -36,7 +36,10 @@ SHARE_OF_AGE = 4
 """Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive."""
 
 NOTICED_AFTER = 2
-"""Steps until the host knows which tensors have come alive."""
+"""Steps until the host knows which tensors have come alive, or stir."""
+
+LOOKED_AFTER = 8
+"""While tensors wait for their first gradient, steps between two looks whether one has had it."""
 
 LEAST_COUNTS = 8
 """Of a state's plain values; behind them are those that are on their way to the host."""
@@ -94,7 +97,7 @@ class LivingVariance:
         self._factors = torch.zeros(FACTORS, tensors, device=device)
         self._numels = torch.zeros_like(self.mean_sq)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
-        self._mirror, self._known = HostMirror(device, NOTICED_AFTER), 0
+        self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = 0
         self.steps = self.age = self.since = self.renewals = 0
         self.due = self._told = self._renewed = False
@@ -104,13 +107,24 @@ class LivingVariance:
     def begin_step(self, optimizer: Owner) -> None:
         """Renew if it is time, and decide whether the next step does; the same on all ranks."""
         self.settle(optimizer)
-        for woken in self._mirror.push(self._woken if self._renewed else 0):
-            if woken > self._known:
-                self.age, self._known = 0, woken
+        asked = False
+        for word in self._mirror.push(self._word(optimizer)):
+            asked |= word < 0
+            if word > self._known:
+                self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
         self._ease(optimizer)
-        self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+        self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+
+    def _word(self, optimizer: Owner) -> Tensor | int:
+        """Return what the host should know, int32 [1]: after a renewal how many are awake; -1 where one stirs."""
+        if self._renewed:
+            return self._woken
+        if self._known >= self._asleep or self.steps % LOOKED_AFTER:
+            return 0
+        moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.block_tensor]
+        return -optimizer.shards.max(moves.any().reshape(1).int())
 
     def _ease(self, optimizer: Owner) -> None:
         """Choose how scales are measured; the same on all ranks."""
@@ -186,8 +200,9 @@ class LivingVariance:
         return optimizer.shards.sum(here)
 
     def _count(self, optimizer: Owner) -> None:
-        """Count the elements that each tensor has on all shards."""
+        """Count the elements that each tensor has on all shards, and tensors that are asleep or were; waits for them."""
         self._numels = self._by_tensor(optimizer, optimizer.live.numel.double())
+        self._asleep = int(self._woken) + len(self.waiting())
 
     def waiting(self) -> list[int]:
         """Return indices of tensors that wait for their first gradient; reads from the device, asks no other rank."""
