@@ -24,6 +24,8 @@ VOTES = ("onebit-lion", "marsit-adam")
 """Ours whose ranks vote on signs: simulated one by one, they take longer, and are recorded at 4 workers alone."""
 LIVING = ("onebit-adam-living", "onebit-adam-living-0", "onebit-adam-living-bf16")
 """1-bit Adam with a variance that lives, at AdamW's rates: after a warm-up of 5 %, of one step, and in bfloat16."""
+LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
+"""LAMB, and 1-bit LAMB with a variance that lives, or is frozen, at LAMB's rates."""
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
@@ -42,6 +44,8 @@ def page_tables(records: Records) -> str:
         f"{markdown(rows(records, view, ['adamw', 'onebit-adam', *LIVING]))}"
         for view in living
     ]
+    others = [v for v in living if v.by != 1 and all(v.runs(records, task, LAMB[1]) for task in TASKS)]
+    parts += [f"{v.title.capitalize()}, LAMB:\n\n{markdown(rows(records, v, LAMB[:2]))}" for v in others]
     votes = rows(records, View(), ["adamw", *VOTES])
     parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")
     parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")

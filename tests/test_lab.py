@@ -60,7 +60,7 @@ ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike]
 
 
 @pytest.mark.long(
-    but=["mlp-onebit-adam-4", "vgg-onebit-adam-4", "recsys-onebit-lamb-4", "late-adamw-4", "mlp-zero-one-adam-4"]
+    but=["mlp-onebit-adam-4", "vgg-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4", "mlp-zero-one-adam-4"]
 )
 @pytest.mark.parametrize("workers", [4, 16])
 @pytest.mark.parametrize("optimizer", HEADLINE)

@@ -200,7 +200,7 @@ class LivingVariance:
         return optimizer.shards.sum(here)
 
     def _count(self, optimizer: Owner) -> None:
-        """Count the elements that each tensor has on all shards, and tensors that are asleep or were; waits for them."""
+        """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
         self._numels = self._by_tensor(optimizer, optimizer.live.numel.double())
         self._asleep = int(self._woken) + len(self.waiting())
 

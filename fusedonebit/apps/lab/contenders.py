@@ -213,7 +213,7 @@ CONTENDERS: dict[str, Contender] = {
 }
 """By name; the headline's come first. A plain "onebit-..." has our defaults."""
 
-HEADLINE = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb")
+HEADLINE = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb-living")
 """Uncompressed and ours: what the headline table is about."""
 
 CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
