@@ -13,20 +13,22 @@ from observe import change_header, fingerprint, through_a_file
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Freeze, FusedOneBitWarning, Numerics, OneBitAdam, Wire
+from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb, Wire
 from fusedonebit.comm import Transport
-from fusedonebit.triton_kernels import SCALE_NORMS
+from fusedonebit.triton_kernels import SCALE_NORMS, rules
 
 SHAPES = ((300,), (20, 9), (40,))
 LATE = 1  # index of the tensor that has no gradient at first
 
 
-def make(transport: Transport | None = None, **options: Any) -> OneBitAdam:
+BOTH = pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+
+
+def make(transport: Transport | None = None, kind: Any = OneBitAdam, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {"warmup": 5, "betas": (0.9, 0.99), "faults": Faults(guard="off")} | options
-    return OneBitAdam(
-        [Parameter(torch.randn(shape)) for shape in SHAPES], variance="shared", process_group=transport, **options
-    )
+    params = [Parameter(torch.randn(shape)) for shape in SHAPES]
+    return kind(params, variance="shared", process_group=transport, **options)
 
 
 def step(optimizer: OneBitAdam, t: int, rank: int = 0, late_from: int = 0) -> None:
@@ -155,12 +157,13 @@ def optimizer_waits(seen: list[int], t: int) -> bool:
     return seen[t] == seen[150]
 
 
-def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal():
+@BOTH
+def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal(kind):
     for cut in (6, 7, 40, 41, 42, 43, 44, 45, 46):
-        straight = make()
+        straight = make(kind=kind)
         for t in range(cut):
             step(straight, t, late_from=38)
-        resumed = make()
+        resumed = make(kind=kind)
         with torch.no_grad():
             for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
                 p.copy_(q)
@@ -171,6 +174,28 @@ def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal():
         prints = [fingerprint(o.param_groups[0]["params"]) for o in (straight, resumed)]
         assert prints[0] == prints[1], cut
         assert straight.stats()["renewals"] == resumed.stats()["renewals"] > 5
+
+
+def test_a_layer_of_lamb_that_is_late_moves_no_farther_than_it_is_large():
+    optimizer, moved = make(kind=OneBitLamb, lr=1e-3, weight_decay=0.0), []
+    late = optimizer.param_groups[0]["params"][LATE]
+    for t in range(160):
+        before = late.detach().clone()
+        step(optimizer, t, late_from=60)
+        moved.append(float((late.detach() - before).norm() / before.norm()) / 1e-3)
+    print(f"first step {moved[60]:.2f}, at most {max(moved):.2f} learning rates of its norm (limit 1 / 0.4375)")
+    assert not any(moved[:60])
+    assert moved[60] > 0.2
+    assert max(moved) <= 1 / rules.SHARE_OF_NORM * 1.001
+
+
+def test_without_adaptation_a_living_lamb_is_a_living_adam():
+    either = make(), make(kind=OneBitLamb, eps=1e-8, layerwise=Layerwise(c_min=1.0, c_max=1.0))
+    for t in range(60):
+        for optimizer in either:
+            step(optimizer, t)
+    for a, b in zip(*(o.param_groups[0]["params"] for o in either), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta2", [0.9, 0.99])
@@ -186,16 +211,17 @@ def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(be
     assert min(moved[920:]) > 0.01
 
 
-def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there():
+@BOTH
+def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there(kind):
     faults = Faults(guard="off", rewarm_every=4, rewarm_steps=10)
     for cut in (5, 6, 7, 8, 9, 15, 19, 20, 21, 22, 23):
-        straight, resumed = make(faults=faults), make(faults=faults)
+        straight, resumed = make(kind=kind, faults=faults), make(kind=kind, faults=faults)
         for t in range(cut):
             step(straight, t)
         with torch.no_grad():
             for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
                 p.copy_(q)
-        never_saved = make(faults=faults)
+        never_saved = make(kind=kind, faults=faults)
         for t in range(40):
             step(never_saved, t)
         resumed.load_state_dict(through_a_file(straight.state_dict()))
@@ -216,8 +242,9 @@ def test_what_was_told_is_given_back_when_it_was_used(precondition):
     assert wire[40] == min(wire), "no squares wait"
 
 
-def test_a_copy_goes_on_as_the_original():
-    optimizer = make()
+@BOTH
+def test_a_copy_goes_on_as_the_original(kind):
+    optimizer = make(kind=kind)
     for t in range(12):
         step(optimizer, t)
     copied = copy.deepcopy(optimizer)
