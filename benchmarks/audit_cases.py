@@ -48,6 +48,7 @@ BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | VARIANCE
 OWN_STEP = {"PRECONDITION": True, "MOVES": True}
+FOLLOWS = OWN_STEP | {"FOLLOWS": True}
 FIRST = {"anchor": "*fp32"}
 OF_A_ROUND = {"summed": "*fp32", "awaited": "*fp64"}
 MOVED = {"moved": "*fp32"}
@@ -177,11 +178,16 @@ CASES = {
     "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"LAST": True}),
     "local_step, preconditioned, first and last": Case("local_step", OWN_STEP | FIRST | {"LAST": True}),
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
+    "local_step, follows": Case("local_step", FOLLOWS),
+    "local_step, follows, first": Case("local_step", FOLLOWS | FIRST),
+    "local_step, follows, bf16": Case("local_step", FOLLOWS | BF16),
     "rebuild_momentum": Case("rebuild_momentum"),
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
     "tell_squares": Case("tell_squares", halves=2),
     "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
     "tell_squares, bf16 squares": Case("tell_squares", {"worker_sq": "*bf16"}, halves=2),
+    "tell_level": Case("tell_level", halves=2),
+    "tell_level, bf16": Case("tell_level", BF16, halves=2),
     **{f"average_squares, W={n}": Case("average_squares", loops=n, share=1) for n in (2, 8, 64)},
     "renew": Case("renew", CARRIES),
     "renew, bf16 variance": Case("renew", CARRIES | {"exp_avg_sq": "*bf16"}),
@@ -196,7 +202,12 @@ VARIANTS = {
     "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
     "advance, adds up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"} | MOVED),
     "advance, begins to add up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "BEGINS": True} | MOVED),
+    "advance, levels": Case(
+        "advance", {"ROOM": 32, "flags": "*i32", "updates": "*i64", "rho": "*fp32", "BEGINS": True} | MOVED
+    ),
     "tell_squares, mixed, of a scaled loss": Case("tell_squares", MIXED | {"factor": "*fp32"}, halves=2),
+    "tell_level, mixed, of a scaled loss": Case("tell_level", MIXED | {"factor": "*fp32"}, halves=2),
+    "follow_level": Case("follow_level", {"absent": "*u8"}, loops=1),
     "renew_levels": Case("renew_levels", {"absent": "*u8"}, loops=(1, 1, 1)),
     "renew_levels, of whole tensors": Case("renew_levels", {"sums": "*fp64"}, loops=(1, 1, 1)),
     "renew, ternary": Case("renew", CARRIES | {"TERNARY": True}),
@@ -267,6 +278,8 @@ VARIANTS = {
         "local_step", OWN_STEP | FIRST | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True}
     ),
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
+    "local_step, follows, mixed, first": Case("local_step", FOLLOWS | FIRST | {"PARAMS": 3, "GRADS": 3}),
+    "local_step, follows, small blocks": Case("local_step", FOLLOWS | {"BLOCK_SIZE": 128}),
     "rebuild_momentum, of a round": Case("rebuild_momentum", OF_A_ROUND),
     "rebuild_momentum, renews": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | RENEWS),
     "rebuild_momentum, eps inside": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
@@ -276,6 +289,7 @@ VARIANTS = {
 }
 """What else runs: must compile without spills; nothing else is limited."""
 PER_LAYER = ("finish", "finish_alone", "close_parts", "lamb_coefficient", "lamb_rescale", "lamb_follow", "renew_levels")
+PER_LAYER += ("follow_level",)
 """Kernels that scan what blocks left, one block to a lane."""
 PRECONDITIONED_STEP = ("momentum_compress, preconditioned", "finish", "receive", "apply_momentum, preconditioned")
 GUARDED_STEP = ("momentum_compress, preconditioned", "finish", "receive, guarded", "apply_momentum, preconditioned")
@@ -323,6 +337,13 @@ def zero_one_round(steps: int) -> Step:
     return Step((*before, *PRECONDITIONED_STEP, "add_values, replaces"), 32.1 + 8.8 / steps, steps=steps)
 
 
+def own_round(steps: int) -> Step:
+    """The same where workers have variances of their own: all steps are, and what they add up to is compressed."""
+    own = ("local_step, follows, first", *["local_step, follows"] * (steps - 1))
+    synchronises = ("momentum_compress", "finish", "receive", "add_values, replaces", "apply_momentum, preconditioned")
+    return Step((*own, *synchronises, "tell_level"), 36.1 + 42.0 / steps, steps=steps)
+
+
 def with_renewal(renew: str, step: tuple[str, ...], limit: float) -> Step:
     """50 steps with a living variance, in one of which squares are shared, and v renewed."""
     tell = "tell_squares, bf16 squares" if "bf16" in renew else "tell_squares"
@@ -358,6 +379,8 @@ STEPS = {
     "ZeroOneAdam, local step": Step(("local_step, preconditioned",), 32.1, served=()),
     "ZeroOneAdam, synchronising step after a round of one": Step(PRECONDITIONED_STEP, 24.7),
     **{f"ZeroOneAdam, mean over a round of {steps}": zero_one_round(steps) for steps in (2, 4, 16)},
+    "ZeroOneAdam, own variances, local step": Step(("local_step, follows",), 36.1, served=()),
+    **{f"ZeroOneAdam, own variances, mean over a round of {steps}": own_round(steps) for steps in (2, 4)},
     "OneBitLion": Step(
         ("lion_compress", "receive", "apply_momentum, preconditioned"), 20.55, served=("server_reduce",)
     ),

@@ -5,7 +5,8 @@
     Marsit       Wu et al., DAC 2022      Algorithms 1 and 2    marsit_sgd, which calls marsit
 
 and both of the first with a variance that lives, which is no paper's: live once, then living_adam, and renew at times;
-after lamb live_lamb, then living_lamb, and renew.
+after lamb live_lamb, then living_lamb, and renew. No paper's either is 0/1 Adam whose workers have variances of their
+own: own_adam in each step, and synchronise after some of them.
 
 Each function is one step, in the paper's order and symbols; behind a line of code stands the number of the algorithm's
 line (for 1-bit Adam that of 1-bit LAMB, whose lines 6 to 13 repeat it). Workers are rows: what each of W workers has of
@@ -113,10 +114,8 @@ def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int
 
     since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum.
     """
-    p = [(r * g)[:, l].unflatten(1, (-1, share)).sum(2).mean(0) for l, share in zip(s.layers, shares, strict=True)]
-    squares = torch.stack([of_layer.square().sum() for of_layer in p])   # E p^2 = |mean g|^2, of as many elements
     b = beta2**since
-    s.level, s.weight = b * s.level + (1 - b) * squares, b * s.weight + 1 - b
+    s.level, s.weight = b * s.level + (1 - b) * projected(s.layers, g, r, shares), b * s.weight + 1 - b
     mean = logarithm(logarithm(s.s).mean(0))                         # sent to servers, and back
     level = [s.level[k] / s.weight / mean[l].sum() for k, l in enumerate(s.layers)]
     v = torch.cat([floored(level[k] * mean[l], floor) for k, l in enumerate(s.layers)])
@@ -124,10 +123,52 @@ def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int
     s.v, s.m, s.worker_error, s.server_error = v, unit * s.m, unit * s.worker_error, unit * s.server_error
 
 
+def projected(layers: Sequence[slice], g: Tensor, r: Tensor, shares: Sequence[int]) -> Tensor:
+    """|mean g|^2 of each layer, on average: the squares of the mean gradient's projections on random signs."""
+    p = [(r * g)[:, l].unflatten(1, (-1, share)).sum(2).mean(0) for l, share in zip(layers, shares, strict=True)]
+    return torch.stack([of_layer.square().sum() for of_layer in p])      # E p^2 = |mean g|^2, of as many elements
+
+
 def logarithm(x: Tensor) -> Tensor:
     """x as 8 bits tell it: eight steps to an octave."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((16 * mantissa + 0.5).floor() / 16, exponent)
+
+# ---------------------------------------------------------------- 0/1 Adam whose workers have variances of their own
+
+class OwnState(State):
+    """What it carries besides; layers are slices of the model. Both errors are in units of parameters."""
+    def __init__(self, x: Tensor, workers: int, layers: Sequence[slice]) -> None:
+        super().__init__(x, workers)
+        self.x_i = x.repeat(workers, 1)                              # [W, d] where each worker is; x: where all were
+        self.m, self.v = torch.zeros_like(self.x_i), torch.zeros_like(self.x_i)
+        self.layers, self.t, self.last, self.left = layers, 0, 0, 1.0    # steps; and what decay leaves of x in a round
+        self.level, self.weight = x.new_zeros(len(layers)), 0.0      # the EMA of |mean g|^2, and its weights' sum
+        self.rho = x.new_ones(len(layers))                           # that over the workers' own |g|^2
+
+
+def own_adam(s: OwnState, g: Tensor, *, gamma: float, decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999,
+             eta: float = 1e-8) -> None:
+    """A step between two synchronisations: each worker's own AdamW, whose variance is brought to the mean's level."""
+    s.t += 1
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.v = beta2 * s.v + (1 - beta2) * g**2
+    rho = torch.cat([s.rho[k].expand(len(s.x[l])) for k, l in enumerate(s.layers)])
+    u = s.m / (1 - beta1**s.t) / ((rho * s.v / (1 - beta2**s.t)).sqrt() + eta)
+    s.x_i = (1 - gamma * decay) * s.x_i - gamma * u
+    s.worker_error = (1 - gamma * decay) * s.worker_error + gamma * u    # x without what is owed to it is AdamW's
+    s.left = (1 - gamma * decay) * s.left
+
+
+def synchronise(s: OwnState, g: Tensor, r: Tensor, shares: Sequence[int], *, beta2: float = 0.999) -> None:
+    """After a round's last step, on the gradients g [W, d]; r [d] and shares are as for renew."""
+    nothing = torch.zeros_like(s.x)
+    s.x = s.left * s.x - exchange(s, nothing, nothing, 0.0)
+    s.x_i, s.left = s.x.repeat(len(g), 1), 1.0
+    b, s.last = beta2 ** (s.t - s.last), s.t
+    s.level, s.weight = b * s.level + (1 - b) * projected(s.layers, g, r, shares), b * s.weight + 1 - b
+    own = torch.stack([s.v[:, l].mean(0).sum() for l in s.layers]) / (1 - beta2**s.t)
+    s.rho = (s.level / s.weight / own).clip(1 / len(g), 1)
 
 # ---------------------------------------------------------------- 1-bit LAMB
 

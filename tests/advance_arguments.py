@@ -24,10 +24,11 @@ def advance_arguments(
     tables: bool = False,
     moved: bool = False,
     begins: bool = False,
+    rho: bool = False,
 ) -> tuple[Any, ...]:
     """Counts of up to 2^17 updates; ``captured``: rates and counters on the device; ``tables``: LAMB's, 0/1 Adam's.
 
-    ``moved``: what a round has gone before this step, whose table is random then.
+    ``moved``: what a round has gone before this step, whose table is random then. ``rho``: variances have levels.
     """
     generator = torch.Generator().manual_seed(tensors)
 
@@ -61,4 +62,5 @@ def advance_arguments(
         random(2, tensors).float() if moved else None,
         begins,
         random(tensors, len(Coef)).float() if moved else torch.full((tensors, len(Coef)), math.nan),
+        0.01 + random(tensors).float() if rho else None,
     )

@@ -74,6 +74,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "OneBitLamb": by_name(OneBitLamb, freeze_step=2, guard="off"),
     "Lamb": by_name(Lamb),
     "ZeroOneAdam": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
+    "ZeroOneAdam, own": by_name(ZeroOneAdam),
     "MarsitSGD": by_name(MarsitSGD, momentum=0.9, full_precision_every=2),
     "MarsitAdam": by_name(MarsitAdam, full_precision_every=2),
     "OneBitLion": by_name(OneBitLion),

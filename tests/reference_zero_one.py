@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from reference_ops import EPS32, Array, Problem, denom, sign, unpacked, wide
 from torch import Tensor
+from zero_one_arguments import Way
 
 from fusedonebit.triton_kernels import Coef
 
@@ -16,9 +17,11 @@ class OwnStep(NamedTuple):
 
     x: Array
     m: Array
+    v: Array
     c: Array
     x_off: Array
     m_off: Array
+    v_off: Array
     c_off: Array
     told: bool
 
@@ -34,30 +37,42 @@ def fits(*values: Array) -> Array:
         return np.all([np.isfinite(value.astype(np.float32)) for value in values], 0)
 
 
-def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: tuple[bool, bool, bool, bool], hold: int) -> OwnStep:
-    """0/1 Adam, Algorithm 1, lines 4 to 6; and beta1*m, before the step that synchronises."""
-    moves, last, leaks, precondition = way
-    beta1, d = p.column(Coef.BETA1), denom(p, wide(p.exp_avg_sq), inside)
+def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -> OwnStep:
+    """0/1 Adam, Algorithm 1, lines 4 to 6; and beta1*m, before the step that synchronises.
+
+    Where it follows, v is made first, and c is what parameters lack.
+    """
+    moves, last, leaks, precondition, follows = way
+    v, g = wide(p.exp_avg_sq), np.where(p.live, p.flat(p.grads), 0.0)
+    squares = v
+    if follows:
+        with np.errstate(invalid="ignore", over="ignore"):
+            squares = p.column(Coef.BETA2) * v + p.column(Coef.ONE_MINUS_BETA2) * g * g
+    beta1, d = p.column(Coef.BETA1), denom(p, squares, inside)
     old, scale, m, x = wide(p.compensated), p.by_element(p.worker_scale), wide(exp_avg), p.flat(p.params)
     c, size, m_size, u_size = old - scale * sign(old), np.abs(old) + scale, np.abs(m), np.zeros_like(x)
     lost, unit = np.zeros_like(p.live), d if precondition else 1.0
     if moves:
-        new, new_size = blend(beta1, m, p.column(Coef.ONE_MINUS_BETA1), np.where(p.live, p.flat(p.grads), 0.0))
-        leaked = p.column(Coef.WEIGHT_DECAY) * x * d if leaks else np.zeros_like(x)
-        lost = ~fits(c + new / unit + leaked, new / d) | ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
+        with np.errstate(invalid="ignore"):
+            new, new_size = blend(beta1, m, p.column(Coef.ONE_MINUS_BETA1), g)
+            leaked = p.column(Coef.WEIGHT_DECAY) * x * d if leaks else np.zeros_like(x)
+            summed, u, u_size = c + new / unit + leaked, new / d, p.column(Coef.STEP_SIZE) * new_size / d
+            if follows:
+                summed = p.column(Coef.DECAY) * c + p.column(Coef.STEP_SIZE) * u
+        lost = ~fits(summed, u, squares) | ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
         good = p.live & ~lost & (hold == 0)
-        u_size = np.where(good, p.column(Coef.STEP_SIZE) * new_size / d, 0.0)
-        x = np.where(good, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * new / d, x)
+        u_size = np.where(good, u_size, 0.0)
+        x = np.where(good, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * np.where(good, u, 0.0), x)
         m, m_size = np.where(good, new, m), np.where(good, new_size, m_size)
-        c = np.where(good, c + new / unit + leaked, c)
-        size = size + np.where(good, new_size / unit + np.abs(leaked), 0.0)
+        c, v = np.where(good, summed, c), np.where(good, squares, v)
+        size = size + (u_size if follows else np.where(good, new_size / unit + np.abs(leaked), 0.0))
     if last:
         total = c + beta1 * m / unit
         lost, c = lost | ~fits(total), np.where(fits(total), total, c)
         size = size + beta1 * m_size / unit
-    bounds = (8 * EPS32 * (np.abs(x) + u_size), 8 * EPS32 * m_size, 8 * EPS32 * size)
+    bounds = (8 * EPS32 * (np.abs(x) + u_size), 8 * EPS32 * m_size, 8 * EPS32 * v, 8 * EPS32 * size)
     told = bool((lost & p.live).any()) and not hold
-    return OwnStep(x, wide(exp_avg) if last else m, np.where(p.live, c, 0.0), *bounds, told)
+    return OwnStep(x, wide(exp_avg) if last else m, v, np.where(p.live, c, 0.0), *bounds, told)
 
 
 def rebuild_momentum(

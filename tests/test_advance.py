@@ -30,6 +30,7 @@ WAYS = [
     {"flags": 3, "absent": True, "captured": True, "tables": True},
     {"flags": 0, "moved": True, "begins": True},
     {"flags": 8, "moved": True, "tables": True},
+    {"flags": 0, "entered": False, "moved": True, "rho": True},
 ]
 
 
@@ -133,7 +134,7 @@ def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
 @pytest.mark.parametrize("length", [2, 3, 16])
 def test_finish_renews_the_last_step_of_a_round_as_the_mean_of_all_its_steps(length, tables):
     """Steps before it are added up where they end, whether or not they are skipped."""
-    groups, _, group_of, *_, steps, entered, _, _, mean_sq, _, _, table = advance_arguments(
+    groups, _, group_of, *_, steps, entered, _, _, mean_sq, _, _, table, _ = advance_arguments(
         len(MANY), flags=0, tables=tables, moved=True
     )
     moved, expected = torch.full((2, len(MANY)), math.nan), torch.tensor([[0.0], [1.0]]).expand(2, len(MANY)).clone()

@@ -59,7 +59,7 @@ def test_finish_alone_equals_eager(sizes, scope, how):
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews(way):
-    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, made = advance_arguments(len(LONG), **way)
+    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, made, _ = advance_arguments(len(LONG), **way)
 
     def make() -> tuple:
         renewal = (groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan))
@@ -75,7 +75,7 @@ def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews
 
 @pytest.mark.kernels
 def test_it_renews_the_last_step_of_a_round_as_finish_does():
-    groups, _, group_of, *_, steps, _, _, _, mean_sq, moved, _, made = advance_arguments(len(LONG), moved=True)
+    groups, _, group_of, *_, steps, _, _, _, mean_sq, moved, _, made, _ = advance_arguments(len(LONG), moved=True)
 
     def renewal() -> tuple:
         table = steps.clone(), mean_sq, torch.full_like(made, math.nan), moved.clone()

@@ -147,11 +147,12 @@ def test_a_deep_copy_works_over_the_same_ranks(name):
         train(model, optimizer, 4, seed=rank)
         other_model, other = copy.deepcopy((model, optimizer))
         sent = optimizer.stats()["bytes_total"]
-        moved = train(other_model, other, 1, seed=10 + rank)
+        steps = 2 if name == "ZeroOneAdam, own" else 1  # to a round's end
+        moved = train(other_model, other, steps, seed=10 + rank)
         assert optimizer.stats()["bytes_total"] == sent
         assert other.stats()["bytes_total"] > sent
         assert other.stats()["transport"] == optimizer.stats()["transport"]
-        return moved, train(model, optimizer, 1, seed=10 + rank)
+        return moved, train(model, optimizer, steps, seed=10 + rank)
 
     (one, again), (two, _) = SimulatedGroup(2).run(program)
     assert equal(one, two)

@@ -43,6 +43,11 @@ def zero_one(renewals: int, length: int) -> dict[str, Any]:
     return {"variance_policy": Renewals(renewals), "sync_policy": RoundsOf(length)}
 
 
+def own(length: int) -> dict[str, Any]:
+    """Workers with variances of their own."""
+    return {"sync_policy": RoundsOf(length)}
+
+
 class Case(NamedTuple):
     """A kind of step: of which optimizer, after how many others, and device operations on 2 ranks and on one.
 
@@ -102,6 +107,11 @@ CASES = {
     "ZeroOneAdam, local step, clips, scaler": Case(
         ZeroOneAdam, zero_one(2, 4) | CLIPS, 7, "local", (6, 6), (4, 4), scaler=True
     ),
+    "ZeroOneAdam, own variances, local step": Case(ZeroOneAdam, own(4), 5, "local", (2, 2), (2, 2)),
+    "ZeroOneAdam, own variances, last step": Case(ZeroOneAdam, own(4), 7, "one-bit", (21, 8), (21, 8)),
+    "ZeroOneAdam, own variances, clips, scaler": Case(
+        ZeroOneAdam, own(4) | CLIPS, 7, "one-bit", (25, 11), (25, 11), scaler=True
+    ),
     "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4), (8, 4)),
     "MarsitSGD, clips, scaler": Case(MarsitSGD, CLIPS, 4, "one-bit", (11, 6), (11, 6), scaler=True),
     "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (7, 7), (7, 7)),
@@ -114,6 +124,7 @@ CASES = {
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
 MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
+MADE_ANEW += tuple(name for name in CASES if "own variances" in name)
 """Where a learning rate has changed there is an upload; in these steps, and Marsit's, the table is made anew as well.
 
 Others renew it in launches that they have anyway.

@@ -171,6 +171,7 @@ def test_whole_steps_launch_all_ops_in_all_phases(all_keys):
     assert {key.op for key in keys} == IN_STEPS
     two_stages, rounds = {"warmup", "compression"}, {"uncompressed", "one-bit", "local"}
     expected = dict.fromkeys(BASES, rounds) | dict.fromkeys(("OneBitAdam", "OneBitLamb"), two_stages)
+    expected["ZeroOneAdam with own variances"] = {"one-bit", "local"}
     assert phases == expected | {"Lamb": {"uncompressed"}, "OneBitLion": {"one-bit"}}
     print(f"{len(keys)} launch keys of {len(IN_STEPS)} kernels")
     with recording() as found:  # what is left out would be noted where it is launched

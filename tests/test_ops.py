@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import level_arguments as level_ops
 import numpy as np
 import pytest
 import reference_ops as reference
@@ -100,6 +101,8 @@ def example(name: str) -> list[tuple]:
         "tell_squares": [tell_arguments(p), tell_arguments(p, 0.5, 9)],
         "average_squares": [average_arguments(p)],
         "renew_levels": [level_arguments(p), level_arguments(p, absent=True, wide=True)],
+        "tell_level": [level_ops.tell_arguments(p), level_ops.tell_arguments(p, 0.5)],
+        "follow_level": [level_ops.follow_arguments(p), level_ops.follow_arguments(p, absent=True)],
         "renew": [renew_arguments(p), renew_arguments(t, server=True), renew_arguments(p, divided=False)],
         "lion_compress": [lion_arguments(p), lion_arguments(p, hold=1)],
     }[name]

@@ -124,12 +124,13 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
 def test_an_optimizers_own_default_stands_where_an_object_says_none():
     made = {name: make(model_of().parameters(), lr=1e-3).options for name, make in MAKE.items()}
     assert {name: options.bias_correction for name, options in made.items()} == {
-        **dict.fromkeys(("OneBitAdam", "MarsitAdam", "ZeroOneAdam"), True),
+        **dict.fromkeys(("OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
         **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
     }
     assert (made["OneBitAdam"].precondition, made["OneBitLamb"].precondition) == (True, False)
     assert [made[name].least_share for name in ("OneBitAdam", "OneBitLamb")] == [0.01, 0.01]
-    assert made["ZeroOneAdam"].variance_floor == 1e-3
+    assert [made[name].variance_floor for name in ("ZeroOneAdam", "ZeroOneAdam, own")] == [1e-3, 0.0]
+    assert [made[name].scale_norm for name in ("ZeroOneAdam", "ZeroOneAdam, own")] == ["contractive", "relaxed"]
 
 
 TOLD = {"bias_correction", "eps_inside_sqrt", "stochastic_rounding"}
@@ -144,7 +145,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
         "OneBitAdam": TOLD | SCALES,
         "OneBitLamb": TOLD | SCALES | {"variant"},
         "Lamb": TOLD,
-        "ZeroOneAdam": TOLD | SCALES | {"variance_policy", "sync_policy"},
+        **dict.fromkeys(("ZeroOneAdam", "ZeroOneAdam, own"), TOLD | SCALES | {"variance_policy", "sync_policy"}),
         "MarsitSGD": TOLD | AGREEMENT,
         "MarsitAdam": TOLD | AGREEMENT,
         "OneBitLion": TOLD | {"aggregation"},

@@ -24,8 +24,10 @@ from optimizers import PAPER, by_name
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, reference
+from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, reference
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.optim.own_variance import places
+from fusedonebit.optim.policies import FixedRounds
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.squares import random_signs
@@ -55,6 +57,15 @@ def gradient(x: Tensor, worker: int, t: int) -> Tensor:
     return magnitude * (x - normal(worker) + normal(worker, t + 1)).float()
 
 
+def gradient_in(name: str, x: Tensor, worker: int, t: int) -> Tensor:
+    """The same; of "own" the first layer's nearly cancel out, and the last one's have no noise of the worker's own."""
+    g = gradient(x, worker, t)
+    if name == "own":
+        g[LAYERS[0]] *= (-1) ** worker
+        g[LAYERS[2]] = gradient(x, 0, t)[LAYERS[2]]
+    return g
+
+
 def gradients(x: Tensor, t: int) -> Tensor:
     return torch.stack([gradient(x, worker, t) for worker in range(WORKERS)]).double()
 
@@ -69,9 +80,12 @@ ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 LAMB = {"betas": (0.9, 0.9), "beta3": 0.8, "eps": 1e-6, "c_min": 0.5, "c_max": 2.0}
 LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
 AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
-SHARES = Projections.of(FlatLayout(tuple(SIZES), WORKERS, 128)).shares
+LAYOUT = FlatLayout(tuple(SIZES), WORKERS, 128)
+SHARES = Projections.of(LAYOUT).shares
 LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.3}
 LIVING_LAMB = {"betas": (0.9, 0.99), "beta3": 0.8, "eps": 1e-30, "c_min": 0.5, "c_max": 2.0}
+OWN: dict[str, Any] = ADAM | {"weight_decay": 0.5, "scale_norm": "l2", "scale_scope": "global", "block_size": 128}
+OWN_SHARES = places(LAYOUT)[0][list(LAYOUT.first_block[:-1])].tolist()
 MARSIT = {"lr": 0.02, "global_ratio": 0.7, "full_precision_every": 5, "compensation_limit": None}
 MAKE: dict[str, Callable[..., Any]] = {
     "adam, l1": by_name(OneBitAdam, lr=1e-2, bias_correction=False, **ADAM, **AS_PRINTED | {"scale_norm": "l1"}),
@@ -79,11 +93,22 @@ MAKE: dict[str, Callable[..., Any]] = {
     "living": by_name(OneBitAdam, lr=1e-2, bias_correction=False, variance="shared", **ADAM, **LIVING),
     "living lamb": by_name(OneBitLamb, lr=1e-2, bias_correction=False, variance="shared", **LIVING_LAMB, **LIVING),
     "lamb": by_name(OneBitLamb, lr=1e-2, variant="paper", eps_inside_sqrt=True, **LAMB, **AS_PRINTED),
+    "own": by_name(ZeroOneAdam, lr=1e-2, sync_policy=FixedRounds(3), **OWN),
     "marsit": by_name(MarsitSGD, momentum=0.0, weight_decay=0.0, **MARSIT),
 }
 
 
 def look(optimizer: Any) -> dict[str, np.ndarray]:
+    if isinstance(optimizer, ZeroOneAdam):
+        params, states = parameters(optimizer), optimizer.state_dict()["state"]
+        return {
+            "x": flat(params),
+            "m": flat([optimizer.momentum(p) for p in params]),
+            "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
+            "rho": flat([states[i]["rho"] for i in range(len(params))]),
+            "worker_error": flat([optimizer.worker_error(p) for p in params]),
+            "server_error": flat([optimizer.reducer.server_residual]),
+        }
     if isinstance(optimizer, MarsitSGD):
         return {
             "x": flat(parameters(optimizer)),
@@ -100,7 +125,7 @@ def train(name: str) -> list[list[dict[str, np.ndarray]]]:
         params = [Parameter(part.view(shape)) for part, shape in zip(model().split(SIZES), SHAPES, strict=True)]
         optimizer, seen = MAKE[name](params, process_group=transport), []
         for t in range(STEPS):
-            g = gradient(torch.cat([p.detach().flatten() for p in params]), rank, t)
+            g = gradient_in(name, torch.cat([p.detach().flatten() for p in params]), rank, t)
             for p, part in zip(params, g.split(SIZES), strict=True):
                 p.grad = part.view(p.shape)
             optimizer.step()
@@ -113,11 +138,12 @@ def train(name: str) -> list[list[dict[str, np.ndarray]]]:
 def seen_in(name: str, t: int) -> Seen:
     """Of step ``t``, by the reference's names."""
     ranks = [of_rank[t] for of_rank in train(name)]
-    for of_rank in ranks[1:]:
+    own = ["worker_error", "c"]  # "c" of Marsit: its compensation
+    own += ["x", "m", "v"] if name == "own" else []
+    for of_rank in ranks[1:] if "x" not in own else []:
         np.testing.assert_array_equal(of_rank["x"], ranks[0]["x"])
     seen = {key: torch.from_numpy(value).double() for key, value in ranks[0].items() if value.dtype == np.float32}
-    own = [key for key in ("worker_error", "c") if key in seen]  # "c" of Marsit: its compensation
-    seen |= {key: torch.stack([torch.from_numpy(r[key]).double() for r in ranks]) for key in own}
+    seen |= {key: torch.stack([torch.from_numpy(r[key]).double() for r in ranks]) for key in own if key in seen}
     if "layer" in seen:
         seen["c"] = seen["layer"].view(-1, 3)[:, 2]
         seen["layer"] = seen["layer"].view(-1, 3)[:, :2].T
@@ -220,7 +246,21 @@ def follow_marsit(paper: ModuleType, name: str) -> Iterator[Seen]:
         yield {"x": x, "c": c}
 
 
-FOLLOW = {"adam, l1": follow_adam, "adam, l2": follow_adam, "living": follow_living}
+def follow_own(paper: ModuleType, name: str) -> Iterator[Seen]:
+    s = paper.OwnState(model().double(), WORKERS, LAYERS)
+    s.C, s.servers = partial(paper.compress, p=2), WORKERS
+    beta1, beta2 = OWN["betas"]
+    for t in range(STEPS):
+        g = torch.stack([gradient_in(name, x.float(), worker, t) for worker, x in enumerate(s.x_i)]).double()
+        paper.own_adam(s, g, gamma=1e-2, decay=OWN["weight_decay"], beta1=beta1, beta2=beta2, eta=1e-8)
+        if t % 3 == 2:
+            r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
+            paper.synchronise(s, g, r, OWN_SHARES, beta2=beta2)
+        errors = {"worker_error": s.worker_error, "server_error": s.server_error}
+        yield {"x": s.x_i, "m": s.m, "v": s.v, "rho": s.rho.clone()} | errors
+
+
+FOLLOW = {"own": follow_own, "adam, l1": follow_adam, "adam, l2": follow_adam, "living": follow_living}
 FOLLOW |= {"living lamb": follow_living_lamb, "lamb": follow_lamb, "marsit": follow_marsit}
 
 
@@ -266,6 +306,11 @@ EXCHANGE = [
     ("C_omega, sign", "compress", "torch.where(c >= 0, 1.0, -1.0)", "torch.where(c >= 0, -1.0, 1.0)"),
     ("C_omega, scale", "compress", "norm(c, p, -1", "norm(c, 3 - p, -1"),
 ]
+PROJECTED = [
+    ("signs", "projected", "(r * g)[:, l]", "g[:, l]"),
+    ("the workers' mean", "projected", "sum(2).mean(0)", "sum(2)[0]"),
+    ("its squares", "projected", "of_layer.square().sum()", "of_layer.abs().sum()"),
+]
 MUTANTS = {
     "adam, l2": [
         *EXCHANGE,
@@ -284,9 +329,7 @@ MUTANTS = {
         ("at its level", "live", "s.v[l].sum()", "s.v[l].mean()"),
         ("in its unit", "live", "s.m / (s.v", "s.m / (s.level.mean() + s.v"),
         ("not below a share", "floored", "floor * mean", "0.0"),
-        ("signs", "renew", "(r * g)[:, l]", "g[:, l]"),
-        ("the workers' mean", "renew", "sum(2).mean(0)", "sum(2)[0]"),
-        ("its squares", "renew", "of_layer.square().sum()", "of_layer.abs().sum()"),
+        *PROJECTED,
         ("the level's memory", "renew", "b = beta2**since", "b = beta2"),
         ("the mean's shape", "renew", "logarithm(s.s).mean(0)", "logarithm(s.s)[0]"),
         ("its level", "renew", "s.level[k] / s.weight / mean[l].sum()", "s.level[k] / s.level[k]"),
@@ -311,6 +354,34 @@ MUTANTS = {
         ("its average", "living_lamb", "beta3 * s.u2[k] + (1 - beta3) * u**2", "u**2"),
         ("at least", "living_lamb", "s.u2[k].sqrt()).clip(c_min, c_max)", "s.u2[k].sqrt()).clip(0, c_max)"),
         ("at most", "living_lamb", "s.u2[k].sqrt()).clip(c_min, c_max)", "s.u2[k].sqrt()).clip(c_min)"),
+    ],
+    "own": [
+        *(change for change in EXCHANGE if change[0] != "line 6"),
+        *PROJECTED,
+        ("a worker's own m", "own_adam", "(1 - beta1) * g", "(1 - beta1) * g.mean(0)"),
+        ("m", "own_adam", "beta1 * s.m +", "beta2 * s.m +"),
+        ("a worker's own v", "own_adam", "g**2", "g.mean(0) ** 2"),
+        ("v", "own_adam", "beta2 * s.v +", "beta1 * s.v +"),
+        ("rho of each layer", "own_adam", "s.rho[k]", "s.rho[0]"),
+        ("correction of m", "own_adam", "(1 - beta1**s.t)", "1"),
+        ("correction of v", "own_adam", "(1 - beta2**s.t)", "1"),
+        ("at its level", "own_adam", "rho * s.v /", "s.v /"),
+        ("x", "own_adam", "s.x_i - gamma * u", "s.x_i + gamma * u"),
+        ("decay", "own_adam", "(1 - gamma * decay) * s.x_i", "s.x_i"),
+        ("is owed", "own_adam", "s.worker_error + gamma * u", "s.worker_error + u"),
+        ("and decays", "own_adam", "(1 - gamma * decay) * s.worker_error", "s.worker_error"),
+        ("decay of a round", "own_adam", "(1 - gamma * decay) * s.left", "s.left"),
+        ("from where all were", "synchronise", "s.left * s.x -", "s.left * s.x_i[0] -"),
+        ("sign", "synchronise", "s.x - exchange", "s.x + exchange"),
+        ("the next round", "synchronise", "s.x_i, s.left = s.x.repeat(len(g), 1), 1.0", "s.left = 1.0"),
+        ("its decay", "synchronise", "s.x_i, s.left = s.x.repeat(len(g), 1), 1.0", "s.x_i = s.x.repeat(len(g), 1)"),
+        ("the level's memory", "synchronise", "(s.t - s.last)", "1"),
+        ("since when", "synchronise", "b, s.last = beta2 ** (s.t - s.last), s.t", "b = beta2 ** (s.t - s.last)"),
+        ("its weights", "synchronise", "s.level / s.weight", "s.level"),
+        ("the mean of v", "synchronise", "s.v[:, l].mean(0)", "s.v[0, l]"),
+        ("its correction", "synchronise", "(1 - beta2**s.t)", "1"),
+        ("at least", "synchronise", "clip(1 / len(g), 1)", "clip(0, 1)"),
+        ("at most", "synchronise", "clip(1 / len(g), 1)", "clip(1 / len(g))"),
     ],
     "lamb": [
         *EXCHANGE,

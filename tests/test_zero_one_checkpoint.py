@@ -34,6 +34,7 @@ from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.core.sharding import local
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 1)
+OWN_ROUNDS = (1, 2, 1, 3, 2)
 STEPS = 18  # ends within a round
 COUNTS = ("phase", "step", "skipped_steps", "rounds", "renewals", "local_steps", "round_steps")
 DEEPSPEED = {"lr": 1e-2, "weight_decay": 0.1, "var_freeze_step": 6, "var_update_scaler": 2}
@@ -43,6 +44,8 @@ DEEPSPEED |= {"local_step_scaler": 4, "local_step_clipper": 4}
 def fresh(name: str, params: list[Parameter], transport: Any = None, **options: Any) -> ZeroOneAdam:
     if name == "deepspeed":
         return ZeroOneAdam.from_deepspeed(params, DEEPSPEED, transport, **objects(**options))
+    if name == "own":
+        options |= {"variance_policy": None, "sync_policy": Script(OWN_ROUNDS)}
     return make(params, ROUNDS, weight_decay=0.1, process_group=transport, **options)
 
 
@@ -100,10 +103,13 @@ CASES = [
     ("ours", torch.bfloat16, {"master_weights": True, "max_grad_norm": 30.0}),
     ("ours", torch.bfloat16, {}),
     ("deepspeed", torch.float32, {}),
+    ("own", torch.float32, {}),
+    ("own", torch.bfloat16, {"master_weights": True, "max_grad_norm": 30.0}),
+    ("own", torch.bfloat16, {}),
 ]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=(0, 5))
 @pytest.mark.parametrize(("name", "dtype", "options"), CASES, ids=str)
 def test_resuming_from_every_step_continues_bit_for_bit(name, dtype, options):
     if name == "ours":

@@ -38,7 +38,7 @@ def test_local_step_equals_eager(sizes, world_size, dtype):
 
 
 def test_a_held_local_step_moves_nothing_but_keeps_the_momentum_for_the_synchronisation():
-    for way in WAYS[:4]:
+    for way in (*WAYS[:4], WAYS[-1]):
 
         def make(way=way):
             return local_step_arguments(problem([5000, 100], special=True), way, hold=1)
@@ -48,15 +48,16 @@ def test_a_held_local_step_moves_nothing_but_keeps_the_momentum_for_the_synchron
         torch.ops.fusedonebit.local_step(*arguments)
         assert all(map(torch.equal, arguments[0], before[0]))
         assert torch.equal(arguments[4], before[4])
+        assert torch.equal(arguments[5], before[5])
         assert not arguments[-1].any()
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_told():
-    for way in WAYS[:2]:
+    for way in (*WAYS[:2], WAYS[-1]):
         arguments = local_step_arguments(problem([5000], special=True), way)
         torch.ops.fusedonebit.local_step(*arguments)
         assert arguments[-1].item() == 1
-        assert all(tensor.isfinite().all() for tensor in (*arguments[0], arguments[4], arguments[8]))
+        assert all(tensor.isfinite().all() for tensor in (*arguments[0], *arguments[4:6], arguments[8]))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1]])
@@ -152,14 +153,14 @@ def test_what_is_zero_has_the_same_sign_on_every_backend():
     assert_equal_backends("momentum_compress", lambda: zeros().momentum_arguments())
     assert_equal_backends("server_reduce", lambda: zeros().server_arguments())
     assert_equal_backends("apply_momentum", lambda: zeros().apply_arguments())
-    assert_equal_backends("local_step", lambda: local_step_arguments(zeros(), (False, True, False, False)))
+    assert_equal_backends("local_step", lambda: local_step_arguments(zeros(), (False, True, False, False, False)))
     assert_equal_backends("local_update", lambda: local_arguments(zeros()))
 
 
 @pytest.mark.parametrize("way", [{"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_a_launch_that_rebuilds_renews_coefficients_as_finish_does(way):
     sizes = (300, *[5] * 99)
-    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, _ = advance_arguments(len(sizes), **way)
+    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, _, _ = advance_arguments(len(sizes), **way)
     renewal = groups, lr, group_of, steps, mean_sq
 
     def make() -> tuple:

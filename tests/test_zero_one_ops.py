@@ -11,14 +11,14 @@ import torch
 from reference_ops import EPS32, Problem, denom, packed, sign, unpacked, wide
 from test_ops import DTYPES, MASKS, MIXED, WORLD_SIZES, same_bits
 from torch import Tensor
-from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
+from zero_one_arguments import WAYS, Way, lion_arguments, local_step_arguments, rebuild_arguments
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import Coef, using
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 LIVE = ({}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]})
-EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join("mlkp"[i] for i in range(4) if way[i]) or "-")
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join("mlkpf"[i] for i in range(5) if way[i]) or "-")
 EXP_AVG, BUFFER = 4, 8  # places among the arguments of local_step
 
 
@@ -36,13 +36,14 @@ def off_by_dtype(p: Problem, x: np.ndarray) -> np.ndarray:
     return eps / 2 * np.abs(x) + least * eps
 
 
-def check_local_step(p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0) -> bool:
+def check_local_step(p: Problem, way: Way, inside: bool = False, hold: int = 0) -> bool:
     arguments = local_step_arguments(p, way, inside, hold)
     expected = reference.local_step(p, arguments[EXP_AVG], inside, way, hold)
     ops.local_step(*arguments)
     x, m, c = p.flat(p.params), wide(arguments[EXP_AVG]), wide(p.compensated)
     assert (np.abs(x - expected.x) <= expected.x_off + off_by_dtype(p, expected.x)).all()
     assert (np.abs(m - expected.m) <= expected.m_off).all()
+    assert (np.abs(wide(p.exp_avg_sq) - expected.v) <= expected.v_off).all()
     assert (np.abs(c - expected.c) <= expected.c_off).all()
     assert not c[~p.live].any()
     assert bool(arguments[-1]) == expected.told
@@ -158,7 +159,7 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
         m = p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * np.where(p.live, p.flat(p.grads), 0.0)
         expected, size = expected + m / d, size + np.abs(m / d) + np.abs(m).max()
         if step + 1 < steps:
-            own = list(local_step_arguments(p, (True, step + 2 == steps, False, precondition)))
+            own = list(local_step_arguments(p, (True, step + 2 == steps, False, precondition, False)))
             own[EXP_AVG] = exp_avg
             ops.local_step(*own)
             assert not p.worker_scale.any()  # the residual is formed

@@ -92,6 +92,7 @@ LAMB = Run(by_name(OneBitLamb, freeze_step=3))
 PLAIN_LAMB = Run(by_name(Lamb), steps=3)
 LION = Run(by_name(OneBitLion), steps=4)
 ZERO_ONE = Run(by_name(ZeroOneAdam, variance_policy=Renews(), sync_policy=Lengths()), steps=12)
+OWN_VARIANCES = Run(by_name(ZeroOneAdam, sync_policy=Lengths((1, 3, 2))), steps=8)
 SGD = Run(by_name(MarsitSGD, full_precision_every=3), steps=7)
 MARSIT_ADAM = Run(by_name(MarsitAdam, full_precision_every=3), steps=7)
 BASES = {
@@ -100,6 +101,7 @@ BASES = {
     "Lamb": PLAIN_LAMB,
     "OneBitLion": LION,
     "ZeroOneAdam": ZERO_ONE,
+    "ZeroOneAdam with own variances": OWN_VARIANCES,
     "MarsitSGD": SGD,
     "MarsitAdam": MARSIT_ADAM,
 }
@@ -220,17 +222,20 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
         "mean, W = 8": {"options": {"aggregation": "mean"}, "world_size": 8},
     },
     "ZeroOneAdam": COMPRESSING,
+    "ZeroOneAdam with own variances": {},
     "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},
     "MarsitAdam": OF_ROUNDS,
 }
 
 
+ROUNDED = ("stochastic rounding", "stochastic rounding, mixed")
 REFUSED: dict[str, tuple[str, ...]] = {
     "ZeroOneAdam": (
-        *("stochastic rounding", "stochastic rounding, mixed", "eps inside", "no precondition, eps inside", "paper"),
+        *(*ROUNDED, "eps inside", "no precondition, eps inside", "paper"),
         *(what for what in COMPRESSING if "ternary" in what),
         "a scale for each bucket",
-    )
+    ),
+    "ZeroOneAdam with own variances": ROUNDED,
 }
 """Options that an optimizer of these has not."""
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 from reference_ops import Problem
 
-WAYS = [
-    (True, False, False, True),
-    (True, True, False, True),
-    (True, False, True, False),
-    (True, True, True, False),
-    (False, True, False, True),
-    (False, True, False, False),
-    (True, False, False, False),
+Way = tuple[bool, bool, bool, bool, bool]
+WAYS: list[Way] = [
+    (True, False, False, True, False),
+    (True, True, False, True, False),
+    (True, False, True, False, False),
+    (True, True, True, False, False),
+    (False, True, False, True, False),
+    (False, True, False, False, False),
+    (True, False, False, False, False),
+    (True, False, False, True, True),
 ]
-"""Of calling ``local_step``: moves, last, leaks, precondition."""
+"""Of calling ``local_step``: moves, last, leaks, precondition, follows."""
 
 
-def local_step_arguments(
-    p: Problem, way: tuple[bool, bool, bool, bool], inside: bool = False, hold: int = 0, begins: bool = False
-) -> tuple:
-    moves, last, leaks, precondition = way
+def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int = 0, begins: bool = False) -> tuple:
+    moves, last, leaks, precondition, follows = way
     exp_avg = p.normal(p.layout.numel)
     anchor = torch.full((p.layout.numel,), torch.nan) if begins and moves else None
     return (
         *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
         *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
-        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, anchor),
+        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, follows, anchor),
         torch.zeros(1, dtype=torch.int32),
     )
 

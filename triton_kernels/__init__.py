@@ -15,6 +15,7 @@ from .freeze import exponents, freeze, live_variance, param_squares, rewarm, squ
 from .jit import rule
 from .lamb import lamb_coefficient, lamb_follow, lamb_move, lamb_ratio, lamb_rescale, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
+from .levels import follow_level, tell_level
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .parts import close_parts
@@ -57,6 +58,7 @@ __all__ = [
     "finish",
     "finish_alone",
     "flatten",
+    "follow_level",
     "freeze",
     "gradient_squares",
     "lamb_coefficient",
@@ -86,6 +88,7 @@ __all__ = [
     "server_reduce",
     "settle",
     "square_sums",
+    "tell_level",
     "tell_squares",
     "unpack",
     "update_sums",

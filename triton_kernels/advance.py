@@ -161,7 +161,7 @@ def renew_plainly(
 @jit()
 def advance_kernel(
     groups, lr, group_of, tensors, flags, absent, updates, number, replays, veto, bad, steps, entered, unit, mean_sq,
-    moved, moved_stride, coef, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+    moved, moved_stride, coef, rho, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Counts a step, and makes the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
 
@@ -206,6 +206,8 @@ def advance_kernel(
     power2 = power(tl.load(row + CORRECTION2, mask=inside, other=0.0), made)
     decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
     step_size, kept, root, unbias = rules.coefficients(rate, decay, power1, power2)
+    if rho is not None:
+        root = root * tl.sqrt(tl.load(rho + t, mask=inside, other=1.0).to(tl.float64))
     share = tl.load(row + ONE_MINUS_BETA1, mask=inside, other=0.0)
     eps = tl.load(row + EPS, mask=inside, other=0.0)
     if mean_sq is not None:
@@ -272,7 +274,7 @@ def advance(
     groups: Doubles, lr: Floats | None, group_of: Integers, flags: Flag | None, absent: Bits | None,
     updates: Counters | None, number: Integers | None, replays: Counters | None, veto: int, bad: int,
     steps: Doubles, entered: Doubles | None, renews: bool, unit: Floats | None, mean_sq: Doubles | None,
-    moved: Floats | None, begins: bool, coef: Floats,
+    moved: Floats | None, begins: bool, coef: Floats, rho: Floats | None = None,
 ) -> None:  # fmt: skip
     """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
 
@@ -296,6 +298,7 @@ def advance(
             that ends included; None: they are not wanted.
         begins: Whether the step that ends is the round's first.
         coef: float32 [tensors, COLUMNS], written; read where ``moved``: the table of the step that ends.
+        rho: float32 [tensors], what v is multiplied with in denominators; None: nothing.
     """
     if moved is not None:
         _add_up_plainly(moved, coef, begins)
@@ -309,6 +312,7 @@ def advance(
     rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
     powers = plain_power(torch.stack([values[:, CORRECTION1], values[:, CORRECTION2]]), torch.stack([steps + 1, made]))
     step_size, decay, root, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], *powers)
+    root = root if rho is None else root * rho.double().sqrt()
     share, eps = values[:, ONE_MINUS_BETA1], values[:, EPS]
     if mean_sq is not None:
         eps = rules.floored(eps, values[:, FLOOR], mean_sq, root)

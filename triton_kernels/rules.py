@@ -488,6 +488,18 @@ def decoupled(u, x, k):
 
 
 @rule
+def quotient(m, d):
+    """m / d, 0 where d is: without eps, what never had a gradient."""
+    return tl.where(d > 0, tl.div_rn(m, d), 0.0)
+
+
+@rule
+def owed(c, update, k):
+    """What a worker's own steps add up to, in units of parameters, with which it decays: so x0 - c is x."""
+    return c * of(k, DECAY) + update * of(k, STEP_SIZE)
+
+
+@rule
 def leaking(added, x, d, k):
     """Makes the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
     return added + x * of(k, WEIGHT_DECAY) * d

@@ -18,11 +18,12 @@ def local_step_kernel(
     params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start,
     live, live_row, hold, anchor, inside, inside_row, flags,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITION: tl.constexpr,
-    MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, FOLLOWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: 8 for c, 4 for v, 4 for m (8 unless LAST); where MOVES the gradient, x twice; 4 for the anchor.
+    Bytes per element: 8 for c, 4 for v (8 where FOLLOWS), 4 for m (8 unless LAST); where MOVES the gradient, x twice;
+    4 for the anchor.
     """
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
@@ -38,7 +39,9 @@ def local_step_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         m = tl.load(exp_avg + at)
-        d = rules.denominator(tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
+        v = tl.load(exp_avg_sq + at)
+        if not FOLLOWS:
+            d = rules.denominator(v, k, EPS_INSIDE_SQRT)
         c = rules.residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
         tl.debug_barrier()  # all warps have read what the last synchronisation has left
         tl.store(worker_scale + b, 0.0)
@@ -49,20 +52,30 @@ def local_step_kernel(
             g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
             if anchor is None:
                 x = io.load_user(place, i, mask, row, PARAMS)
-            new = rules.momentum(m, rules.counted(g, k), k)
-            u = tl.div_rn(new, d)
-            added = new
-            if PRECONDITION:
-                added = u
-            if LEAKS:
-                added = rules.leaking(added, x, d, k)
-            finite = rules.finite(c + added) & rules.finite(u)
+            g = rules.counted(g, k)
+            new = rules.momentum(m, g, k)
+            if FOLLOWS:
+                squares = rules.variance(v, g, k)
+                u = rules.quotient(new, rules.denominator(squares, k, EPS_INSIDE_SQRT))
+                summed = rules.owed(c, u, k)
+                finite = finite & rules.finite(squares)
+            else:
+                u = tl.div_rn(new, d)
+                added = new
+                if PRECONDITION:
+                    added = u
+                if LEAKS:
+                    added = rules.leaking(added, x, d, k)
+                summed = c + added
+            finite = finite & rules.finite(summed) & rules.finite(u)
             counts = finite & mask
             if held:  # a branch: the assembler would keep a scalar's register for each thread, and spill
                 counts = i < 0
             io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
-            c = tl.where(counts, c + added, c)
+            c = tl.where(counts, summed, c)
+            if FOLLOWS:
+                tl.store(exp_avg_sq + at, tl.where(counts, squares, v))
         if LAST:
             kept = m
             if PRECONDITION:
@@ -79,12 +92,12 @@ def local_step_kernel(
             tl.atomic_or(flags, io.NONFINITE)
 
 
-@op(local_step_kernel, writes=("params", "exp_avg", "compensated", "worker_scale", "anchor", "flags"))
+@op(local_step_kernel, writes=("params", "exp_avg", "exp_avg_sq", "compensated", "worker_scale", "anchor", "flags"))
 def local_step(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
     eps_inside_sqrt: bool, precondition: bool, compensated: PerElement, worker_scale: PerBlock, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices, hold: Flag, moves: bool, last: bool, leaks: bool,
-    anchor: PerElement | None, flags: Flag,
+    follows: bool, anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
     """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
@@ -96,21 +109,26 @@ def local_step(
     GRAD_LIMIT, or whose update is not finite, has none, keeps its moment, and sets the flag; nor is beta1*m added
     where ``c`` would not be finite.
 
+    Where it ``follows``, v is the worker's own, too, and ``c`` in units of parameters:
+
+        v = beta2*v + (1 - beta2)*g^2;  c = (1 - lr*wd)*c + step_size * m/denom
+
     Other arguments as for ``apply_momentum``.
 
     Args:
         params: Written where ``moves``.
         grads: As for ``momentum_compress``, read where ``moves``.
         exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``.
-        exp_avg_sq: v, float32 [P].
+        exp_avg_sq: v, float32 [P]; written where it ``follows``.
         precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last synchronisation, float32 [B]; then 0.
         live, live_row: The active mask: elements that count; others get c = 0.
-        hold: int32 [1]; where set x and m stay, and c gets no update.
+        hold: int32 [1]; where set x, m and v stay, and c gets no update.
         moves: Whether this is a step; else only beta1*m is added where ``last``.
         last: Whether the next step synchronises.
         leaks: c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``.
+        follows: See above; then ``last`` and ``leaks`` are false, and ``precondition`` says nothing.
         anchor: float32 [P], written where this is a round's first step, else None: the parameters as they were, those
             that do not count included.
         flags: int32 [1], ``NONFINITE`` is set where it happened.
@@ -119,7 +137,8 @@ def local_step(
     for tile in tiles(sizes, 1, block_size, compensated.device, len(block_tensor)):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        m, d = moments[b], rules.denominator(exp_avg_sq.view(-1, block_size)[b], k, eps_inside_sqrt)
+        m, v = moments[b], exp_avg_sq.view(-1, block_size)[b]
+        d = rules.denominator(v, k, eps_inside_sqrt)
         c = rules.residual(flat[b], worker_scale[b, None], False)
         mask, finite = live_mask(live, live_row, tile), torch.ones_like(c, dtype=torch.bool)
         if moves:
@@ -127,16 +146,24 @@ def local_step(
             x = gather(params, tile, block_size)
             if anchor is not None:
                 anchor.view(-1, block_size)[b] = x
-            new = rules.momentum(m, rules.counted(g, k), k)
-            u = new / d
-            added = u if precondition else new
-            if leaks:
-                added = rules.leaking(added, x, d, k)
-            finite = rules.finite(c + added) & rules.finite(u)
+            g = rules.counted(g, k)
+            new, squares = rules.momentum(m, g, k), rules.variance(v, g, k) if follows else v
+            if follows:
+                u = rules.quotient(new, rules.denominator(squares, k, eps_inside_sqrt))
+                summed = rules.owed(c, u, k)
+            else:
+                u = new / d
+                added = u if precondition else new
+                summed = c + (rules.leaking(added, x, d, k) if leaks else added)
+            finite = rules.finite(summed) & rules.finite(u)
+            if follows:
+                finite = finite & rules.finite(squares)
             counts = (finite if mask is None else finite & mask) & (hold == 0)
             scatter(tl.where(counts, rules.moved(x, u, k), x), params, tile)
             m = tl.where(counts, new, m)
-            c = tl.where(counts, c + added, c)
+            c = tl.where(counts, summed, c)
+            if follows:
+                v.copy_(tl.where(counts, squares, v))
         if last:
             total = c + (m / d if precondition else m) * of(k, BETA1)
             fits = rules.finite(total)

@@ -153,6 +153,8 @@ class Made(NamedTuple):
     """Float32 [tensors], or None: 1."""
     mean_sq: Tensor | None = None
     """The mean of v, of which denominators get a share: float64 [tensors], or None."""
+    rho: Tensor | None = None
+    """What v is multiplied with in denominators: float32 [tensors], or None."""
 
     def versions(self) -> tuple[object, ...]:
         """Return what changes when somebody writes into one of the tensors."""
@@ -298,7 +300,7 @@ class CoefficientTable:
         counting: tuple[Any, ...] = (),
         moved: tuple[Tensor | None, bool] = _NO_ROUND[:2],
     ) -> None:
-        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, *moved, table)
+        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, *moved, table, made.rho)
         arguments: list[Any] = [self._rows, self.lr, self._group_of, flags, *(counting or self._counting()), *which]
         advance(*arguments)
 

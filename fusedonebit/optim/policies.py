@@ -139,6 +139,24 @@ class EveryStep:
 
 
 @dataclass(frozen=True)
+class FixedRounds:
+    """Rounds of equal length.
+
+    Args:
+        length: Steps of each.
+    """
+
+    length: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length, least=1)
+
+    def steps(self, done: Progress) -> int:
+        """See ``SyncPolicy``."""
+        return self.length
+
+
+@dataclass(frozen=True)
 class AlignedRounds:
     """Another policy's rounds, cut so that one ends at every multiple of ``every`` calls of ``step()``.
 
@@ -231,8 +249,10 @@ class DeepSpeedRounds:
 
 
 def check_policies(variance: object, sync: object) -> None:
-    """Raise TypeError for the first policy that lacks its method."""
+    """Raise TypeError for the first policy that lacks its method; there need be none for the variance."""
     wanted = {"variance_policy": (variance, "renews", DoublingVariance), "sync_policy": (sync, "steps", DoublingRounds)}
+    if variance is None:
+        del wanted["variance_policy"]
     for name, (policy, method, example) in wanted.items():
         if isinstance(policy, type) or not callable(getattr(policy, method, None)):
             raise TypeError(
@@ -241,13 +261,15 @@ def check_policies(variance: object, sync: object) -> None:
             )
 
 
-def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Round:
-    """Ask both about the round that begins.
+def next_round(variance: VariancePolicy | None, sync: SyncPolicy, done: Progress) -> Round:
+    """Ask both about the round that begins; without a policy for the variance nothing renews it.
 
     Raises:
         ValueError: for an answer that is none.
         RuntimeError: if there would be no variance.
     """
+    if variance is None:
+        return Round(renews=False, steps=_length(sync, done))
     renews = variance.renews(done)
     if not isinstance(renews, bool):
         raise ValueError(f"variance_policy must answer with True or False, got {renews!r} for {done}")
@@ -259,13 +281,18 @@ def next_round(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> Ro
             f"variance_policy must renew the variance in the first round, but {stated(variance)} does not: there is "
             "none yet; let it, or load the state of an earlier run"
         )
+    return Round(renews=False, steps=_length(sync, done))
+
+
+def _length(sync: SyncPolicy, done: Progress) -> int:
+    """Return how many steps the round has that begins; ValueError for an answer that is none."""
     steps = sync.steps(done)
     if not is_int(steps) or steps < 1:
         raise ValueError(f"sync_policy must answer with an int >= 1, got {steps!r} for {done}")
-    return Round(renews=False, steps=steps)
+    return steps
 
 
-def planned(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> list[Round]:
+def planned(variance: VariancePolicy | None, sync: SyncPolicy, done: Progress) -> list[Round]:
     """Return the rounds that begin with ``done``; fewer than ``PLANNED`` where later ones have no answer yet."""
     rounds: list[Round] = []
     while len(rounds) < PLANNED:
@@ -279,11 +306,13 @@ def planned(variance: VariancePolicy, sync: SyncPolicy, done: Progress) -> list[
     return rounds
 
 
-def progress_after(variance: VariancePolicy, sync: SyncPolicy, steps: int) -> Progress:
+def progress_after(variance: VariancePolicy | None, sync: SyncPolicy, steps: int) -> Progress:
     """Return where the policies are after so many steps: a run that begins with another one's state goes on there."""
     done = Progress(0, 0, 0, 0)
     while done.steps < steps:
-        renews = variance.renews(done)
+        renews = variance is not None and variance.renews(done)
         this = Round(renews, 1 if renews else sync.steps(done))
         done = done.after(this, min(this.steps, steps - done.steps))
+    if variance is None:
+        return done
     return done._replace(renewals=max(done.renewals, 1))  # there is a variance, whoever has made it

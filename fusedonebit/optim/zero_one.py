@@ -19,8 +19,9 @@ from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..triton_kernels import Coef, add_values, local_step
 from .from_deepspeed import FromDeepSpeed
-from .policies import DoublingVariance, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
-from .zero_one_state import ZeroOneState
+from .own_variance import OwnVariance
+from .policies import EveryStep, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
+from .zero_one_state import DECAY, ZeroOneState
 
 
 class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
@@ -77,7 +78,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        sync_policy: SyncPolicy,
+        sync_policy: SyncPolicy | None = None,
         variance_policy: VariancePolicy | None = None,
         max_grad_norm: float | None = None,
         process_group: Ranks = None,
@@ -87,8 +88,8 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
-        shared |= {"variance_policy": DoublingVariance() if variance_policy is None else variance_policy}
-        super().__init__(params, defaults, **shared, sync_policy=sync_policy, max_grad_norm=max_grad_norm)
+        shared |= {"variance_policy": variance_policy, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, **shared, sync_policy=EveryStep() if sync_policy is None else sync_policy)
 
     def check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
@@ -136,11 +137,14 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     @property
     def _renews_on_the_way(self) -> bool:
-        rebuilds = self._local == 0 and not self._as_floats
-        return not self.leaks and (self._phase == "one-bit" or (self._phase == "local" and rebuilds))
+        if self.leaks or self.own is not None:
+            return False
+        return self._phase == "one-bit" or (self._phase == "local" and self._local == 0 and not self._as_floats)
 
     def coefficient_table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
+        if self.own is not None:  # each step is a worker's own, and its v's bias that of so many
+            return self.coefficients(self._taken, Made(self.own_steps, rho=self.own.rho))
         renews = self._phase == "uncompressed"
         made = Made(self.own_steps, self._entered, renews=True) if renews else self._of_bits
         return self.coefficients(self._taken, made)
@@ -168,7 +172,9 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """Take a step between two synchronisations (lines 4 to 6). Tensors without a gradient stay as they are."""
         scaled, last = agreed.coef, self._local == self._round.steps - 2 and not self.leaks
-        if not self._missing:
+        if self.own is not None:
+            self._add(grads, self._leaving_out(scaled), agreed.hold, moves=True, last=False)
+        elif not self._missing:
             self._add(grads, scaled, agreed.hold, moves=True, last=last)
         else:
             # Their coefficients leave parameters and moments; what has been added up is put back.
@@ -186,8 +192,9 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         worker, dense, v = self.reducer.worker, self.parameters.dense, self.exp_avg_sq
         inside, precondition = self._eps_inside_sqrt, self.options.precondition
         where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
-        told, written = (moves, last, self.leaks), (self._kept_now if moves else None, self._pending)
-        local_step(dense, grads, *self._places, self.exp_avg, v, inside, precondition, *where, *told, *written)
+        told, anchor = (moves, last, self.leaks, self.own is not None), self._kept_now if moves else None
+        whose = (dense, grads, *self._places, self.exp_avg, v, inside, precondition)
+        local_step(*whose, *where, *told, anchor, self._pending)
 
     def _sum_up(self, coef: Tensor) -> None:
         """Add up how far steps of the round go, and how much is left of the parameters; ``coef`` is this step's."""
@@ -195,6 +202,9 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take the last step of a round: its update is compressed with those before it (lines 8 to 11)."""
+        if self.own is not None:
+            self._synchronise_own(self.own, grads, agreed, told, coef)
+            return
         steps = self._round.steps
         if steps == 1 and self._as_floats:
             self._add(grads, coef, None, moves=False, last=True)
@@ -205,8 +215,40 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._synchronise(lambda part: part.compress(grads, agreed.coef, v, inside), told, coef)
         self._apply(coef, agreed.hold)
 
+    def _synchronise_own(
+        self, own: OwnVariance, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor
+    ) -> None:
+        """Do that where workers have variances of their own: what is compressed is how far they want to move."""
+        # One that can't take the step has no gradient: nothing of it may count as one that is 0.
+        hold = torch.ones_like(self._no_flags) if told.abort else agreed.hold
+        kept = self._keep_own(told.missing)
+        self._add(grads, agreed.coef, hold, moves=True, last=False)
+        told = told._replace(pending=self._pending)
+        self._synchronise(lambda part: part.compress(self._all_missing, self._plain), told, coef)
+        self.reducer.kept += kept
+        left, decay = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY]
+        left.copy_(decay) if self._local == 0 else torch.mul(self._moved[DECAY], decay, out=left)
+        self._go_back()
+        self._apply_momentum(self.coefficients.still(self._plain, self._absent))
+        if not own.alone:
+            self._follow(own, grads, agreed.factor)
+        self._end_round(self._round)
+
+    def _keep_own(self, missing: Sequence[int]) -> list[Kept]:
+        """Keep what this step is about to change of tensors of which maybe no rank has a gradient."""
+        if not missing:
+            return []
+        worker = self.reducer.worker
+        worker.settle()
+        rows = absence(self.layout, missing, self.device).rows
+        return [Kept(rows, self._block_tensor, [worker.compensated, self.exp_avg, self.exp_avg_sq])]
+
+    def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
+        """Compare workers' own squares with those of the mean gradient, by this step's."""
+        own.follow(self, own.tell(self, grads, factor, self.exp_avg_sq), self.reducer.flags, self._absent)
+
     def _of_gradients(self, coef: Tensor) -> Tensor:
-        return coef if self._phase == "local" else self._of_each_step(coef)
+        return coef if self._phase == "local" or self.own is not None else self._of_each_step(coef)
 
     def _of_each_step(self, coef: Tensor) -> Tensor:
         """Return coefficients of momentum in bits of several steps' sum, of which beta1 takes the share of one."""
@@ -233,13 +275,17 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         """
         steps = self._round.steps
         if steps > 1 or self.leaks:
-            where = (self.live.bits, self.live.row, self._no_flags)
-            add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
+            self._go_back()
         v = None if self.options.precondition else self.exp_avg_sq
         self._apply_momentum(self.coefficients.still(coef, self._absent), v, self._eps_inside_sqrt)
         self._sum_of(steps, hold)
         self._as_floats = False
         self._end_round(self._round)
+
+    def _go_back(self) -> None:
+        """Take the parameters that all had when the round began."""
+        where = (self.live.bits, self.live.row, self._no_flags)
+        add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
 
     def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         agreed = super()._scaling(grads, coef, alone)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import CompressedAllReduce, make_all_reduce
 from ..core.compressing import FeedbackOptimizer
 from ..core.options import CoefficientTable, Made, check_choice, stated
-from ..core.settings import Options
+from ..core.settings import NUMERICS, Options
 from ..core.state.header import (
     AMOUNT,
     AMOUNT_OF_EACH,
@@ -31,14 +31,19 @@ from ..core.state.header import (
     or_none,
 )
 from ..core.state.spec import Specs, StateSpec
-from ..triton_kernels import TAIL, rebuild_momentum
+from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from ..triton_kernels.headers import Word
+from ..triton_kernels.levels import LEVELS
+from ..triton_kernels.scaling import SQUARES
 from .averaging import AdamUpdate
 from .freezing import denominator
+from .own_variance import OwnVariance
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
 from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
+
+_T = TypeVar("_T", bound="ZeroOneOptions")
 
 
 _ROUND = Rule(
@@ -51,7 +56,7 @@ _ROUND = Rule(
 class ZeroOneOptions(RoundOptions):
     """Settings of 0/1 Adam. See ``ZeroOneAdam`` for their meaning."""
 
-    variance_policy: VariancePolicy
+    variance_policy: VariancePolicy | None
     sync_policy: SyncPolicy
     precondition: bool = True
     bias_correction: bool = True
@@ -62,11 +67,39 @@ class ZeroOneOptions(RoundOptions):
     }
     told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
 
+    @property
+    def owns(self) -> bool:
+        """Return whether each worker has a variance of its own, which nothing renews."""
+        return self.variance_policy is None
+
+    @classmethod
+    def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
+        """See ``Options``; where workers have variances of their own defaults are others.
+
+        Raises:
+            ValueError: for what only a shared variance has.
+        """
+        made, given = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
+        if not made.owns:
+            return made
+        for name, usual in (("precondition", True), ("variance_floor", 0.0)):
+            if getattr(given, name) not in (None, usual):
+                raise ValueError(
+                    f"{name} must be {usual!r} or None where workers have variances of their own, got "
+                    f"{getattr(given, name)!r}; pass a variance_policy, such as policies.DoublingVariance()"
+                )
+        norm = "relaxed" if given.scale_norm is None else made.scale_norm
+        return replace(made, scale_norm=norm, variance_floor=0.0)
+
     def check(self) -> None:
         """Raise TypeError or ValueError for the first setting that makes no sense."""
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
         super().check()
         check_policies(self.variance_policy, self.sync_policy)
+
+
+_OWN: dict[str, Any] = {"when": "options.owns"}
+"""Of ``StateSpec``: only where workers have variances of their own."""
 
 
 class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
@@ -77,7 +110,10 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     kept: ClassVar[Specs] = (
         # The momentum is mostly bits: users don't see it here.
         StateSpec("exp_avg", "element", "exp_avg", of_rank=True, only="floats", optional=True),
-        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, when="shares_variance"),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, **_OWN, of_rank=True),
+        StateSpec("level", "tensor", "own.levels", LEVELS, **_OWN, not_negative=True, optional=True),
+        StateSpec("rho", "tensor", "own.rho", **_OWN, not_negative=True, optional=True),
         StateSpec("anchor", "element", "_round_start", **ANCHOR, stage="compressed"),
         StateSpec("moved", "tensor", "_moved", rows=2, optional=True),
         *FeedbackOptimizer.kept,
@@ -99,6 +135,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     _moved: Tensor
     _lost: Tensor
     reducer: CompressedAllReduce
+    own: OwnVariance | None = None
+    """The level of workers' own variances, where they have any."""
 
     def build(self) -> None:
         super().build()
@@ -121,12 +159,22 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._sent_scale = torch.zeros(layout.n_blocks, device=device)  # of the bits that have become floats
         self._pending = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, device=device)  # steps of this round that were none, as the scaler found an inf
+        self.own = OwnVariance(self) if options.owns else None
+        # With these what workers have added up is compressed as it is, and applied.
+        self._plain = self.reducer.plain_coefficients()
+        self._plain[:, Coef.STEP_SIZE] = 1.0
+        self._all_missing = [self.nothing] * len(layout.sizes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, while all rounds have renewed the variance. Every rank must call it."""
         if not self._built:
             super().add_param_group(param_group)
             return
+        if self.own is not None and (self._done.rounds or self._local):
+            raise RuntimeError(
+                "add_param_group must be called before the first step: residuals have their places from then on; "
+                "construct a new optimizer"
+            )
         if self._done.renewals < self._done.rounds or self._local:
             raise RuntimeError(
                 "add_param_group must be called before the first round that does not renew the variance: the new "
@@ -169,7 +217,17 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return self._round.steps
 
     @property
-    def _policies(self) -> tuple[VariancePolicy, SyncPolicy]:
+    def shares_variance(self) -> bool:
+        """Return whether all workers have the same variance, which rounds renew."""
+        return not self.options.owns
+
+    @property
+    def weighs(self) -> int:  # type: ignore[override]
+        """See ``CompressingOptimizer``; of a worker's own variance gradients' squares count as well."""
+        return 1 if self.own is None else SQUARES
+
+    @property
+    def _policies(self) -> tuple[VariancePolicy | None, SyncPolicy]:
         return self.options.variance_policy, self.options.sync_policy
 
     @property
@@ -205,7 +263,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     @property
     def _awaited(self) -> Tensor | None:
         """Return the mean of v of each tensor, where those without wait for one, or would explode; or None."""
-        return self._mean_sq
+        return self._mean_sq if self.own is None else None
 
     def _make_floats(self, coef: Tensor, renews: bool) -> None:
         """Rebuild the momentum of the last synchronisation (line 9), in terms of what the coming step divides it by.
@@ -247,8 +305,11 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     # ---------------------------------------------------------------- checkpoints
 
     def _held(self) -> list[Tensor]:
-        counts = [self._entered, self._mean_sq, self._summed, self._sent_scale, self._pending, self._lost]
-        return [*super()._held(), *counts]
+        counts = [self._entered, self._mean_sq, self._summed, self._sent_scale, self._pending, self._lost, self._plain]
+        return [*super()._held(), *counts, *([] if self.own is None else self.own.state())]
+
+    def _scratch(self) -> list[Tensor]:
+        return [*super()._scratch(), *([] if self.own is None else self.own.scratch())]
 
     def plain_state(self) -> dict[str, Any]:
         done = self._progress()
@@ -270,6 +331,13 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             )
         if not header.get("lines") or header["algorithm"] != type(self).__name__:
             return
+        policy = header["options"].get("variance_policy")
+        if (policy is None) != self.options.owns:
+            raise ValueError(
+                f"the checkpoint was written with variance_policy={policy!r}, but here it is "
+                f"{self.options.variance_policy!r}: all workers have one variance with a policy, and without each its "
+                "own; construct the optimizer as it was"
+            )
         was, now = header["settled"]["precondition"], self.options.precondition
         if was != now:
             raise ValueError(
@@ -286,7 +354,10 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
             self._entered = self.own_steps.clone()
-            self.coefficients.freeze_variance(self._taken)
+            if self.own is None:
+                self.coefficients.freeze_variance(self._taken)
+            else:
+                self.own.begin(self.own_steps)
             if header["updates"]:  # else there is no variance yet
                 self._confirmed = progress_after(*self._policies, header["updates"])
             return
@@ -299,7 +370,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._pending.fill_(header["pending"])
 
     def resumed(self, header: Mapping[str, Any]) -> None:
-        self._sum_variance()
+        if self.own is None:
+            self._sum_variance()
         if header.get("lines"):
             self.reducer.serve_again()
 
@@ -309,6 +381,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Return the momentum of one parameter, float32 of its shape; equal on all ranks but within a round.
 
         Before a round's last step it is that of the step before: what is left of the newer is in ``worker_error``.
+        Where workers have variances of their own, so have they momenta.
         """
         i, layout, options = self._index(param), self.layout, self.options
         if self._as_floats:
@@ -326,7 +399,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def worker_error(self, param: Tensor) -> Tensor:
         """Return this rank's residual of one parameter, and its updates of this round; in units of the update, float32.
 
-        Where not ``precondition`` in units of the momentum.
+        Where not ``precondition`` in units of the momentum; where workers have variances of their own in units of
+        parameters: what is still to be subtracted from them.
         """
         i = self._index(param)
         self.reducer.settle()
@@ -361,7 +435,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def _described(self) -> list[str]:
         options = self.options
         return [
-            f"variance: {stated(options.variance_policy)}",
+            f"variance: {'of each worker' if options.owns else stated(options.variance_policy)}",
             f"rounds: {stated(options.sync_policy)}",
             f"scale: {options.scale_norm}, {options.scale_scope}" + ", preconditioned" * options.precondition,
         ]

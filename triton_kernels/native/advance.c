@@ -20,6 +20,8 @@ KERNEL(advance)
         }
         struct coefficients each = coefficients(lr ? lr[group_of[t]] : row[LR], row[WEIGHT_DECAY],
                                                 power(row[CORRECTION1], done + 1), power(row[CORRECTION2], made));
+        if (rho)
+            each.x2 *= sqrt(rho[t]);
         double step_size = each.x0, share = row[ONE_MINUS_BETA1], eps = row[EPS];
         if (mean_sq) {
             step_size = seen(step_size, mean_sq[t]);

@@ -37,12 +37,24 @@ static void sign(float *restrict x, uint64_t word, uint32_t seed, int64_t n)
     }
 }
 
+/* Writes the sums of so many neighbours of a block, which it overwrites. */
+static void store_sums(float *restrict sums, float *restrict x, int64_t share, int64_t n)
+{
+    for (; share > 1; share /= 2) { /* neighbours' sums, again and again */
+        n /= 2;
+        for (int64_t i = 0; i < n; i++)
+            x[i] = x[2 * i] + x[2 * i + 1];
+    }
+    for (int64_t i = 0; i < n; i++)
+        sums[i] = x[i] + 0.0f; /* no -0.0 */
+}
+
 KERNEL(tell_squares)
 {
     float x[MOST], room[MOST];
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, NULL, block_tensor, block_start, GRADS, BLOCK_SIZE);
-        int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, left = BLOCK_SIZE;
+        int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk;
         const float *squares = variance_of(worker_sq, worker_sq_kind, b, room, BLOCK_SIZE);
         store_logs(logs + chunk * logs_stride + own * BLOCK_SIZE, tops + chunk * tops_stride + own, squares, BLOCK_SIZE);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
@@ -50,13 +62,25 @@ KERNEL(tell_squares)
             x[i] *= *factor;
         uint64_t word = (uint64_t)(first_block + b) * (BLOCK_SIZE / 32);
         sign(x, word, block_seed(word >> 32, *updates), BLOCK_SIZE);
-        for (int64_t of = share[b]; of > 1; of /= 2) { /* neighbours' sums, again and again */
-            left /= 2;
-            for (int64_t i = 0; i < left; i++)
-                x[i] = x[2 * i] + x[2 * i + 1];
-        }
-        for (int64_t i = 0; i < left; i++)
-            projections[chunk * projections_stride + place[b] + i] = x[i] + 0.0f; /* no -0.0 */
+        store_sums(projections + chunk * projections_stride + place[b], x, share[b], BLOCK_SIZE);
+    }
+}
+
+KERNEL(tell_level)
+{
+    float x[MOST];
+    for (int64_t b = begin; b < end; b++) {
+        struct place at = tensor_of(b, grads_table, tensors, NULL, block_tensor, block_start, GRADS, BLOCK_SIZE);
+        int64_t row = live_row[b];
+        memcpy(x, exp_avg_sq + b * BLOCK_SIZE, BLOCK_SIZE * sizeof *x);
+        only_live(x, live, row, BLOCK_SIZE);
+        sums[b] = fmin(sum_of(x, BLOCK_SIZE), FLT_MAX);
+        load_user(x, at, live, row, BLOCK_SIZE);
+        for (int64_t i = 0; factor && i < BLOCK_SIZE; i++)
+            x[i] *= *factor;
+        uint64_t word = (uint64_t)b * (BLOCK_SIZE / 32);
+        sign(x, word, block_seed(word >> 32, *updates), BLOCK_SIZE);
+        store_sums(projections + place[b], x, share[b], BLOCK_SIZE);
     }
 }
 

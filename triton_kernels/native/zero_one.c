@@ -23,6 +23,34 @@ static void own_step(float *restrict m, float *restrict x, float *restrict c, in
         }
 }
 
+/* The same of one that follows: d is made of v_t, which is now; where it does not count v_t is v again. */
+static void own_step_and_squares(float *restrict m, float *restrict v, float *restrict x, float *restrict c,
+                           int32_t *restrict fine, const float *restrict g, const float *restrict now,
+                           const float *restrict d, const float *row, const int32_t *restrict counts, int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n)
+        LANES {
+            float new = momentum(m[i + j], counted(g[i + j], k), k), u = quotient(new, d[i + j]);
+            float summed = owed(c[i + j], u, k);
+            fine[i + j] = finite(now[i + j]) & finite(summed) & finite(u);
+            int32_t takes = fine[i + j] & counts[i + j];
+            x[i + j] = takes ? moved(x[i + j], u, k) : x[i + j];
+            m[i + j] = takes ? new : m[i + j];
+            v[i + j] = takes ? now[i + j] : v[i + j];
+            c[i + j] = takes ? summed : c[i + j];
+        }
+}
+
+/* v_t, of which denominators are made. */
+static void own_squares(float *restrict now, const float *restrict v, const float *restrict g, const float *row,
+                        int64_t n)
+{
+    KEEP(k, row);
+    EACH_LINE(i, n)
+        LANES now[i + j] = variance(v[i + j], counted(g[i + j], k), k);
+}
+
 /* c += beta1*m, or beta1*m/d, where that is finite. */
 static void add_kept(float *restrict c, int32_t *restrict fine, const float *restrict m, const float *restrict d,
                      const float *row, int64_t preconditioned, int64_t n)
@@ -38,7 +66,7 @@ static void add_kept(float *restrict c, int32_t *restrict fine, const float *res
 
 KERNEL(local_step)
 {
-    float m[MOST], x[MOST], d[MOST], g[MOST];
+    float m[MOST], x[MOST], d[MOST], g[MOST], now[MOST];
     int32_t fine[MOST], takes[MOST];
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
@@ -53,7 +81,9 @@ KERNEL(local_step)
             continue;
         }
         memcpy(m, exp_avg + b * BLOCK_SIZE, BLOCK_SIZE * sizeof *m);
-        denominators(d, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+        float *v = exp_avg_sq + b * BLOCK_SIZE;
+        if (!FOLLOWS)
+            denominators(d, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++) {
             fine[i] = 1;
             takes[i] = !*hold && counts(live, row, i, BLOCK_SIZE);
@@ -64,7 +94,12 @@ KERNEL(local_step)
             struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
             load_user(g, from, live, row, BLOCK_SIZE);
             load_user(x, at, live, row, BLOCK_SIZE);
-            own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
+            if (FOLLOWS) {
+                own_squares(now, v, g, at.k, BLOCK_SIZE);
+                denominators(d, now, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+                own_step_and_squares(m, v, x, c, fine, g, now, d, at.k, takes, BLOCK_SIZE);
+            } else
+                own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
             store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
         }
         if (LAST)

@@ -121,20 +121,24 @@ def _two_stage(of: Setting, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _zero_one_adam(params: Params, of: Setting, most: int = 4) -> Any:
-    """Space renewals and rounds as 0/1 Adam's paper, in proportion to the run's steps; all meet to be evaluated."""
-    rounds = policies.DoublingRounds(after=2 * of.freeze_step, scaler=of.steps // 10, most=most)
+    """Space renewals and rounds as 0/1 Adam's paper, in proportion to the run's steps."""
+    variance = policies.DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step)
+    return _in_rounds(params, of, policies.DoublingRounds(2 * of.freeze_step, of.steps // 10, most), variance)
+
+
+def _own_variance(params: Params, of: Setting, length: int = 1) -> Any:
+    return _in_rounds(params, of, policies.FixedRounds(length), None)
+
+
+def _in_rounds(
+    params: Params, of: Setting, rounds: policies.SyncPolicy, variance: policies.VariancePolicy | None
+) -> Any:
+    """Make 0/1 Adam, all of whose workers meet to be evaluated."""
     meetings = math.gcd(*(int(share * of.steps) for share in EVALUATED))
     kind = BatchedZeroOneAdam if isinstance(of.transport, AlikeTransport) else ZeroOneAdam
-    return kind(
-        params,
-        of.lr,
-        BETAS,
-        EPS,
-        of.weight_decay,
-        variance_policy=policies.DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step),
-        sync_policy=policies.AlignedRounds(rounds, meetings),
-        process_group=of.transport,
-    )
+    aligned = policies.AlignedRounds(rounds, meetings)
+    given = (params, of.lr, BETAS, EPS, of.weight_decay)
+    return kind(*given, variance_policy=variance, sync_policy=aligned, process_group=of.transport)
 
 
 def _onebit_lion(params: Params, of: Setting) -> Any:
@@ -174,6 +178,8 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
     "onebit-adam-living-bf16": of_adam(partial(_living, warmup=0.05, numerics=Numerics(frozen_dtype=torch.bfloat16))),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
+    "zero-one-adam-own": of_adam(_own_variance, local=True),
+    "zero-one-adam-own-2": of_adam(partial(_own_variance, length=2), local=True),
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),

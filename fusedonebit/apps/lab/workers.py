@@ -17,6 +17,7 @@ from ...comm import CompressedAllReduce, Told
 from ...comm.feedback import Unit
 from ...comm.reducer import Compress
 from ...comm.transport import CountingTransport, Pending, Waiting
+from ...optim.own_variance import OwnVariance
 from ...optim.two_stage import OneBitOptimizer
 from ...optim.zero_one import ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
@@ -52,13 +53,14 @@ class AlikeTransport(CountingTransport):
 
 
 class WorkerAllReduce(CompressedAllReduce):
-    """One of the workers': it compresses ``gradients``, one tensor for each parameter, whatever the optimizer gives."""
+    """One of the workers': where the optimizer gives any it compresses ``gradients``, one for each parameter."""
 
     gradients: Sequence[Tensor] = ()
 
     def compress(self, tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
         """See ``CompressedAllReduce``."""
-        super().compress(self.gradients, *how, **more)
+        given = self.gradients if any(tensor.numel() for tensor in tensors) else tensors
+        super().compress(given, *how, **more)
 
 
 class BatchedAllReduce(WorkerAllReduce):
@@ -166,23 +168,33 @@ class BatchedZeroOneAdam(ZeroOneAdam):
 
     def stand_for(self, others: Sequence[Sequence[Tensor]]) -> None:
         """Move the ``others``' parameters as well, each worker's in this one's order."""
-        self._others = [(list(params), torch.zeros_like(self.exp_avg)) for params in others]
+        self._others = []
+        for params in others:
+            exp_avg_sq = self.exp_avg_sq if self.shares_variance else torch.zeros_like(self.exp_avg_sq)
+            self._others.append((list(params), torch.zeros_like(self.exp_avg), exp_avg_sq))
 
     def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
-        mine = self.parameters.dense, self.exp_avg
-        if self._local == 0:  # all have the same when a round begins
-            for _, exp_avg in self._others:
+        mine = self.parameters.dense, self.exp_avg, self.exp_avg_sq
+        if self._local == 0 and self.shares_variance:  # all have the same when a round begins
+            for _, exp_avg, _ in self._others:
                 exp_avg.copy_(self.exp_avg)
-        v, inside, precondition = self.exp_avg_sq, self._eps_inside_sqrt, self.options.precondition
-        told, anchor = (moves, last, self.leaks), self._kept_now if moves else None
-        for rank, (params, exp_avg) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
+        inside, precondition = self._eps_inside_sqrt, self.options.precondition
+        told, anchor = (moves, last, self.leaks, not self.shares_variance), self._kept_now if moves else None
+        for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
             whose = (params, rank.gradients, *self._places, exp_avg, v, inside, precondition)
             local_step(*whose, *where, *told, None if rank is not self.reducer else anchor, self._pending)
 
+    def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
+        variances = [self.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self._others)]
+        told = torch.zeros(())
+        for rank, exp_avg_sq in zip(self.reducer.ranks, variances, strict=True):
+            told = told + own.tell(self, rank.gradients, factor, exp_avg_sq)
+        own.follow(self, told / len(variances), self.reducer.flags, self._absent)  # an all-reduce multiplies it again
+
     def _end_round(self, this: Any) -> None:
-        for params, _ in self._others:
+        for params, *_ in self._others:
             torch._foreach_copy_(params, self.parameters.dense)
         super()._end_round(this)
 

@@ -42,7 +42,8 @@ def of(keeper: Keeper, compressed: bool, names: Collection[str] = ()) -> list[tu
 
 def declared(keeper: Keeper) -> dict[str, StateSpec]:
     """Return what there may be, by name."""
-    return {spec.name: spec for spec in (*keeper.kept, _master(keeper), RANK)}
+    unwanted_first = sorted(keeper.kept, key=lambda spec: spec.wanted(keeper))  # of two of a name one is wanted
+    return {spec.name: spec for spec in (*unwanted_first, _master(keeper), RANK)}
 
 
 def has_row_of_each(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
