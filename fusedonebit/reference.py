@@ -226,12 +226,14 @@ class LivingLambState(LivingState):
         self.u2 = x.new_zeros(len(layers))                           # the average of |u|^2
 
 
-def live_lamb(s: LivingLambState, t: int, *, beta2: float = 0.999, eta: float = 1e-6, floor: float = 0.1) -> None:
+def live_lamb(s: LivingLambState, t: int, *, beta2: float = 0.999, eta: float = 1e-6, floor: float = 0.1,
+              c_range: tuple[float, float] = (0.01, 10.0)) -> None:
     """End of a warm-up of t steps: as live, and each layer goes on from its last coefficient."""
+    u = s.m / (s.v.sqrt() + eta)
     live(s, t, beta2=beta2, eta=eta, floor=floor)
     for k, l in enumerate(s.layers):
         s.m[l] = s.c[k] * s.m[l]
-        s.u2[k] = (norm(s.x[l]) / s.c[k]) ** 2
+        s.u2[k] = (norm(u[l]) if s.c[k] in c_range else norm(s.x[l]) / s.c[k]) ** 2      # c in its range is |x|/|u|
 
 
 def living_lamb(s: LivingLambState, g: Tensor, *, gamma: float, beta1: float = 0.9, beta2: float = 0.999,

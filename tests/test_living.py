@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb, Wire
 from fusedonebit.comm import Transport
+from fusedonebit.optim.living import STIRS
 from fusedonebit.triton_kernels import SCALE_NORMS, rules
 
 SHAPES = ((300,), (20, 9), (40,))
@@ -321,3 +322,79 @@ def test_another_variance_is_refused_where_a_checkpoint_goes_on():
         frozen.load_state_dict(saved)
     with pytest.raises(ValueError, match="variance must be one of"):
         OneBitAdam([Parameter(torch.zeros(3))], variance="dead")
+
+
+@BOTH
+def test_ranks_stay_alike_where_one_of_them_lacks_gradients(kind):
+    def train(rank: int, transport: Transport) -> list[str]:
+        optimizer, seen = make(transport, kind=kind), []
+        for t in range(45):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * t + 10_000 * i))
+                lacks = t % 5 == 4 or (rank == 0 and t % 3 == 2)
+                p.grad = None if i and lacks and t > 5 else g
+            optimizer.step()
+            seen.append(fingerprint(optimizer.param_groups[0]["params"]))
+        return seen
+
+    first, second = simulate(train, 2)
+    assert first == second
+    assert len(set(first)) == 45
+
+
+def test_a_run_goes_on_where_tensors_without_any_gradient_leave_the_table_as_it_is():
+    def at(optimizer: Any, t: int) -> None:
+        drop_late(optimizer, t, late_from=t if t % 4 else t + 1)
+
+    for cut in (14, 17, 20, 25):
+        straight, resumed = make(kind=OneBitLamb), make(kind=OneBitLamb)
+        for t in range(cut):
+            at(straight, t)
+        with torch.no_grad():
+            for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
+                p.copy_(q)
+        resumed.load_state_dict(through_a_file(straight.state_dict()))
+        for t in range(cut, cut + 12):
+            at(straight, t)
+            at(resumed, t)
+        assert len({fingerprint(o.param_groups[0]["params"]) for o in (straight, resumed)}) == 1, cut
+
+
+@BOTH
+def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
+    optimizer, told = make(kind=kind), 0
+    for t in range(320):
+        step(optimizer, t, late_from=300)
+        if t < 300:
+            continue
+        told += STIRS in optimizer.living.state_dict()
+        resumed = make(kind=kind)
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+        assert resumed.living.state_dict() == optimizer.living.state_dict()
+    assert told
+
+
+@pytest.mark.parametrize("coherent", [False, True])
+@pytest.mark.parametrize(("size", "bounds"), [(0.02, {"c_min": 1.0, "c_max": 1.0}), (0.0, {}), (1.0, {})])
+def test_the_guard_of_a_living_lamb_refuses_no_healthy_step_whatever_bounds_its_coefficients(size, bounds, coherent):
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape) * size) for shape in SHAPES]
+    optimizer = OneBitLamb(params, lr=1e-3, warmup=30, betas=(0.9, 0.99), layerwise=Layerwise(**bounds))
+    for t in range(200):
+        for p in params:
+            p.grad = torch.randn(p.shape) + (2.0 if coherent and t > 80 else 0.0)
+        optimizer.step()
+    assert optimizer.stats()["vetoed_steps"] == 0
+
+
+def test_the_guard_lets_updates_become_as_large_as_adams_may_be():
+    """From noise, of which a slow momentum has little, to gradients that agree."""
+    optimizer = OneBitAdam([Parameter(torch.randn(500))], lr=1e-3, warmup=300, betas=(0.99, 0.99))
+    for t in range(900):
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t)) + (3.0 if t > 400 else 0.0)
+        optimizer.step()
+    stats = optimizer.stats()
+    print(f"update of norm {stats['update_norm']:.1f}, limit {stats['update_norm_limit']:.1f}")
+    assert stats["update_norm"] > 10.0
+    assert stats["vetoed_steps"] == 0

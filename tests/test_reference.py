@@ -223,7 +223,8 @@ def follow_living_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
             yield {"x": s.x, "m": s.m, "v": s.v}
             continue
         if t == WARMUP:
-            paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.3)
+            c_range = LIVING_LAMB["c_min"], LIVING_LAMB["c_max"]
+            paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.3, c_range=c_range)
         paper.living_lamb(s, g, **options)
         done, since = t + 1 - WARMUP, t + 1 - last
         if since >= max(1, done // 4):
@@ -342,7 +343,8 @@ MUTANTS = {
     "living lamb": [
         *EXCHANGE,
         ("in units of the step", "live_lamb", "s.c[k] * s.m[l]", "s.m[l]"),
-        ("from the last norm", "live_lamb", "(norm(s.x[l]) / s.c[k]) ** 2", "norm(s.x[l])"),
+        ("from the last norm", "live_lamb", "norm(s.x[l]) / s.c[k]) ** 2", "norm(s.x[l])) ** 2"),
+        ("where c is clipped", "live_lamb", "norm(u[l]) if s.c[k] in c_range else ", ""),
         ("a worker's own", "living_lamb", "g**2", "g.mean(0) ** 2"),
         ("times c", "living_lamb", "c * g /", "g /"),
         ("c of each layer", "living_lamb", "s.c[k].expand", "s.c[0].expand"),

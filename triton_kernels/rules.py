@@ -95,6 +95,7 @@ MOST_STEPS = 4294967296.0
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 SHARE_OF_NORM = 0.4375  # the norm of a layer's update over that of the bits that stand for it (docs/numerics.md)
+LEAST_UNIT = 1e-30  # by which momentum can still be divided
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
 NAN = float("nan")
 INFINITY = float("inf")
@@ -381,10 +382,10 @@ def followed_norm(last: float, now: float, k) -> float:
 
 @rule
 def decaying_coefficient(x: float, squares: float, k) -> float:
-    """c, of |x| and of |u|^2 without wd * x, which counts as if it were at right angles; float64."""
+    """c, of |x| and of |u|^2 without wd * x, which counts as if it were at right angles; more than 0; float64."""
     decay = of(k, WEIGHT_DECAY).to(tl.float64)
     decay = decay * x
-    return coefficient(x, tl.sqrt(squares + decay * decay), k)
+    return tl.maximum(coefficient(x, tl.sqrt(squares + decay * decay), k), LEAST_UNIT)
 
 
 @rule

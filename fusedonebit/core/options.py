@@ -124,7 +124,8 @@ OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("momentum", "beta3", "r_threshold"), (is_share, "a number in [0, 1)")),
     **dict.fromkeys(("eps", "weight_decay"), (lambda v: _fits_float32(v) and v >= 0, "a finite number >= 0")),
     **dict.fromkeys(("c_min", "r_min"), (lambda v: is_number(v) and v >= 0, "a finite number >= 0")),
-    **dict.fromkeys(("c_max", "r_max", "global_ratio"), (lambda v: is_number(v) and v > 0, "a finite number > 0")),
+    **dict.fromkeys(("r_max", "global_ratio"), (lambda v: is_number(v) and v > 0, "a finite number > 0")),
+    "c_max": (lambda v: is_number(v) and v >= 1e-30, "a finite number >= 1e-30"),
 }
 """What hyper-parameters of a group must be, but for ``lr``, of any optimizer of ours."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,12 @@ from ..comm import Limit
 
 LIMIT = 10.0
 """Times the norm of the last uncompressed update that a compressed one may be at most."""
+
+RISE = 1.5
+"""By which factor a veto, and the warm-up after it, may raise what updates are compared with."""
+
+LEAST_SQUARE = 0.04
+"""Of an element's update, on average, as which at least it counts: one of 1 is healthy, however small they were."""
 
 COARSE_LIMIT = 300.0
 """The same where the momentum is compressed with few scales: then healthy updates are tens of times larger."""
@@ -28,9 +32,9 @@ class DivergenceGuard:
     same on all ranks, and so is the verdict.
 
     Attributes:
-        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more, and never more
-            than after an earlier warm-up: what led to a veto may have made updates large for long. Of layers whose
-            steps are as large as their parameters the norm of all parameters.
+        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more; after a veto
+            at most ``RISE`` times what it was: what led to it may have made updates large for long. Of a living LAMB
+            the norm of all layers' steps as they are on average.
         limit: float64 [], the largest |u| that is let through.
         norm: float64 [], |u| of the last compressed update.
     """
@@ -40,7 +44,6 @@ class DivergenceGuard:
     def __init__(self, device: torch.device, coarse: bool) -> None:
         self._times = COARSE_LIMIT if coarse else LIMIT
         self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
-        self._least = torch.full_like(self.reference, torch.inf)
         self._root = torch.empty(0, device=device)
 
     def weigh(self, weight: Tensor) -> None:
@@ -56,23 +59,25 @@ class DivergenceGuard:
             noise: float64 [], |u| of momentum that is pure noise.
             weight: float64 [B], w.
         """
-        known, found = last > 0, torch.maximum(last, noise)
-        self.reference.copy_(torch.where(known, torch.minimum(found, self._least), found))
-        self._least.copy_(torch.where(known, self.reference, self._least))
-        self.limit.copy_(torch.where(known, self._times, COARSE_LIMIT) * self.reference)
+        most = torch.where(self.reference > 0, RISE * self.reference, torch.inf)
+        self.reference.copy_(torch.minimum(torch.maximum(last, noise), most))
+        self.limit.copy_(torch.where(last > 0, self._times, COARSE_LIMIT) * self.reference)
         self.weigh(weight)
+
+    def forget(self) -> None:
+        """Let the next reference be whatever it is: no veto has led to the warm-up that begins."""
+        self.reference.zero_()
 
     def refer(self, squares: Tensor) -> None:
         """Take for ``reference`` the root of ``squares``, float64 []."""
         torch.sqrt(squares, out=self.reference)
         torch.mul(self.reference, self._times, out=self.limit)
-        self._of = "that of the parameters"
+        self._of = "that of an average step"
 
     def resume(self, reference: float, limit: float) -> None:
         """Take up a checkpoint's numbers; ``arm`` has given the weights, or will."""
         self.reference.fill_(reference)
         self.limit.fill_(limit)
-        self._least.fill_(reference if 0 < limit <= self._times * reference else math.inf)
 
     def limit_of(self, coef: Tensor) -> Limit:
         """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
@@ -95,4 +100,4 @@ class DivergenceGuard:
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""
-        return [self.reference, self.limit, self.norm, self._least, self._root]
+        return [self.reference, self.limit, self.norm, self._root]

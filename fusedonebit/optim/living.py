@@ -41,6 +41,9 @@ NOTICED_AFTER = 2
 LOOKED_AFTER = 8
 """While tensors wait for their first gradient, steps between two looks whether one has had it."""
 
+STIRS = 1 << 30
+"""What the host is told of such a tensor, instead of how many are awake."""
+
 LEAST_COUNTS = 8
 """Of a state's plain values; behind them are those that are on their way to the host."""
 
@@ -87,6 +90,7 @@ class LivingVariance:
         age: The same, or steps since tensors came alive.
         since: Steps since the last renewal.
         renewals: How many there were.
+        numels: float64 [tensors], elements that each tensor has on all shards.
         due: Whether ranks share squares in the present step, of which the next one begins with a renewal.
     """
 
@@ -95,7 +99,7 @@ class LivingVariance:
         self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._factors = torch.zeros(FACTORS, tensors, device=device)
-        self._numels = torch.zeros_like(self.mean_sq)
+        self.numels = torch.zeros_like(self.mean_sq)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = 0
@@ -109,8 +113,8 @@ class LivingVariance:
         self.settle(optimizer)
         asked = False
         for word in self._mirror.push(self._word(optimizer)):
-            asked |= word < 0
-            if word > self._known:
+            asked |= word == STIRS
+            if STIRS > word > self._known:
                 self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
@@ -118,13 +122,13 @@ class LivingVariance:
         self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
 
     def _word(self, optimizer: Owner) -> Tensor | int:
-        """Return what the host should know, int32 [1]: after a renewal how many are awake; -1 where one stirs."""
+        """Return what the host should know, int32 [1]: after a renewal how many are awake; ``STIRS`` where one does."""
         if self._renewed:
             return self._woken
         if self._known >= self._asleep or self.steps % LOOKED_AFTER:
             return 0
         moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.block_tensor]
-        return -optimizer.shards.max(moves.any().reshape(1).int())
+        return optimizer.shards.max(moves.any().reshape(1).int()) * STIRS
 
     def _ease(self, optimizer: Owner) -> None:
         """Choose how scales are measured; the same on all ranks."""
@@ -201,13 +205,13 @@ class LivingVariance:
 
     def _count(self, optimizer: Owner) -> None:
         """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
-        self._numels = self._by_tensor(optimizer, optimizer.live.numel.double())
+        self.numels = self._by_tensor(optimizer, optimizer.live.numel.double())
         self._asleep = int(self._woken) + len(self.waiting())
 
     def waiting(self) -> list[int]:
         """Return indices of tensors that wait for their first gradient; reads from the device, asks no other rank."""
-        return torch.nonzero((self.mean_sq == 0) & (self._numels > 0)).flatten().tolist()
+        return torch.nonzero((self.mean_sq == 0) & (self.numels > 0)).flatten().tolist()
 
     def state(self) -> list[Tensor]:
         """Return all tensors."""
-        return [self.levels, self.mean_sq, self._woken, self._factors, self._numels]
+        return [self.levels, self.mean_sq, self._woken, self._factors, self.numels]

@@ -33,6 +33,7 @@ from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
 from .from_deepspeed import FromDeepSpeed
+from .guard import LEAST_SQUARE
 from .lamb import LambOptions, LambUpdate
 from .onebit_options import OneBitOptions, Variance
 from .two_stage import OneBitOptimizer
@@ -249,8 +250,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         x = shards.sum(self._segments(self._x_squares.double(), "sum")).sqrt()
         moves = (shards.sum(self._sum_of_squares(self.exp_avg)) > 0) & (x > 0) & (c > 0)
         live = shards.sum(self._segments(self.live.numel.double(), "sum"))
-        usual = rules.coefficient(x[:, None], live.sqrt()[:, None], self.coefficient_table())[:, 0]
-        self._update_squares.copy_(torch.where(moves, (x / c).square(), live))
+        coef = self.coefficient_table()
+        usual = rules.coefficient(x[:, None], live.sqrt()[:, None], coef)[:, 0]
+        unbias = coef[:, Coef.UNBIAS1].double().square()
+        squares = shards.sum(self._segments(self._update_sums(self.exp_avg, coef), "sum")) * unbias
+        clipped = (c <= coef[:, Coef.C_MIN]) | (c >= coef[:, Coef.C_MAX])  # then it tells nothing of the update
+        self._update_squares.copy_(torch.where(moves, torch.where(clipped, squares, (x / c).square()), live))
         self._layers[Layer.COEFFICIENT] = torch.where(moves, c, usual)
         self._layers[Layer.RATIO] = 1.0
         self._unit = self._layers[Layer.COEFFICIENT]
@@ -300,8 +305,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
     def weigh_guard(self) -> None:
         if not self.options.lives:
             super().weigh_guard()
-        elif self.options.guard != "off":  # each layer's update is as large as its parameters
-            self._guard.refer(self.shards.sum(self._x_squares.sum(dtype=torch.float64)))
+        elif self.options.guard != "off":
+            assert self.living is not None
+            # Where c is in its range a step is as large as the layer.
+            usual = torch.maximum(self._update_squares.double(), self.living.numels * LEAST_SQUARE)
+            self._guard.refer((self._layers[Layer.COEFFICIENT].double().square() * usual).sum())
 
     def _warn_of_averages(self) -> None:
         """Warn where c_avg is not what the layers moved with until now."""
@@ -394,8 +402,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         with self._layers_kept(self._layers, self._update_squares):
             lamb_follow(squares, scale, numel, start, self.reducer.flags, coef, self._layers, self._update_squares)
         self._apply_momentum(coef, x_squares=self._x_squares)
-        if self._absent is not None:
-            self.coefficients.forget()
+        if self._absent is not None:  # then ``coef`` is a copy
+            self.coefficients.last[:, Coef.UNIT] = self._layers[Layer.COEFFICIENT]
 
     def _last_kept(self) -> Kept | None:
         """Keep the last momentum, to put it back where there was no gradient; coefficients keep the fresh variance.

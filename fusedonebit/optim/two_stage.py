@@ -44,7 +44,7 @@ from ..triton_kernels.renewal import LEVELS
 from ..triton_kernels.scaling import SQUARES
 from .averaging import AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
-from .guard import DivergenceGuard
+from .guard import LEAST_SQUARE, DivergenceGuard
 from .living import LEAST_COUNTS, LivingVariance
 from .onebit_options import OneBitOptions, Variance
 from .warm_start import warm_start
@@ -102,7 +102,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         variance: Variance | None = None,
         **keywords: Any,
     ) -> None:
-        keywords["variance"] = variance or ("shared" if freeze_step is None else "frozen")
+        if variance is None:
+            variance = "shared" if freeze_step is None else "frozen"
+        keywords["variance"] = variance
         freeze_step = "auto" if freeze_step is None else freeze_step
         freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
         said: dict[str, Any] = {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
@@ -313,6 +315,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.living is not None:
             self.living.settle(self)
         self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        if not after_veto:
+            self._guard.forget()
         layout, options, reduce = self.layout, self.options, self.reducer
         coef = self.coefficient_table()
         self._grad = self._make_grad()
@@ -348,7 +352,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         factor = self._layer_factor().double().square()[owner]
         beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
-        noise = self.shards.sum((live * factor * (1 - beta1) / (1 + beta1)).sum()).sqrt()
+        share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
+        noise = self.shards.sum((live * factor * share).sum()).sqrt()
         self._guard.arm(last, noise, self._update_weights())
 
     def weigh_guard(self) -> None:
@@ -385,8 +390,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
         own = self.options
-        told = {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(own.frozen_dtype)}
-        told["variance"] = own.variance
+        told = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
+        told["frozen_dtype"] = str(own.frozen_dtype)
         return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def plain_state(self) -> dict[str, Any]:
