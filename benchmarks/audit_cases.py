@@ -341,7 +341,7 @@ def own_round(steps: int) -> Step:
     """The same where workers have variances of their own: all steps are, and what they add up to is compressed."""
     own = ("local_step, follows, first", *["local_step, follows"] * (steps - 1))
     synchronises = ("momentum_compress", "finish", "receive", "add_values, replaces", "apply_momentum, preconditioned")
-    return Step((*own, *synchronises, "tell_level"), 36.1 + 42.0 / steps, steps=steps)
+    return Step((*own, *synchronises, "tell_level"), 36.1 + 44.8 / steps, steps=steps)
 
 
 def with_renewal(renew: str, step: tuple[str, ...], limit: float) -> Step:

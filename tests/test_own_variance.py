@@ -241,6 +241,22 @@ def test_a_loss_scale_changes_no_bit(scale):
     assert group.run(lambda r, t: work(r, t, scale)) == group.run(lambda r, t: work(r, t, 1.0))
 
 
+def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept():
+    masks = [torch.rand(p.shape, generator=torch.Generator().manual_seed(5)) > 0.4 for p in make_parameters()]
+
+    def work(rank: int, transport: Transport) -> None:
+        params = make_parameters()
+        optimizer = own(params, (1, 3), mask=dict(zip(params, masks, strict=True)), process_group=transport)
+        train(optimizer, rank, 9)
+        for kept in (momenta(optimizer), variances(optimizer), owed(optimizer)):
+            assert not any(x[~mask].any() for x, mask in zip(kept, masks, strict=True))
+        for p, start, mask in zip(params, make_parameters(), masks, strict=True):
+            assert torch.equal(p[~mask], start[~mask])
+            assert (p[mask] != start[mask]).all()
+
+    SimulatedGroup(2).run(work)
+
+
 def test_without_eps_what_never_had_a_gradient_stays():
     optimizer = own(make_parameters(), eps=0.0, weight_decay=0.0)
     for step in range(4):
@@ -262,7 +278,8 @@ def test_it_sends_bits_a_few_numbers_of_each_tensor_and_nothing_between_two_sync
         with torch.no_grad():
             for p in params:
                 p.copy_(torch.randn(512, 512, generator=torch.Generator().manual_seed(1)))
-        optimizer, sent = ZeroOneAdam(params, process_group=transport), []
+        policy = policies.FixedRounds(2)
+        optimizer, sent = ZeroOneAdam(params, sync_policy=policy, process_group=transport), []
         for step in range(4):
             set_gradients(optimizer, rank, step)
             optimizer.step()

@@ -30,6 +30,8 @@ from fusedonebit import DisagreementError, ddp
 from fusedonebit.comm import SimulatedGroup, Transport
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
+OWN: dict[str, Any] = {"variance_policy": None, "sync_policy": Script((1, 3, 2))}
+EACH_VARIANCE = pytest.mark.parametrize("how", [{}, OWN], ids=["one variance", "each its own"])
 SCOPES = pytest.mark.parametrize("options", [{}, {"scale_scope": "global", "precondition": False}], ids=str)
 
 
@@ -259,10 +261,10 @@ def test_a_schedule_of_torch_drives_it():
 # ---------------------------------------------------------------- DDP
 
 
-def with_ddp(rank: int, world_size: int, wrapped: bool) -> tuple[list[str], list[int], list[str]]:
+def with_ddp(rank: int, world_size: int, wrapped: bool, how: dict) -> tuple[list[str], list[int], list[str]]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer, model = make(net.parameters(), ROUNDS), net
+    optimizer, model = make(net.parameters(), ROUNDS, **how), net
     if wrapped:
         model = DistributedDataParallel(net)
         ddp.attach(model, optimizer)
@@ -282,8 +284,9 @@ def with_ddp(rank: int, world_size: int, wrapped: bool) -> tuple[list[str], list
     return prints, sent, phases
 
 
-def test_ddp_averages_where_the_variance_is_renewed_only_and_the_bits_are_those_without_it():
-    plain, wrapped = (run_ranks(with_ddp, 2, way) for way in (False, True))
+@EACH_VARIANCE
+def test_ddp_averages_where_the_variance_is_renewed_only_and_the_bits_are_those_without_it(how):
+    plain, wrapped = (run_ranks(with_ddp, 2, way, how) for way in (False, True))
     for (prints, _, _), (with_it, sent, phases) in zip(plain, wrapped, strict=True):
         assert prints == with_it
         assert [bool(n) for n in sent] == [phase == "uncompressed" for phase in phases]
@@ -292,12 +295,12 @@ def test_ddp_averages_where_the_variance_is_renewed_only_and_the_bits_are_those_
 # ---------------------------------------------------------------- torch.compile
 
 
-def compiled(rank: int, world_size: int, compiles: bool) -> list[str]:
+def compiled(rank: int, world_size: int, compiles: bool, how: dict) -> list[str]:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = make(net.parameters(), ROUNDS, torch.tensor(1e-2))
+    optimizer = make(net.parameters(), ROUNDS, torch.tensor(1e-2), **how)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
     update = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else optimizer.step
     prints = []
@@ -313,8 +316,9 @@ def compiled(rank: int, world_size: int, compiles: bool) -> list[str]:
     return prints
 
 
-def test_compiled_steps_are_one_graph_and_the_bits_of_eager_ones():
-    eager, in_a_graph = (run_ranks(compiled, 2, way) for way in (False, True))
+@EACH_VARIANCE
+def test_compiled_steps_are_one_graph_and_the_bits_of_eager_ones(how):
+    eager, in_a_graph = (run_ranks(compiled, 2, way, how) for way in (False, True))
     assert eager == in_a_graph
 
 

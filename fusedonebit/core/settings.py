@@ -43,7 +43,8 @@ class Numerics:
         scale_norm: Of what is compressed, d elements c. ``"l1"``: mean \|c\| (1-bit Adam's paper). ``"l2"``:
             \|c\|_2/sqrt(d) (DeepSpeed). ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
             ``"relaxed"``: min(1.3 l2, 1.9 l1), with which residuals leave sooner; with a variance that lives only from
-            0.25/(1 - beta2) steps after the warm-up on. None: ``"contractive"``, but ``"relaxed"`` with such a one.
+            0.25/(1 - beta2) steps after the warm-up on. None: ``"contractive"``, but ``"relaxed"`` with such a one, and
+            with ``ZeroOneAdam`` without a ``variance_policy``.
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``), per block of at most 4096
             elements of a tensor (``"block"``), or per bucket (``"bucket"``; not with ``ZeroOneAdam``). None:
             ``"block"``.
@@ -57,7 +58,7 @@ class Numerics:
             0.01 with ``OneBitLamb``, or ``OneBitAdam`` where it preconditions; else 0. With ``ZeroOneAdam``
             denominators in rounds of bits are sqrt(v + share * mean), so that coordinates which renewals have hardly
             seen take no giant steps; a renewal divides by Adam's own, and a tensor that never had a gradient in one
-            only decays until it has. None: 0.001.
+            only decays until it has. None: 0.001; without a ``variance_policy`` there is no floor.
         dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their tensor's other v; tensors
             without any take no further part, or, where v lives on, wait for one. ``"keep"``: 0. None: ``"mean"``.
         bias_correction: Adam's; that of v is frozen with it, done at the freeze where v lives on, or counts its

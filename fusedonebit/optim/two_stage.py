@@ -390,7 +390,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
         own = self.options
-        told = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
+        told: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
         told["frozen_dtype"] = str(own.frozen_dtype)
         return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 

@@ -1,6 +1,7 @@
-"""0/1 Adam (Lu et al., 2022) as a plain ``torch.optim.Optimizer``: rounds that renew the variance, rounds of bits.
+"""0/1 Adam (Lu et al., 2022) as a plain ``torch.optim.Optimizer``: rounds of bits, and of renewals where asked for.
 
-Between steps the momentum is either floats, ``exp_avg``, or, after a round of bits, those bits and their scales.
+Where all workers share a variance the momentum is, between steps, either floats, ``exp_avg``, or, after a round of
+bits, those bits and their scales. Where each has its own it is floats.
 """
 
 from __future__ import annotations
@@ -27,32 +28,40 @@ from .zero_one_state import DECAY, ZeroOneState
 class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
     r"""Adam whose workers talk in some steps only, and then mostly in one bit per parameter.
 
-    A round begins with parameters x, momentum m and variance v that are equal on all ranks. Either it renews the
-    variance: one step of AdamW on gradients averaged in float32. Or each of its K steps is a worker's own,
+    A round begins with parameters :math:`x` that are equal on all ranks. In each of its K steps every worker w moves by
+    itself, as AdamW does, with a momentum and a variance of its own gradients,
 
     .. math::
-        m_i = \beta_1 m_i + (1 - \beta_1) g_i, \quad
-        x_i \leftarrow x_i - \gamma \left(\frac{\hat m_i}{\sqrt{\hat v} + \epsilon} + \lambda x_i\right), \quad
-        u_i = u_i + \frac{m_i}{\sqrt{\hat v} + \epsilon}
+        u_w = \frac{\hat m_w}{\sqrt{\rho \hat v_w} + \epsilon}, \quad
+        x_w \leftarrow (1 - \gamma \lambda) x_w - \gamma u_w, \quad
+        c_w \leftarrow (1 - \gamma \lambda) c_w + \gamma u_w
 
-    and at its end one synchronisation averages what workers have added up, with error feedback on both sides
-    (0/1 Adam, Algorithm 1): :math:`\bar u` = 1-bit-allreduce(u), and on all ranks, bit for bit,
+    and at its end one synchronisation averages what workers have added up, with error feedback on both sides:
+    :math:`x \leftarrow (1 - \gamma \lambda)^K x -` 1-bit-allreduce(c). There is no warm-up, and nothing is renewed in
+    full precision. By tensor, :math:`\rho = |\mathrm{mean}\, g|^2 / \mathrm{mean}\, |g_w|^2` brings variances to the
+    mean gradient's level: workers' own are larger by their noise. It follows from some 64 numbers of each tensor
+    that workers tell each other where they synchronise (``optim.own_variance``).
+
+    With a ``variance_policy`` it is 0/1 Adam (Lu et al., 2022, Algorithm 1), whose momentum and variance are equal on
+    all ranks when a round begins. Either the round renews the variance: one step of AdamW on gradients averaged in
+    float32. Or its steps are workers' own with the variance that is, and momentum is rebuilt from their average:
 
     .. math::
+        \bar u = \textrm{1-bit-allreduce}\left(\sum \frac{m_w}{\sqrt{\hat v} + \epsilon}\right), \quad
         x \leftarrow (1 - \gamma \lambda)^K x - \gamma \bar u, \quad
         m = \frac{\bar u}{K} (\sqrt{\hat v} + \epsilon)
 
-    Weight decay is no part of u, so that it is none of the rebuilt momentum. Do not average gradients yourself:
-    give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After every round, when
-    ``stats()["local_steps"]`` is 0, parameters are bit-identical on all ranks; within one they differ: evaluate
-    and save models between rounds. Each rank saves and loads its own checkpoint.
+    Do not average gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After
+    every round, when ``stats()["local_steps"]`` is 0, parameters are bit-identical on all ranks; within one they
+    differ: evaluate and save models between rounds. Each rank saves and loads its own checkpoint.
 
     Args:
         params, lr, betas, eps, weight_decay, process_group, wire: As for ``OneBitAdam``.
-        variance_policy: When the variance is renewed: ``policies.DoublingVariance()``, or any object with its method
-            ``renews(done)``, a function of ``policies.Progress`` alone.
-        sync_policy: How long rounds are: ``policies.DoublingRounds(after=..., scaler=..., most=16)``, where
-            ``after`` counts the rounds of the learning-rate warm-up; or any object with its method ``steps(done)``.
+        sync_policy: How long rounds are: ``policies.FixedRounds(2)``, ``policies.DoublingRounds(after=...,
+            scaler=..., most=16)``, or any object with a method ``steps(done)``, a function of ``policies.Progress``
+            alone. None: rounds of one step.
+        variance_policy: When a variance that all workers share is renewed: ``policies.DoublingVariance()``, or any
+            object with its method ``renews(done)``. None: each worker has its own, and nothing renews it.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact where the variance is renewed, by the
             mean of the ranks' norms where they synchronise, and each worker by its own norm in between.
         numerics: See ``Numerics``; ``master_weights`` are advised: workers' own steps are rounded else.
@@ -61,8 +70,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     Example::
 
-        policy = policies.DoublingRounds(after=1000, scaler=500, most=16)
-        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3, sync_policy=policy)
+        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3)
         loss.backward()
         optimizer.step()
     """
