@@ -42,10 +42,10 @@ def parameters(numel: int, tensors: int) -> list[Tensor]:
 def of_shapes(
     shapes: Sequence[tuple[int, ...]], device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Parameters of these shapes, with gradients."""
+    """Parameters of these shapes, with gradients of one size: of others the guard refuses what one step has frozen."""
     params: list[Tensor] = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in shapes]
     for p in params:
-        p.grad = torch.randn_like(p)
+        p.grad = torch.randn_like(p).sign()
     return params
 
 

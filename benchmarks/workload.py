@@ -357,7 +357,7 @@ class Workload:
         arguments = (
             *(self.params, self.grads, layout.sizes, layout.block_size, m, v, False, self.preconditioned),
             *(torch.zeros(layout.numel, device=self.device), self._scale(5.0, layout.n_blocks), self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, None, flags),
+            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, False, None, flags),
         )
         return partial(ops.local_step, *arguments)
 

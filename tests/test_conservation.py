@@ -71,9 +71,9 @@ def denominators(optimizer: OneBitOptimizer) -> np.ndarray:
 
 def unit(optimizer: OneBitOptimizer, layer: np.ndarray) -> np.ndarray:
     """What gradients count with besides, of each element: c of the step to come where LAMB's variance lives, else 1."""
-    params = parameters(optimizer)
-    of_each = layer.reshape(-1, len(Layer))[:, Layer.COEFFICIENT] if layer.size and optimizer.options.lives else None
-    return np.repeat(np.ones(len(params)) if of_each is None else of_each, [p.numel() for p in params])
+    if not (layer.size and optimizer.options.lives):
+        return np.ones(())
+    return np.repeat(layer.reshape(-1, len(Layer))[:, Layer.COEFFICIENT], [p.numel() for p in parameters(optimizer)])
 
 
 def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:

@@ -385,7 +385,8 @@ def decaying_coefficient(x: float, squares: float, k) -> float:
     """c, of |x| and of |u|^2 without wd * x, which counts as if it were at right angles; more than 0; float64."""
     decay = of(k, WEIGHT_DECAY).to(tl.float64)
     decay = decay * x
-    return tl.maximum(coefficient(x, tl.sqrt(squares + decay * decay), k), LEAST_UNIT)
+    c = coefficient(x, tl.sqrt(squares + decay * decay), k)
+    return tl.where(c > LEAST_UNIT, c, LEAST_UNIT)
 
 
 @rule

@@ -145,7 +145,8 @@ def apply_momentum(
             update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
         x = move(params, tile, block_size, update, k, live, live_row, rounding)
         if x_squares is not None:
-            x_squares[b] = square_sum(only_live(x, live, live_row, tile)).float()
+            told = square_sum(only_live(x, live, live_row, tile)).float()
+            x_squares[b] = torch.where(live_row[b] != 1, told, x_squares[b])
 
 
 @jit()
