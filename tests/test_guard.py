@@ -244,7 +244,12 @@ def test_the_warning_tells_the_norm_the_factor_and_what_to_do(guard, options, mo
     assert f"was {stats['update_norm'] / reference:.3g} times that of the last uncompressed one" in text
     assert f"at most {most} is let through" in text
     assert follows in text
-    assert "Numerics(precondition=True), a larger variance_floor there or a later freeze" in text
+    assert 'use variance="shared" (no freeze_step), Numerics(precondition=True), a larger variance_floor' in text
+
+
+def test_the_warning_of_a_variance_that_lives_advises_nothing_of_a_freeze():
+    text = guarded(freeze_step=None, warmup=3)._guard.describe(rewarms=True, steps=9, lives=True)
+    assert text.endswith("If this happens again, use a lower learning rate")
 
 
 def test_verdicts_that_come_a_step_late_as_on_cuda_lead_to_one_rewarm_up():

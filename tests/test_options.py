@@ -315,6 +315,20 @@ def test_an_option_that_another_makes_idle_is_refused(name):
         kind([torch.nn.Parameter(torch.ones(3))], **options)
 
 
+def test_a_groups_bound_of_a_ratio_that_is_not_formed_is_refused_when_it_is_given_and_when_it_is_changed():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
+    with pytest.raises(ValueError, match=r'r_min must be 0.5 with variance="shared", got 0.1 in group 1: no ratio'):
+        OneBitLamb([groups[0], groups[1] | {"r_min": 0.1}])
+    optimizer = OneBitLamb(groups)
+    for group in groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()
+    optimizer.param_groups[1]["r_max"] = 2.0
+    with pytest.raises(ValueError, match=r"r_max must be 4.0 with .*, got 2.0 in group 1: .*; or pass freeze_step"):
+        optimizer.step()
+    OneBitLamb([groups[0], groups[1] | {"r_min": 0.1}], freeze_step=9)
+
+
 def test_a_group_that_was_appended_and_a_parameter_that_is_none_are_refused_by_name():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = OneBitAdam([p])

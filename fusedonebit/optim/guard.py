@@ -83,7 +83,7 @@ class DivergenceGuard:
         """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
         return Limit(coef, self._root, self.limit, self.norm)
 
-    def describe(self, rewarms: bool, steps: int) -> str:
+    def describe(self, rewarms: bool, steps: int, lives: bool) -> str:
         """Say why an update was refused and what follows; wait for the device."""
         times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
@@ -92,10 +92,15 @@ class DivergenceGuard:
             else 'Its momentum is kept, and nothing else follows (guard="warn"), so that training may stand still from '
             "now on"
         )
+        way_out = (
+            "a lower learning rate"
+            if lives
+            else 'variance="shared" (no freeze_step), Numerics(precondition=True), a larger variance_floor there or a '
+            "later freeze"
+        )
         return (
             f"the norm of the compressed update, {float(self.norm):.3g}, was {times:.3g} times {self._of}; at most "
-            f"{most:g} is let through. {follows}. "
-            "If this happens again, use Numerics(precondition=True), a larger variance_floor there or a later freeze"
+            f"{most:g} is let through. {follows}. If this happens again, use {way_out}"
         )
 
     def state(self) -> list[Tensor]:

@@ -45,6 +45,10 @@ SETTLED = 0.8
 """Share of the coefficients that c_avg, which starts at 0, should have reached at the freeze."""
 
 
+RATIOS = ("r_min", "r_max", "r_threshold")
+"""What bounds r, by the names that groups may give it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneBitLambOptions(OneBitOptions, Layerwise):
     """Settings of ``OneBitLamb``; ``variant`` is ``integrations.deepspeed``'s."""
@@ -56,7 +60,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 
     objects: ClassVar = {**OneBitOptions.objects, "layerwise": Layerwise}
     takes: ClassVar = OneBitOptions.takes | names_of(Layerwise) | {"variant"}
-    grouped: ClassVar = (*LambOptions.grouped, "r_min", "r_max", "r_threshold")
+    grouped: ClassVar = (*LambOptions.grouped, *RATIOS)
     told: ClassVar = (*OneBitOptions.told, "variant")
 
     @classmethod
@@ -90,11 +94,8 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        of = f'variance="{self.variance}"' if self.lives else "Layerwise(adaptive=False)"
-        for name in ("r_min", "r_max", "r_threshold"):
-            if not self.ratios and (got := getattr(self, name)) != (usual := getattr(LAYERWISE, name)):
-                way_out = "; or pass freeze_step" if self.lives else ""
-                raise ValueError(f"{name} must be {usual} with {of}, got {got!r}: no ratio is formed{way_out}")
+        self.check_ratios(vars(self))
+        of = f'variance="{self.variance}"'
         if self.lives and not self.precondition:
             raise ValueError(
                 f"precondition must be True or None with {of}, got False: coefficients are of updates; or pass "
@@ -114,6 +115,14 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
                 "momentum_scaling must be False or None with Numerics(precondition=True), got True: "
                 "each coordinate already has a unit of its own"
             )
+
+    def check_ratios(self, given: Mapping[str, Any], where: str = "") -> None:
+        """Raise ValueError where a bound of r is given and no r is formed."""
+        of = f'variance="{self.variance}"' if self.lives else "Layerwise(adaptive=False)"
+        for name in RATIOS:
+            if not self.ratios and (got := given[name]) != (usual := getattr(LAYERWISE, name)):
+                way_out = "; or pass freeze_step" if self.lives else ""
+                raise ValueError(f"{name} must be {usual} with {of}, got {got!r}{where}: no ratio is formed{way_out}")
 
 
 _RATIOS: dict[str, Any] = {"given": True, "stage": "compressed", "when": "options.ratios"}
@@ -212,6 +221,10 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         shared |= {"layerwise": layerwise, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step)
+
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        super().check_group(group, name)
+        self.options.check_ratios(group, f" in {name}" if name else "")
 
     def build(self) -> None:
         super().build()

@@ -228,7 +228,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
-            return self._guard.describe(self.options.guard == "rewarm", self.options.rewarm_steps)
+            options = self.options
+            return self._guard.describe(options.guard == "rewarm", options.rewarm_steps, options.lives)
         if self._phase == "warmup":
             return self._describe_handshake()
         return super()._describe(flag)
