@@ -22,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     teacher = nn.Linear(64, 10).to(device)
-    optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=STEPS // 5)
+    optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS)
     # torch's scaler, but all ranks skip the same steps and keep the same scale. (bfloat16 needs none.)
     scaler = fusedonebit.amp.GradScaler(device.type)
 

@@ -24,7 +24,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     teacher = nn.Linear(64, 10).to(device)
     model = DistributedDataParallel(model)
-    optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=STEPS // 5)
+    optimizer = fusedonebit.OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS)
     # DDP averages gradients in the warm-up, and leaves them alone once the optimizer compresses.
     fusedonebit.ddp.attach(model, optimizer)
 

@@ -32,7 +32,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     teacher = nn.Linear(64, 10).to(device)
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=60)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS)
 
     found = [newest()]
     dist.broadcast_object_list(found)  # all ranks load the same

@@ -29,7 +29,7 @@ def main() -> None:
     teacher = nn.Linear(64, 10).to(device)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh["shard"])  # not over the whole mesh: that would average everything
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=STEPS // 5, process_group=mesh["replicate"])
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS, process_group=mesh["replicate"])
 
     torch.manual_seed(1 + dist.get_rank())
     for step in range(STEPS):

@@ -20,7 +20,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same model on every rank; no DistributedDataParallel
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     teacher = nn.Linear(64, 10).to(device)
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=STEPS // 5, process_group=transport)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS, process_group=transport)
 
     torch.manual_seed(1 + transport.rank)  # other data on every rank
     for step in range(STEPS):

@@ -23,7 +23,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     teacher = nn.Linear(64, 10).to(device)
     # Uncompressed for the first fifth, then one bit per parameter.
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=STEPS // 5, max_grad_norm=1.0)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
     torch.manual_seed(1 + dist.get_rank())  # other data on every rank

@@ -29,7 +29,7 @@ def main() -> None:
     # The model before the optimizer, which wants parameters on their device, and equal on all ranks as DDP makes them.
     model = accelerator.prepare(model)
     # max_grad_norm here instead of accelerator.clip_grad_norm_, which clips each rank by its own norm.
-    ours = fusedonebit.OneBitAdam(model.parameters(), lr=3e-3, freeze_step=STEPS // 5, max_grad_norm=1.0)
+    ours = fusedonebit.OneBitAdam(model.parameters(), lr=3e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0)
     if isinstance(model, DistributedDataParallel):  # a single process has none
         fusedonebit.ddp.attach(model, ours)
     # A prepared scheduler takes as many steps at once as there are processes.

@@ -39,7 +39,7 @@ def main() -> None:
     arguments = TrainingArguments("runs/trainer", use_cpu=not torch.cuda.is_available(), **common, **quiet)
     # DDP makes models equal that were made from different seeds, but comes after the optimizer: broadcast_parameters.
     wire = fusedonebit.Wire(broadcast_parameters=True)
-    settings = {"lr": 3e-3, "freeze_step": STEPS // 4, "max_grad_norm": 1.0, "wire": wire}
+    settings = {"lr": 3e-3, "warmup": 0.05, "total_steps": STEPS, "max_grad_norm": 1.0, "wire": wire}
     # Not optimizers=(...): an optimizer made here might miss the device and the process group, which Trainer sets up.
     ours = {"optimizer_cls_and_kwargs": (fusedonebit.OneBitAdam, settings)}
     data = [{"input_ids": row, "labels": row} for row in counting]
