@@ -160,11 +160,15 @@ def own_adam(s: OwnState, g: Tensor, *, gamma: float, decay: float = 0.0, beta1:
     s.left = (1 - gamma * decay) * s.left
 
 
-def synchronise(s: OwnState, g: Tensor, r: Tensor, shares: Sequence[int], *, beta2: float = 0.999) -> None:
-    """After a round's last step, on the gradients g [W, d]; r [d] and shares are as for renew."""
+def synchronise(s: OwnState) -> None:
+    """After a round's last step: the mean of what workers add up, and nothing else, moves x."""
     nothing = torch.zeros_like(s.x)
     s.x = s.left * s.x - exchange(s, nothing, nothing, 0.0)
-    s.x_i, s.left = s.x.repeat(len(g), 1), 1.0
+    s.x_i, s.left = s.x.repeat(len(s.x_i), 1), 1.0
+
+
+def follow(s: OwnState, g: Tensor, r: Tensor, shares: Sequence[int], *, beta2: float = 0.999) -> None:
+    """Then, in some rounds, what they tell of the last step's g [W, d]; r [d] and shares are as for renew."""
     b, s.last = beta2 ** (s.t - s.last), s.t
     s.level, s.weight = b * s.level + (1 - b) * projected(s.layers, g, r, shares), b * s.weight + 1 - b
     own = torch.stack([s.v[:, l].mean(0).sum() for l in s.layers]) / (1 - beta2**s.t)

@@ -40,7 +40,7 @@ def fits(*values: Array) -> Array:
 def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -> OwnStep:
     """0/1 Adam, Algorithm 1, lines 4 to 6; and beta1*m, before the step that synchronises.
 
-    Where it follows, v is made first, and c is what parameters lack.
+    Where it follows, v is made first, and c is what parameters lack; in the last step x stays.
     """
     moves, last, leaks, precondition, follows = way
     v, g = wide(p.exp_avg_sq), np.where(p.live, p.flat(p.grads), 0.0)
@@ -62,17 +62,18 @@ def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -
         lost = ~fits(summed, u, squares) | ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
         good = p.live & ~lost & (hold == 0)
         u_size = np.where(good, u_size, 0.0)
-        x = np.where(good, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * np.where(good, u, 0.0), x)
+        went = good & (not (follows and last))
+        x = np.where(went, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * np.where(good, u, 0.0), x)
         m, m_size = np.where(good, new, m), np.where(good, new_size, m_size)
         c, v = np.where(good, summed, c), np.where(good, squares, v)
         size = size + (u_size if follows else np.where(good, new_size / unit + np.abs(leaked), 0.0))
-    if last:
+    if last and not follows:
         total = c + beta1 * m / unit
         lost, c = lost | ~fits(total), np.where(fits(total), total, c)
         size = size + beta1 * m_size / unit
     bounds = (8 * EPS32 * (np.abs(x) + u_size), 8 * EPS32 * m_size, 8 * EPS32 * v, 8 * EPS32 * size)
     told = bool((lost & p.live).any()) and not hold
-    return OwnStep(x, wide(exp_avg) if last else m, v, np.where(p.live, c, 0.0), *bounds, told)
+    return OwnStep(x, wide(exp_avg) if last and not follows else m, v, np.where(p.live, c, 0.0), *bounds, told)
 
 
 def rebuild_momentum(

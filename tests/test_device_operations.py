@@ -109,6 +109,8 @@ CASES = {
     ),
     "ZeroOneAdam, own variances, local step": Case(ZeroOneAdam, own(4), 5, "local", (2, 2), (2, 2)),
     "ZeroOneAdam, own variances, last step": Case(ZeroOneAdam, own(4), 7, "one-bit", (21, 8), (21, 8)),
+    "ZeroOneAdam, own variances, round of one": Case(ZeroOneAdam, own(1), 17, "one-bit", (12, 7), (12, 7)),
+    "ZeroOneAdam, own variances, round of one that tells": Case(ZeroOneAdam, own(1), 19, "one-bit", (20, 7), (20, 7)),
     "ZeroOneAdam, own variances, clips, scaler": Case(
         ZeroOneAdam, own(4) | CLIPS, 7, "one-bit", (25, 11), (25, 11), scaler=True
     ),

@@ -295,6 +295,21 @@ def test_it_sends_bits_a_few_numbers_of_each_tensor_and_nothing_between_two_sync
         assert per_step < 0.15
 
 
+@pytest.mark.parametrize(("length", "later"), [(1, [2, 2, 2, 3] * 6), (3, [3, 3, 2, 3, 3, 3, 2]), (4, [3] * 6)])
+def test_after_some_steps_gradients_are_told_in_one_round_of_each_four_steps(length, later):
+    def work(rank: int, transport: Transport) -> list[int]:
+        optimizer, counts = own(make_parameters(), (length,), process_group=transport), []
+        for step in range(16 + 24):
+            train(optimizer, rank, 1, step)
+            counts.append(optimizer.stats()["collectives_step"])
+        return counts[length - 1 :: length]
+
+    early = -(-16 // length)
+    for counts in SimulatedGroup(2).run(work):
+        assert counts[1:early] == [3] * (early - 1)  # in the first ranks also agree on policies
+        assert counts[early:] == later
+
+
 def test_alone_it_sends_nothing_and_has_a_level_of_one():
     optimizer = own(make_parameters())
     train(optimizer, 0, 6)

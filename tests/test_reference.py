@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, reference
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.optim.own_variance import places
+from fusedonebit.optim.own_variance import EARLY, TOLD_EVERY, places
 from fusedonebit.optim.policies import FixedRounds
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.projections import Projections
@@ -255,8 +255,10 @@ def follow_own(paper: ModuleType, name: str) -> Iterator[Seen]:
         g = torch.stack([gradient_in(name, x.float(), worker, t) for worker, x in enumerate(s.x_i)]).double()
         paper.own_adam(s, g, gamma=1e-2, decay=OWN["weight_decay"], beta1=beta1, beta2=beta2, eta=1e-8)
         if t % 3 == 2:
-            r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
-            paper.synchronise(s, g, r, OWN_SHARES, beta2=beta2)
+            paper.synchronise(s)
+            if t - 2 < EARLY or (t + 1) // TOLD_EVERY > (t - 2) // TOLD_EVERY:
+                r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
+                paper.follow(s, g, r, OWN_SHARES, beta2=beta2)
         errors = {"worker_error": s.worker_error, "server_error": s.server_error}
         yield {"x": s.x_i, "m": s.m, "v": s.v, "rho": s.rho.clone()} | errors
 
@@ -375,15 +377,20 @@ MUTANTS = {
         ("decay of a round", "own_adam", "(1 - gamma * decay) * s.left", "s.left"),
         ("from where all were", "synchronise", "s.left * s.x -", "s.left * s.x_i[0] -"),
         ("sign", "synchronise", "s.x - exchange", "s.x + exchange"),
-        ("the next round", "synchronise", "s.x_i, s.left = s.x.repeat(len(g), 1), 1.0", "s.left = 1.0"),
-        ("its decay", "synchronise", "s.x_i, s.left = s.x.repeat(len(g), 1), 1.0", "s.x_i = s.x.repeat(len(g), 1)"),
-        ("the level's memory", "synchronise", "(s.t - s.last)", "1"),
-        ("since when", "synchronise", "b, s.last = beta2 ** (s.t - s.last), s.t", "b = beta2 ** (s.t - s.last)"),
-        ("its weights", "synchronise", "s.level / s.weight", "s.level"),
-        ("the mean of v", "synchronise", "s.v[:, l].mean(0)", "s.v[0, l]"),
-        ("its correction", "synchronise", "(1 - beta2**s.t)", "1"),
-        ("at least", "synchronise", "clip(1 / len(g), 1)", "clip(0, 1)"),
-        ("at most", "synchronise", "clip(1 / len(g), 1)", "clip(1 / len(g))"),
+        ("the next round", "synchronise", "s.x_i, s.left = s.x.repeat(len(s.x_i), 1), 1.0", "s.left = 1.0"),
+        (
+            "its decay",
+            "synchronise",
+            "s.x_i, s.left = s.x.repeat(len(s.x_i), 1), 1.0",
+            "s.x_i = s.x.repeat(len(s.x_i), 1)",
+        ),
+        ("the level's memory", "follow", "(s.t - s.last)", "1"),
+        ("since when", "follow", "b, s.last = beta2 ** (s.t - s.last), s.t", "b = beta2 ** (s.t - s.last)"),
+        ("its weights", "follow", "s.level / s.weight", "s.level"),
+        ("the mean of v", "follow", "s.v[:, l].mean(0)", "s.v[0, l]"),
+        ("its correction", "follow", "(1 - beta2**s.t)", "1"),
+        ("at least", "follow", "clip(1 / len(g), 1)", "clip(0, 1)"),
+        ("at most", "follow", "clip(1 / len(g), 1)", "clip(1 / len(g))"),
     ],
     "lamb": [
         *EXCHANGE,

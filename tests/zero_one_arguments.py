@@ -15,6 +15,7 @@ WAYS: list[Way] = [
     (False, True, False, False, False),
     (True, False, False, False, False),
     (True, False, False, True, True),
+    (True, True, False, True, True),
 ]
 """Of calling ``local_step``: moves, last, leaks, precondition, follows."""
 

@@ -22,8 +22,8 @@ def local_step_kernel(
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: 8 for c, 4 for v (8 where FOLLOWS), 4 for m (8 unless LAST); where MOVES the gradient, x twice;
-    4 for the anchor.
+    Bytes per element: 8 for c, 4 for v (8 where FOLLOWS), 4 for m (8 unless LAST, or where FOLLOWS); where MOVES the
+    gradient, x twice unless both LAST and FOLLOWS; 4 for the anchor.
     """
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
@@ -50,7 +50,7 @@ def local_step_kernel(
         if MOVES:
             place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
             g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
-            if anchor is None:
+            if anchor is None and not (FOLLOWS and LAST):
                 x = io.load_user(place, i, mask, row, PARAMS)
             g = rules.counted(g, k)
             new = rules.momentum(m, g, k)
@@ -71,12 +71,13 @@ def local_step_kernel(
             counts = finite & mask
             if held:  # a branch: the assembler would keep a scalar's register for each thread, and spill
                 counts = i < 0
-            io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
+            if not (FOLLOWS and LAST):
+                io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
             c = tl.where(counts, summed, c)
             if FOLLOWS:
                 tl.store(exp_avg_sq + at, tl.where(counts, squares, v))
-        if LAST:
+        if LAST and not FOLLOWS:
             kept = m
             if PRECONDITION:
                 kept = tl.div_rn(m, d)
@@ -113,12 +114,14 @@ def local_step(
 
         v = beta2*v + (1 - beta2)*g^2;  c = (1 - lr*wd)*c + step_size * m/denom
 
+    and x stays in the ``last`` step, the one that synchronises: all will move from where they began.
+
     Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Written where ``moves``.
+        params: Written where ``moves``, but for a ``last`` step that ``follows``.
         grads: As for ``momentum_compress``, read where ``moves``.
-        exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``.
+        exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``, or where it ``follows``.
         exp_avg_sq: v, float32 [P]; written where it ``follows``.
         precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
@@ -126,9 +129,9 @@ def local_step(
         live, live_row: The active mask: elements that count; others get c = 0.
         hold: int32 [1]; where set x, m and v stay, and c gets no update.
         moves: Whether this is a step; else only beta1*m is added where ``last``.
-        last: Whether the next step synchronises.
+        last: Whether the next step synchronises; where it ``follows``, this one.
         leaks: c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``.
-        follows: See above; then ``last`` and ``leaks`` are false, and ``precondition`` says nothing.
+        follows: See above; then ``leaks`` is false, and ``precondition`` says nothing.
         anchor: float32 [P], written where this is a round's first step, else None: the parameters as they were, those
             that do not count included.
         flags: int32 [1], ``NONFINITE`` is set where it happened.
@@ -159,12 +162,13 @@ def local_step(
             if follows:
                 finite = finite & rules.finite(squares)
             counts = (finite if mask is None else finite & mask) & (hold == 0)
-            scatter(tl.where(counts, rules.moved(x, u, k), x), params, tile)
+            if not (follows and last):
+                scatter(tl.where(counts, rules.moved(x, u, k), x), params, tile)
             m = tl.where(counts, new, m)
             c = tl.where(counts, summed, c)
             if follows:
                 v.copy_(tl.where(counts, squares, v))
-        if last:
+        if last and not follows:
             total = c + (m / d if precondition else m) * of(k, BETA1)
             fits = rules.finite(total)
             finite, c = finite & fits, tl.where(fits, total, c)

@@ -23,6 +23,9 @@ from ..triton_kernels.levels import FOLLOWED, LEVELS
 MOST = 64
 """Projections of a tensor at most: more tell little more, as an EMA of their squares is what counts."""
 
+EARLY, TOLD_EVERY = 16, 4
+"""Of the first steps each round's gradient is told, then that of one round in so many steps: the EMA is longer."""
+
 
 class Owner(Protocol):
     """Is an optimizer whose workers have variances of their own: ``ZeroOneAdam``, which says what these are."""
@@ -64,6 +67,10 @@ class OwnVariance:
         self._told = int(sum(lengths))  # behind them are those of padding
         self._sums = torch.zeros(layout.n_blocks, device=device)
 
+    def tells(self, done: int, steps: int) -> bool:
+        """Return whether ranks tell each other anything in a round of ``steps`` after ``done`` steps."""
+        return not self._alone and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
+
     def tell(self, optimizer: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
         layout, live = optimizer.layout, optimizer.live
@@ -85,11 +92,6 @@ class OwnVariance:
         coef, absent = optimizer.coefficients.last, None if absent is None else absent.view(torch.uint8)
         of_ranks = (told, self._first, transport.world_size)
         follow_level(*of_ranks, coef, optimizer.own_steps, flags, absent, self.levels, self.rho)
-
-    @property
-    def alone(self) -> bool:
-        """Return whether there is no other rank, whose gradients would have noise of their own."""
-        return self._alone
 
     def begin(self, steps: Tensor) -> None:
         """Go on from another optimizer's variance after ``steps`` float64 [tensors]: no gradient was told yet."""

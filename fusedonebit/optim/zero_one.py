@@ -200,9 +200,13 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         worker, dense, v = self.reducer.worker, self.parameters.dense, self.exp_avg_sq
         inside, precondition = self._eps_inside_sqrt, self.options.precondition
         where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
-        told, anchor = (moves, last, self.leaks, self.own is not None), self._kept_now if moves else None
+        told, anchor = (moves, last, self.leaks, self.own is not None), self._kept(moves, last)
         whose = (dense, grads, *self._places, self.exp_avg, v, inside, precondition)
         local_step(*whose, *where, *told, anchor, self._pending)
+
+    def _kept(self, moves: bool, last: bool) -> Tensor | None:
+        """Return where a round's first step keeps the parameters, if it changes any."""
+        return self._kept_now if moves and not (last and self.own is not None) else None
 
     def _sum_up(self, coef: Tensor) -> None:
         """Add up how far steps of the round go, and how much is left of the parameters; ``coef`` is this step's."""
@@ -230,15 +234,18 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         # One that can't take the step has no gradient: nothing of it may count as one that is 0.
         hold = torch.ones_like(self._no_flags) if told.abort else agreed.hold
         kept = self._keep_own(told.missing)
-        self._add(grads, agreed.coef, hold, moves=True, last=False)
+        self._add(grads, agreed.coef, hold, moves=True, last=True)
         told = told._replace(pending=self._pending)
         self._synchronise(lambda part: part.compress(self._all_missing, self._plain), told, coef)
         self.reducer.kept += kept
         left, decay = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY]
-        left.copy_(decay) if self._local == 0 else torch.mul(self._moved[DECAY], decay, out=left)
-        self._go_back()
+        if self._local == 0:
+            left.copy_(decay)
+        else:
+            torch.mul(self._moved[DECAY], decay, out=left)
+            self._go_back()
         self._apply_momentum(self.coefficients.still(self._plain, self._absent))
-        if not own.alone:
+        if own.tells(self._done.steps, self._round.steps):
             self._follow(own, grads, agreed.factor)
         self._end_round(self._round)
 

@@ -93,16 +93,18 @@ KERNEL(local_step)
         if (MOVES) {
             struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
             load_user(g, from, live, row, BLOCK_SIZE);
-            load_user(x, at, live, row, BLOCK_SIZE);
+            if (!(FOLLOWS && LAST))
+                load_user(x, at, live, row, BLOCK_SIZE);
             if (FOLLOWS) {
                 own_squares(now, v, g, at.k, BLOCK_SIZE);
                 denominators(d, now, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
                 own_step_and_squares(m, v, x, c, fine, g, now, d, at.k, takes, BLOCK_SIZE);
             } else
                 own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
-            store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
+            if (!(FOLLOWS && LAST))
+                store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
         }
-        if (LAST)
+        if (LAST && !FOLLOWS)
             add_kept(c, fine, m, d, at.k, PRECONDITION, BLOCK_SIZE);
         else if (MOVES)
             memcpy(exp_avg + b * BLOCK_SIZE, m, BLOCK_SIZE * sizeof *m);

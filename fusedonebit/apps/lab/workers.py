@@ -179,7 +179,7 @@ class BatchedZeroOneAdam(ZeroOneAdam):
             for _, exp_avg, _ in self._others:
                 exp_avg.copy_(self.exp_avg)
         inside, precondition = self._eps_inside_sqrt, self.options.precondition
-        told, anchor = (moves, last, self.leaks, not self.shares_variance), self._kept_now if moves else None
+        told, anchor = (moves, last, self.leaks, not self.shares_variance), self._kept(moves, last)
         for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
