@@ -15,10 +15,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from fusedonebit.apps.plan import Network
-from fusedonebit.apps.plan.costs import all_reduce, all_to_all, flat
+from fusedonebit.apps.plan import METHODS, Network
+from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.plot import draw
-from fusedonebit.apps.plan.report import Plan, duration
+from fusedonebit.apps.plan.report import Plan
+from fusedonebit.apps.plan.units import duration
 
 from .pages import DOCS, PERFORMANCE, write_tables
 from .planner_fit import (
@@ -101,7 +102,7 @@ def bandwidth_of(seconds: float, nbytes: int, gpus: int, per_node: int) -> float
     low, high = 1e6, 1e13
     for _ in range(80):
         middle = (low * high) ** 0.5
-        slow = all_reduce(nbytes, gpus, Network(middle, gpus_per_node=per_node)) > seconds
+        slow = all_reduce(nbytes, gpus, Network(middle, gpus_per_node=per_node)).seconds > seconds
         low, high = (middle, high) if slow else (low, middle)
     return low
 
@@ -116,32 +117,32 @@ def others_table() -> str:
     fast = Network(400e9, gpus_per_node=16)
     for nbytes, seconds in ALL_TO_ALL_128:
         told = "ap is this reading / 127" if nbytes == 512 else "the same ap"
-        add(f"all-to-all, 128 GPUs, {nbytes} B", duration(seconds), all_to_all(nbytes, 128, fast), told)
+        add(f"all-to-all, 128 GPUs, {nbytes} B", duration(seconds), all_to_all(nbytes, 128, fast).seconds, told)
     nbytes, (least, most) = ALL_TO_ALL_64_H800
     h800 = Network(400e9, gpus_per_node=8)
     add(
         "all-to-all, 64 H800, 8 MiB",
         f"{duration(least)} to {duration(most)}",
-        all_to_all(nbytes, 64, h800),
+        all_to_all(nbytes, 64, h800).seconds,
         "assumed: 8 cards of 400 Gbit/s a node",
     )
     largest, seconds = ALL_REDUCE_256[0]
     between = bandwidth_of(seconds, largest, 256, 16)
     for nbytes, seconds in ALL_REDUCE_256:
         told = f"Bn from this reading: {between / 1e9:.0f} GB/s" if nbytes == largest else "the same Bn"
-        predicted = all_reduce(nbytes, 256, Network(between, gpus_per_node=16))
+        predicted = all_reduce(nbytes, 256, Network(between, gpus_per_node=16)).seconds
         add(f"all-reduce, 256 GPUs, {nbytes >> 20} MiB", duration(seconds), predicted, told)
     nbytes, reduced, exchanged = V100_64
     v100 = Network(bandwidth_of(reduced, nbytes, 64, 8), gpus_per_node=8)
     told = f"Bn from its all-reduce of 122 ms: {v100.between / 1e9:.2g} GB/s"
-    add("all-to-all, 64 V100, 256 MiB", duration(exchanged), all_to_all(nbytes, 64, v100), told)
+    add("all-to-all, 64 V100, 256 MiB", duration(exchanged), all_to_all(nbytes, 64, v100).seconds, told)
     ethernet = fit([r for r in TABLE_2 if r.cluster is ETHERNET])
     uncompressed = TABLE_2[0].milliseconds + COMPUTE_256_ETHERNET
     inferred = 1e-3 * (uncompressed / SPEEDUP_256_ETHERNET - COMPUTE_256_ETHERNET)
     add(
         "1-bit LAMB's messages, 256 GPUs, Ethernet",
         f"about {duration(inferred)}",
-        flat(BERT_LARGE, 256, ethernet.network),
+        METHODS["flat"].cost(BERT_LARGE, 256, ethernet.network).seconds,
         'Bn from table 2; read is inferred from "up to 4.5x", compute as in table 2',
     )
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ Two numbers for each cluster: h, seconds per byte of gradient that every GPU spe
 
     t = h * bytes + share * bytes / Bn + latency
 
-where share, what the busiest node sends, and the latency are those of ``costs.all_reduce``, and not fitted. So t
+where share, what the busiest node sends, and the latency are those of ``collectives.all_reduce``, and not fitted. So t
 is linear in h and 1/Bn: least squares of relative errors, in closed form.
 """
 
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import NamedTuple
 
-from fusedonebit.apps.plan.costs import TREE_BANDWIDTH, Network, all_reduce, tree_share
+from fusedonebit.apps.plan import Network
+from fusedonebit.apps.plan.collectives import TREE_BANDWIDTH, all_reduce, tree_share
 
 from .planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2, Cluster, Reading
 
@@ -29,7 +30,7 @@ Share = Callable[[Reading], float]
 
 
 def least_share(reading: Reading) -> float:
-    """Of NCCL's ring or tree, whichever sends less, as in ``costs.all_reduce``."""
+    """Of NCCL's ring or tree, whichever sends less, as in ``collectives.all_reduce``."""
     return min(ring_share(reading), tree_share(reading.nodes) / TREE_BANDWIDTH)
 
 
@@ -49,7 +50,7 @@ class Fit:
     def milliseconds(self, reading: Reading) -> float:
         """Predicted for a row of table 2."""
         per_byte = self.handling + self.share(reading) / self.network.between
-        return 1e3 * (GRADIENT_BYTES * per_byte + all_reduce(0, reading.gpus, self.network))
+        return 1e3 * (GRADIENT_BYTES * per_byte + all_reduce(0, reading.gpus, self.network).seconds)
 
 
 class Prediction(NamedTuple):
@@ -77,7 +78,7 @@ def fit(readings: Sequence[Reading], share: Share = least_share) -> Fit:
     # Minimises sum((h x + y/Bn - 1)^2): the normal equations of two unknowns.
     xx = xy = yy = x1 = y1 = 0.0
     for r in readings:
-        seconds = 1e-3 * r.milliseconds - all_reduce(0, r.gpus, _network(cluster, math.inf))
+        seconds = 1e-3 * r.milliseconds - all_reduce(0, r.gpus, _network(cluster, math.inf)).seconds
         x, y = GRADIENT_BYTES / seconds, share(r) * GRADIENT_BYTES / seconds
         xx, xy, yy, x1, y1 = xx + x * x, xy + x * y, yy + y * y, x1 + x, y1 + y
     determinant = xx * yy - xy * xy

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusedonebit.apps.plan.costs import METHODS, Network
+from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.comm import Messages
 from fusedonebit.comm.message import HEADER_BYTES
 from fusedonebit.triton_kernels import FlatLayout
@@ -190,7 +190,7 @@ def kernel_seconds(layout: FlatLayout, optimizer: str, machine: Machine = H200) 
 
 def wire_seconds(parameters: float, world_size: int, network: Network) -> dict[str, float]:
     """What the planner says of one step's messages, in each way there is."""
-    return {name: METHODS[name].seconds(parameters, world_size, network) for name in WAYS}
+    return {name: METHODS[name].cost(parameters, world_size, network).seconds for name in WAYS}
 
 
 WAYS = ("flat", "hierarchical-bf16", "marsit-owner", "bf16")

@@ -1,4 +1,4 @@
-"""The planner: its formulas by hand, what was held out from its fit, its command, and the choice of a topology."""
+"""The planner's costs: formulas by hand, what was held out from their fit, and the choice of a topology."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from benchmarks.planner_fit import SPLITS, Fit, each_held_out, fit, held_out, ri
 from benchmarks.planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.apps.cli import main
-from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, cost
-from fusedonebit.apps.plan.costs import all_reduce, column_links, has_torus, row_links, tree_share
-from fusedonebit.apps.plan.report import Plan
-from fusedonebit.apps.plan.units import parse_bandwidth, parse_count
+from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, methods
+from fusedonebit.apps.plan.collectives import all_reduce, tree_share
+from fusedonebit.apps.plan.costs import column_links, has_torus, possible, row_links
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.ring_topology import TOPOLOGIES, stages
 
@@ -35,6 +34,10 @@ HOPS = Network(between=1e30, inside=1e30, gpus_per_node=4, between_latency=1.0, 
 """No bytes: seconds count hops between nodes, hundredths those inside, ten-thousandths peers."""
 
 
+def seconds_of(method: str, parameters: float, gpus: int, network: Network) -> float:
+    return METHODS[method].cost(parameters, gpus, network).seconds
+
+
 # ---------------------------------------------------------------- formulas
 
 
@@ -43,7 +46,10 @@ HOPS = Network(between=1e30, inside=1e30, gpus_per_node=4, between_latency=1.0, 
     [
         ("fp32", 2 * 3200 * 15 / 16),  # ring: 3.2 GB there and back, one link out of each node
         ("bf16", 2 * 1600 * 15 / 16),
+        ("int8", 8 * (1 + 4 / 512) * (4 * 100 * 12 / 16 + 100 * 15 / 16)),
+        ("diloco", 2 * 3200 * 15 / 16 / 64),
         ("flat", 4 * 100 * 12 / 16 + 100 * 15 / 16),  # four GPUs share the card in the all-to-all only
+        ("zero-one", (4 * 100 * 12 / 16 + 100 * 15 / 16) / 2),
         ("hierarchical", 320 * 3 / 4 + 2 * 100 * 3 / 4 + 10 * 3 / 4),
         ("hierarchical-bf16", 160 * 3 / 4 + 2 * 100 * 3 / 4 + 10 * 3 / 4),
         ("marsit-ring", 2 * 100 * 15 / 16),
@@ -53,13 +59,15 @@ HOPS = Network(between=1e30, inside=1e30, gpus_per_node=4, between_latency=1.0, 
     ],
 )
 def test_bytes_of_16_gpus_on_4_nodes(method, milliseconds):
-    assert cost(method, 8e8, 16, WIRE) == pytest.approx(1e-3 * milliseconds)
+    assert seconds_of(method, 8e8, 16, WIRE) == pytest.approx(1e-3 * milliseconds)
 
 
 @pytest.mark.parametrize(
     ("method", "seconds"),
     [
         ("fp32", 2 * (2 + 0.03)),  # the tree: two levels of nodes, chains of three hops; a ring has 6 + 0.24
+        ("powersgd", 4 * (2 + 0.03)),
+        ("diloco", 2 * (2 + 0.03) / 64),
         ("flat", 15e-4 + 3 + 0.12),
         ("hierarchical", 3 * 1.0001 + 0.06),
         ("marsit-ring", 30 * 1.0001),
@@ -68,41 +76,70 @@ def test_bytes_of_16_gpus_on_4_nodes(method, milliseconds):
     ],
 )
 def test_hops_of_16_gpus_on_4_nodes(method, seconds):
-    assert cost(method, 8e8, 16, HOPS) == pytest.approx(seconds)
+    assert seconds_of(method, 8e8, 16, HOPS) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("method", "node", "gpu"),
+    [
+        ("fp32", 2 * 3200 * 15 / 16, 2 * 3200 * 3 / 4),
+        ("flat", 4 * 100 * 12 / 16 + 100 * 15 / 16, 2 * 100 * 3 / 4),  # four lanes leave the node in the all-to-all
+        ("hierarchical", 2 * 100 * 3 / 4, (3200 + 100) * 3 / 4),
+        ("hierarchical-bf16", 2 * 100 * 3 / 4, (1600 + 100) * 3 / 4),
+        ("marsit-ring", 2 * 100 * 15 / 16, 2 * 100 * 3 / 4),
+        ("marsit-torus", 4 * 2 * 25 * 3 / 4, 2 * 100 / 2 + 2 * 50 / 2),
+        ("marsit-owner", 100 * 15 / 16, 100 * 3 / 4),
+        ("diloco", 2 * 3200 * 15 / 16 / 64, 2 * 3200 * 3 / 4 / 64),
+    ],
+)
+def test_bytes_are_those_a_node_sends_and_of_a_single_node_those_of_a_gpu(method, node, gpu):
+    assert METHODS[method].cost(8e8, 16, WIRE).sent == pytest.approx(1e6 * node)
+    assert METHODS[method].cost(8e8, 4, WIRE).sent == pytest.approx(1e6 * gpu)
+
+
+def test_eight_gpus_behind_one_card_share_it_where_each_sends_for_itself():
+    behind_one = Network(1e9, inside=1e15, gpus_per_node=8, **BARE)
+    sent = {"flat": 8 * 8 / 16 + 15 / 16, "int8": 8 * (1 + 4 / 512) * (8 * 8 / 16 + 15 / 16)}
+    sent |= {"hierarchical": 2 / 2, "marsit-owner": 15 / 16}  # one message a node
+    for method, times in sent.items():
+        cost = METHODS[method].cost(8e8, 16, behind_one)
+        assert cost.sent == pytest.approx(1e8 * times), method
+        assert cost.seconds == pytest.approx(0.1 * times, rel=1e-3), method
 
 
 def test_one_gpu_sends_nothing_and_two_send_each_other_half():
     for method in METHODS:
-        assert cost(method, 1e9, 1, TYPICAL) == 0
+        assert seconds_of(method, 1e9, 1, TYPICAL) == 0
     apart = Network(between=1e9, inside=1e12, gpus_per_node=1, **BARE)
     b = 0.1  # seconds of 8e8 bits
     expected = {"fp32": 32 * b, "bf16": 16 * b, "flat": b, "hierarchical": b, "marsit-ring": b, "marsit-owner": b / 2}
     for method, seconds in expected.items():
-        assert cost(method, 8e8, 2, apart) == pytest.approx(seconds), method
-    assert cost("marsit-torus", 8e8, 2, apart) is None
+        assert seconds_of(method, 8e8, 2, apart) == pytest.approx(seconds), method
+    assert "marsit-torus" not in possible(2)
 
 
 def test_two_nodes_take_half_a_tree():
     assert [tree_share(n) for n in (1, 2, 3, 4, 64)] == [0, 1, 1.5, 2, 2]
     one = Network(between=1e9, inside=1e12, gpus_per_node=8, **BARE)
-    assert all_reduce(1e9, 16, one) == pytest.approx(1 / 0.92)  # a ring would take 15/8
+    assert all_reduce(1e9, 16, one).seconds == pytest.approx(1 / 0.92)  # a ring would take 15/8
 
 
 def test_costs_grow_with_parameters_gpus_and_slowness():
     for method in METHODS:
         if method == "marsit-torus":  # its shape jumps, and with it who shares the card
             continue
-        costs = [cost(method, 340e6, n, TYPICAL) for n in [1, *COUNTS]]
+        costs = [seconds_of(method, 340e6, n, TYPICAL) for n in [1, *COUNTS]]
         assert costs == sorted(costs), method
     slower = {"between": 1e9, "inside": 1e9, "between_latency": 1e-3, "inside_latency": 1e-3, "peer": 1e-3}
     for method in METHODS:
-        now = cost(method, 340e6, 256, TYPICAL)
-        assert cost(method, 680e6, 256, TYPICAL) > now
+        now = seconds_of(method, 340e6, 256, TYPICAL)
+        assert seconds_of(method, 680e6, 256, TYPICAL) > now
         for name, value in slower.items():
             slow = Network(**{"between": TYPICAL.between, name: value})
-            assert cost(method, 340e6, 256, slow) >= now, (method, name)
+            assert seconds_of(method, 340e6, 256, slow) >= now, (method, name)
         # Between very many nodes only bytes that don't depend on their number are left.
-        assert cost(method, 340e6, 16384, Network(1e9, **BARE)) < 1.2 * cost(method, 340e6, 1024, Network(1e9, **BARE))
+        thousands = [seconds_of(method, 340e6, n, Network(1e9, **BARE)) for n in (1024, 16384)]
+        assert thousands[1] < 1.2 * thousands[0]
 
 
 def test_a_torus_shares_its_nodes_cards_as_its_rings_do():
@@ -122,9 +159,10 @@ def test_a_torus_shares_its_nodes_cards_as_its_rings_do():
 
 
 def test_marsit_pays_for_its_full_precision_rounds():
-    owner, fp32 = (cost(m, 340e6, 64, TYPICAL) for m in ("marsit-owner", "fp32"))
-    assert cost("marsit-owner", 340e6, 64, TYPICAL, 100) == pytest.approx(0.99 * owner + 0.01 * fp32)
-    assert cost("flat", 340e6, 64, TYPICAL, 100) == cost("flat", 340e6, 64, TYPICAL)
+    owner, fp32 = (seconds_of(m, 340e6, 64, TYPICAL) for m in ("marsit-owner", "fp32"))
+    mixed = {name: method.cost(340e6, 64, TYPICAL).seconds for name, method in methods(100).items()}
+    assert mixed["marsit-owner"] == pytest.approx(0.99 * owner + 0.01 * fp32)
+    assert mixed["flat"] == seconds_of("flat", 340e6, 64, TYPICAL)
 
 
 # ---------------------------------------------------------------- fitted to published times
@@ -188,106 +226,13 @@ def test_a_fit_finds_the_constants_that_made_its_times():
         found = fit([r._replace(milliseconds=made.milliseconds(r)) for r in rows])
         assert (found.handling, found.network.between) == pytest.approx((3e-10, 0.7e9))
         for r in rows:  # the line that is fitted is the planner's own all-reduce
-            planned = 1e3 * (3e-10 * GRADIENT_BYTES + all_reduce(GRADIENT_BYTES, r.gpus, made.network))
+            planned = 1e3 * (3e-10 * GRADIENT_BYTES + all_reduce(GRADIENT_BYTES, r.gpus, made.network).seconds)
             assert made.milliseconds(r) == pytest.approx(planned, rel=0.005)
     with pytest.raises(ValueError, match="two node counts"):
         fit([r for r in TABLE_2 if r.cluster is ETHERNET and r.nodes == 64])
 
 
-# ---------------------------------------------------------------- the command
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("4.1Gbps", 4.1e9 / 8),
-        ("25Gbit", 25e9 / 8),
-        ("25 Gbit/s", 25e9 / 8),
-        ("100Gb/s", 12.5e9),
-        ("100gbps", 12.5e9),
-        ("49GB/s", 49e9),
-        ("12.5GBps", 12.5e9),
-        ("1GiB/s", 2**30),
-        ("500Mbit/s", 62.5e6),
-        ("8x400Gbps", 400e9),
-    ],
-)
-def test_bandwidths_know_bits_from_bytes(text, value):
-    assert parse_bandwidth(text) == pytest.approx(value)
-
-
-def test_counts_know_their_letters():
-    given = {"340M": 340_000_000, "1.3B": 1_300_000_000, "1.3g": 1_300_000_000, "7k": 7000, "1_000": 1000, "2e6": 2e6}
-    assert {text: parse_count(text) for text in given} == given
-
-
-GIVEN = {"--params": "340M", "--gpus": "256", "--gpus-per-node": "4", "--network": "4.1Gbps", "--nvlink": "10GB/s"}
-
-
-def plan(tmp_path, **flags: str) -> int:
-    given = GIVEN | {"--out": str(tmp_path)} | {"--" + k.replace("_", "-"): v for k, v in flags.items()}
-    return main(["plan", *(word for pair in given.items() for word in pair)])
-
-
-def test_the_command_names_the_cheapest_and_draws(tmp_path, capsys):
-    assert plan(tmp_path, step_ms="363") == 0
-    out = capsys.readouterr().out
-    assert "cheapest: Marsit, owner, 136 ms a step" in out
-    assert "for 1-bit Adam and 1-bit LAMB: 1-bit, bf16 in node, 219 ms a step" in out
-    assert "compress: saves 2.51 s a step against bf16 all-reduce, 83% of the step (6.03 times as fast)" in out
-    assert "16,384" in out
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_says_where_not_to_compress(tmp_path, capsys):
-    assert plan(tmp_path, gpus="4", nvlink="300GB/s", step_ms="900") == 0
-    assert "do not compress here: it saves 3.24 ms a step against bf16 all-reduce, 0.4% of" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        (Plan(10**6, 16384, Network(400e9)), "do not compress here: bf16 all-reduce is the cheapest"),
-        (Plan(340 * 10**6, 1, TYPICAL), "do not compress here: one GPU sends nothing"),
-        (Plan(340 * 10**6, 8, TYPICAL, 10.0), "do not compress here: it saves 5."),
-        (Plan(340 * 10**6, 8, TYPICAL), "do not compress where a step computes for more than"),
-    ],
-)
-def test_do_not_compress_here(asked, answer):
-    assert any(answer in line for line in asked.advice()), asked.advice()
-
-
-def test_the_verdict_turns_at_three_percent_of_the_step():
-    network = Network(12.5e9)
-    free = Plan(340_000_000, 64, network)
-    enough = free.saved / 0.03 - free.uncompressed
-    for compute, pays in ((0.99 * enough, True), (1.01 * enough, False)):
-        assert Plan(340_000_000, 64, network, compute).compresses is pays
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("params", "many", "--params: must be a number of parameters >= 1, as 340M, 1.3B or 340000000, got 'many'"),
-        ("params", "0", "--params: must be a number of parameters >= 1"),
-        ("network", "100G", "--network: must be a bandwidth > 0 with its unit, in bits as 4.1Gbps"),
-        ("network", "0Gbps", "got '0Gbps'"),
-        ("nvlink", "300GB", "--nvlink: must be a bandwidth > 0"),
-        ("gpus", "254", "--gpus must be a multiple of --gpus-per-node 4, or at most that, got 254"),
-        ("gpus", "-4", "--gpus: must be a whole number of 1 to 1,000,000, got '-4'"),
-        ("gpus-per-node", "0", "--gpus-per-node: must be a whole number of 1 to 1,000,000, got '0'"),
-        ("step-ms", "nan", "--step-ms: must be a number of milliseconds > 0, got 'nan'"),
-        ("latency-us", "x", "--latency-us: must be a number of microseconds > 0, got 'x'"),
-        ("out", "/dev/null/x", "--out /dev/null/x can't be written"),
-    ],
-)
-def test_bad_input_is_named_and_exits_with_2(tmp_path, capsys, flag, value, message):
-    try:
-        code = plan(tmp_path, **{flag: value})
-    except SystemExit as exit:
-        code = exit.code
-    assert code == 2
-    assert message in capsys.readouterr().err
+# ---------------------------------------------------------------- networks
 
 
 @pytest.mark.parametrize(
@@ -320,9 +265,9 @@ def test_the_chosen_topology_is_the_cheapest_of_the_three(world_size):
         if world_size > network.gpus_per_node and world_size % network.gpus_per_node:
             continue
         for parameters in (100, 10**6, 10**9):
-            costs = {t: cost(f"marsit-{t}", parameters, world_size, network) for t in TOPOLOGIES}
-            chosen = costs[choose_topology(parameters, world_size, network)]
-            assert chosen == min(seconds for seconds in costs.values() if seconds is not None)
+            there = [t for t in TOPOLOGIES if f"marsit-{t}" in possible(world_size)]
+            costs = {t: seconds_of(f"marsit-{t}", parameters, world_size, network) for t in there}
+            assert costs[choose_topology(parameters, world_size, network)] == min(costs.values())
     assert choose_topology(10**6, world_size) in TOPOLOGIES
 
 

@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fusedonebit.apps.plan import Network
-from fusedonebit.apps.plan.costs import FP32, METHODS, all_reduce, all_to_all
+from fusedonebit.apps.plan import METHODS, Network
+from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
+from fusedonebit.apps.plan.costs import FP32
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""
@@ -54,15 +55,15 @@ def network(megabits: float, latencies: Mapping[str, float], hosts: int) -> Netw
 
 def messages(method: str, parameters: int, hosts: int, net: Network, congestion: float = 1.0) -> float:
     """The planner's seconds, its all-to-all ``congestion`` times as long."""
-    seconds = METHODS[FAMILY[method]].seconds(parameters, hosts, net)
+    seconds = METHODS[FAMILY[method]].cost(parameters, hosts, net).seconds
     if FAMILY[method] == "flat":
-        seconds += (congestion - 1) * all_to_all(parameters / 8, hosts, net)
+        seconds += (congestion - 1) * all_to_all(parameters / 8, hosts, net).seconds
     return seconds
 
 
 def congestion(seconds: float, nbytes: float, latencies: Mapping[str, float], hosts: int) -> float:
     """How many times the planner's time gloo's all-to-all takes, whose connections compete for a link; at least 1."""
-    return max(1.0, seconds / all_to_all(nbytes, hosts, network(CALIBRATION, latencies, hosts)))
+    return max(1.0, seconds / all_to_all(nbytes, hosts, network(CALIBRATION, latencies, hosts)).seconds)
 
 
 def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[str, float], hosts: int) -> float:
@@ -71,7 +72,7 @@ def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[s
     low, high = 1e-2, 1e7
     for _ in range(100):
         middle = math.sqrt(low * high)
-        slow = all_reduce(FP32 * parameters, hosts, network(middle, latencies, hosts)) > wanted
+        slow = all_reduce(FP32 * parameters, hosts, network(middle, latencies, hosts)).seconds > wanted
         low, high = (middle, high) if slow else (low, middle)
     return float(f"{low:.3g}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from .costs import METHODS, TYPICAL, Method, Network, choose_topology, cost
+from .collectives import Cost
+from .costs import METHODS, Method, choose_topology, methods
+from .network import TYPICAL, Network
 
-__all__ = ["METHODS", "TYPICAL", "Method", "Network", "choose_topology", "cost"]
+__all__ = ["METHODS", "TYPICAL", "Cost", "Method", "Network", "choose_topology", "methods"]

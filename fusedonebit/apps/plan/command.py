@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arguments import InputError, missing, need, positive, whole
-from .costs import TYPICAL, Network
+from .calibrate import calibrate, parse_timed
+from .costs import methods
+from .network import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
 from .units import parse_bandwidth, parse_count
 
 if TYPE_CHECKING:
@@ -15,34 +18,56 @@ if TYPE_CHECKING:
 
 
 DESCRIPTION = (
-    "Estimate what the messages of one optimizer step cost, uncompressed and compressed, on 2 to 16,384 GPUs; name the "
-    "cheapest, and say where compressing does not pay."
+    "Estimate what one optimizer step takes on 2 to 16,384 GPUs, uncompressed, compressed by this library and by "
+    "others; say whether compressing pays, and on what network it would."
 )
 MOST = 10**6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add = parser.add_argument
+    add, inside = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--params", type=parse_count, required=True, metavar="N", help="parameters of the model: 340M, 1.3B")
     add("--gpus", type=whole(1, MOST), required=True, metavar="N", help="in all")
     add("--gpus-per-node", type=whole(1, MOST), default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
     add(
         "--network",
         type=parse_bandwidth,
-        required=True,
         metavar="RATE",
         help="what one NODE sends to others, all cards together, best as measured: 4.1Gbps, 12.5GB/s, 8x400Gbps",
     )
-    add("--nvlink", type=parse_bandwidth, default="200GB/s", metavar="RATE", help="what one GPU sends within its node")
+    inside.add_argument(
+        "--nvlink",
+        type=parse_bandwidth,
+        metavar="RATE",
+        help=f"what one GPU sends within its node over NVLink (default: {TYPICAL.inside / 1e9:g}GB/s)",
+    )
+    inside.add_argument(
+        "--pcie", type=parse_bandwidth, metavar="RATE", help="what one GPU sends within its node over PCIe, all sending"
+    )
     add("--step-ms", type=positive("milliseconds"), metavar="MS", help="what a step takes without messages")
+    add(
+        "--calibrate",
+        type=parse_timed,
+        metavar="TIMES",
+        help="find the rate of the network, or of one node's links, and the compute, from measured seconds of a step: "
+        "one_gpu=1.4,step_fp32=6.4 (alone; DDP on all GPUs, or with its bf16 hook: step_bf16=3.6)",
+    )
+    add(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="messages begin when the backward pass is over, with every method",
+    )
     add(
         "--latency-us",
         type=positive("microseconds"),
-        default=TYPICAL.between_latency * 1e6,
+        default=NETWORK_HOP * 1e6,
         metavar="US",
         help="of a hop between nodes",
     )
+    add("--powersgd-rank", type=whole(1, MOST), default=4, metavar="R", help="of PowerSGD")
+    add("--diloco-steps", type=whole(1, MOST), default=64, metavar="H", help="of DiLoCo between two averages")
     add(
         "--full-precision-every",
         type=whole(0, MOST),
@@ -62,20 +87,54 @@ def run(arguments: argparse.Namespace) -> int:
     need("rich")
     from rich.console import Console
 
-    from .report import Plan, show
+    from .tables import show
 
-    gpus, per_node = arguments.gpus, arguments.gpus_per_node
-    if gpus > per_node and gpus % per_node:
-        raise InputError(f"--gpus must be a multiple of --gpus-per-node {per_node}, or at most that, got {gpus}")
-    network = Network(arguments.network, arguments.nvlink, per_node, between_latency=arguments.latency_us * 1e-6)
-    compute = None if arguments.step_ms is None else arguments.step_ms * 1e-3
-    plan = Plan(arguments.params, gpus, network, compute, arguments.full_precision_every)
+    plan = _plan(arguments)
     absent = missing("matplotlib")
     picture = f"a picture needs {absent}" if absent else f"picture: {_draw(plan, Path(arguments.out))}"
     console = Console(highlight=False)
     show(plan, console)
     console.print(picture, soft_wrap=True)
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    from .report import Plan
+
+    network, compute = _network(arguments), arguments.step_ms and arguments.step_ms * 1e-3
+    if arguments.calibrate:
+        try:
+            network = calibrate(arguments.calibrate, arguments.params, arguments.gpus, network, arguments.overlap)
+        except ValueError as error:
+            raise InputError(f"--calibrate: {error}") from error
+        compute = arguments.calibrate.one_gpu
+    known = methods(arguments.full_precision_every, arguments.powersgd_rank, arguments.diloco_steps)
+    return Plan(arguments.params, arguments.gpus, network, compute, arguments.overlap, known)
+
+
+def _network(arguments: argparse.Namespace) -> Network:
+    """Return the network as told; where ``--calibrate`` is to find a rate, with any."""
+    gpus, per_node, timed = arguments.gpus, arguments.gpus_per_node, arguments.calibrate
+    several = gpus > per_node
+    if several and gpus % per_node:
+        raise InputError(f"--gpus must be a multiple of --gpus-per-node {per_node}, or at most that, got {gpus}")
+    if timed and gpus == 1:
+        raise InputError("--calibrate needs --gpus of 2 or more, got 1")
+    if several and not timed and arguments.network is None:
+        raise InputError(
+            f"--network is needed for --gpus {gpus} of --gpus-per-node {per_node}: a node's rate, as 25Gbps"
+        )
+    finds = (arguments.network,) if several else (arguments.nvlink, arguments.pcie)
+    if timed and any(rate is not None for rate in (arguments.step_ms, *finds)):
+        found = "--network" if several else "--nvlink and --pcie"
+        raise InputError(f"--calibrate finds what --step-ms, {found} tell: leave them out")
+    return Network(
+        arguments.network or math.inf,
+        arguments.pcie or arguments.nvlink or TYPICAL.inside,
+        per_node,
+        between_latency=arguments.latency_us * 1e-6,
+        inside_latency=PCIE_HOP if arguments.pcie else NVLINK_HOP,
+    )
 
 
 def _draw(plan: Plan, out: Path) -> Path:

@@ -1,189 +1,79 @@
-"""Computes what it costs to send one step's messages: alpha-beta models, in seconds.
+"""Computes what one step's messages cost in each way to send them: ours, and those we are compared with.
 
     d  parameters      n = L N  GPUs, L on each of N nodes      b = d/8  bytes of one bit each
-    Bi  bytes/s that a GPU sends within its node          ai  seconds of a hop within a node
-    Bn  bytes/s that a *node* sends to others             ae  seconds of a hop between nodes
-                                                          ap  seconds for each peer of a point-to-point exchange
 
-What crosses the network is shared by the L GPUs of a node: an all-to-all sends L messages where a ring sends
-one. NCCL's ring and tree, their latencies and its choice between them are those of its ``tuning.cc``.
+Collectives, and the network's letters, are those of ``collectives``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 from ...comm import Topology, torus_rows
+from .collectives import Cost, all_gather, all_reduce, all_to_all, ring_bandwidth
+from .network import TYPICAL, Network
+from .overlap import Buckets, ddp, ours, whole
 
-FP32, BF16 = 4, 2
-TREE_BANDWIDTH = 0.92
-"""The share of the bandwidth that NCCL expects a tree to reach (``tuning.cc``: ``busBw*.92``)."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """Machines and what connects them; equal on all ranks.
-
-    Attributes:
-        between: Bn, bytes per second that one node sends to the others, over all its network cards.
-        inside: Bi, bytes per second that one GPU sends to the others of its node.
-        gpus_per_node: L.
-        between_latency: ae, seconds of one hop to another node (NCCL's ring, protocol Simple).
-        inside_latency: ai, those of a hop inside a node.
-        peer: ap, seconds for each peer; from a published all-to-all of 128 GPUs (nccl-tests issue 78).
-        base: Seconds that any NCCL ring or tree takes to start.
-
-    Raises:
-        ValueError: for a number that makes no sense.
-    """
-
-    between: float
-    inside: float = 200e9
-    gpus_per_node: int = 8
-    between_latency: float = 14e-6
-    inside_latency: float = 3.4e-6
-    peer: float = 2.55e-6
-    base: float = 8.4e-6
-
-    def __post_init__(self) -> None:
-        for name in ("between", "inside"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be bytes per second > 0, got {getattr(self, name)!r}")
-        for name in ("between_latency", "inside_latency", "peer", "base"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be seconds >= 0, got {getattr(self, name)!r}")
-        if self.gpus_per_node < 1:
-            raise ValueError(f"gpus_per_node must be an int >= 1, got {self.gpus_per_node!r}")
-
-    def place(self, gpus: int) -> tuple[int, int]:
-        """L and N for ``gpus`` GPUs: whole nodes, or a part of a single one.
-
-        Raises:
-            ValueError: if the last node would not be full.
-        """
-        if gpus <= self.gpus_per_node:
-            return gpus, 1
-        if gpus % self.gpus_per_node:
-            raise ValueError(
-                f"the number of GPUs must be a multiple of the {self.gpus_per_node} GPUs per node, or at most those "
-                f"of one node, got {gpus}"
-            )
-        return self.gpus_per_node, gpus // self.gpus_per_node
-
-
-TYPICAL = Network(between=12.5e9)
-"""The network that ``choose_topology`` assumes unless it is told another: 100 Gbit/s a node, NVLink inside."""
-
-
-# ---------------------------------------------------------------- full precision
-
-
-def all_reduce(nbytes: float, gpus: int, network: Network) -> float:
-    """Return the cost of NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
-    if gpus == 1:
-        return 0.0
-    return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network))
-
-
-def _ring(nbytes: float, gpus: int, network: Network) -> float:
-    """2(n - 1) hops; two of n - 1 shares leave each GPU, and over the one link that leaves it, each node."""
-    _, nodes = network.place(gpus)
-    latency = 2 * (gpus - nodes) * network.inside_latency + 2 * (nodes - 1) * network.between_latency
-    return network.base + latency + 2 * nbytes * (gpus - 1) / gpus / _narrowest(nodes, network)
-
-
-def _tree(nbytes: float, gpus: int, network: Network) -> float:
-    """Up and down two binary trees of nodes, each with half of the bytes; within a node a chain."""
-    per_node, nodes = network.place(gpus)
-    latency = 2 * (per_node - 1) * network.inside_latency + 2 * math.log2(nodes) * network.between_latency
-    inside = 2 * nbytes / network.inside if per_node > 1 else 0.0
-    wire = max(inside, tree_share(nodes) * nbytes / network.between)
-    return network.base + latency + wire / TREE_BANDWIDTH
-
-
-def tree_share(nodes: int) -> float:
-    """Return how many times the gradient the busiest node of NCCL's double tree sends over the network.
-
-    A node with two children sends half of it up and half to each child, and as a leaf of the other tree half
-    up: 2. Of two nodes one is root and one leaf, in the other tree the other way round: 1. Of three: 1.5.
-    """
-    return min(2.0, nodes / 2) if nodes > 1 else 0.0
-
-
-def _narrowest(nodes: int, network: Network) -> float:
-    """Bandwidth of a ring through all GPUs: min(Bi, Bn), as a ring leaves each node over one link."""
-    return network.inside if nodes == 1 else min(network.inside, network.between)
+FP32, BF16, BIT = 4.0, 2.0, 1 / 8
+"""Bytes of a parameter."""
+INT8 = 1 + 4 / 512
+"""Bytes of a quantised parameter: a float32 scale for every 512."""
+ASPECT = 100
+"""Width over layers of the transformer that PowerSGD is taken to compress (Kaplan et al., 2020, figure 5)."""
 
 
 # ---------------------------------------------------------------- one bit, as 1-bit Adam and 1-bit LAMB send it
 
 
-def all_gather(nbytes: float, gpus: int, network: Network) -> float:
-    """Return the cost of NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops."""
-    if gpus == 1:
-        return 0.0
-    _, nodes = network.place(gpus)
-    latency = (gpus - nodes) * network.inside_latency + (nodes - 1) * network.between_latency
-    return network.base + latency + nbytes * (gpus - 1) / gpus / _narrowest(nodes, network)
+def flat(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Return the cost of one all-to-all and one all-gather among all GPUs: bits, or quantised bytes."""
+    return all_to_all(nbytes, gpus, network) + all_gather(nbytes, gpus, network)
 
 
-def all_to_all(nbytes: float, gpus: int, network: Network) -> float:
-    """Every GPU sends each of n an n-th of ``nbytes``; what stays in the node travels meanwhile."""
-    if gpus == 1:
-        return 0.0
-    per_node, _ = network.place(gpus)
-    outside = per_node * nbytes * (gpus - per_node) / gpus / network.between
-    inside = nbytes * (per_node - 1) / gpus / network.inside
-    return max(outside, inside) + (gpus - 1) * network.peer
-
-
-def flat(parameters: float, gpus: int, network: Network) -> float:
-    """Return the cost of one all-to-all and one all-gather of bits among all GPUs."""
-    return all_to_all(parameters / 8, gpus, network) + all_gather(parameters / 8, gpus, network)
-
-
-def hierarchical(parameters: float, gpus: int, network: Network, width: int = FP32) -> float:
+def hierarchical(bits: float, gpus: int, network: Network, width: float = FP32) -> Cost:
     """Reduce-scatter within the node in ``width`` bytes; bits between nodes, L lanes at a time; all-gather within."""
     if gpus == 1:
-        return 0.0
+        return Cost()
     per_node, nodes = network.place(gpus)
-    bits = parameters / 8
-    inside = (width * parameters + bits) * (per_node - 1) / per_node / network.inside
-    between = 2 * bits * (nodes - 1) / nodes / network.between
+    inside = (width / BIT + 1) * bits * (per_node - 1) / per_node
+    between = 2 * bits * (nodes - 1) / nodes
     latency = (nodes - 1) * (network.peer + network.between_latency) + 2 * (per_node - 1) * network.inside_latency
-    return inside + between + latency
+    seconds = inside / network.inside + between / network.between + latency
+    return Cost(seconds, between if nodes > 1 else inside)
 
 
 # ---------------------------------------------------------------- Marsit
 
 
-def marsit_ring(parameters: float, gpus: int, network: Network) -> float:
+def marsit_ring(bits: float, gpus: int, network: Network) -> Cost:
     """2(n - 1) hops of b/n bytes, one after the other."""
     if gpus == 1:
-        return 0.0
+        return Cost()
     _, nodes = network.place(gpus)
-    wire = 2 * parameters / 8 * (gpus - 1) / gpus / _narrowest(nodes, network)
-    return wire + 2 * (gpus - 1) * _exchange(nodes > 1, network)
+    sent = 2 * bits * (gpus - 1) / gpus
+    return Cost(sent / ring_bandwidth(nodes, network) + 2 * (gpus - 1) * _exchange(nodes > 1, network), sent)
 
 
-def marsit_torus(parameters: float, gpus: int, network: Network, rows: int | None = None) -> float:
+def marsit_torus(bits: float, gpus: int, network: Network) -> Cost:
     """2(R + C - 2) hops: along rows of C neighbours, then in columns on what the row has left, b/C."""
     if gpus == 1:
-        return 0.0
-    per_node, _ = network.place(gpus)
-    height = torus_rows(gpus, rows)
+        return Cost()
+    per_node, nodes = network.place(gpus)
+    height = torus_rows(gpus, None)
     width = gpus // height
-    seconds = 0.0
+    total = Cost()
     for size, nbytes, leaving in (
-        (width, parameters / 8, row_links(width, per_node, gpus)),
-        (height, parameters / 8 / width, column_links(width, per_node, gpus)),
+        (width, bits, row_links(width, per_node, gpus)),
+        (height, bits / width, column_links(width, per_node, gpus)),
     ):
         bandwidth = min(network.inside, network.between / leaving) if leaving else network.inside
-        seconds += 2 * nbytes * (size - 1) / size / bandwidth + 2 * (size - 1) * _exchange(leaving > 0, network)
-    return seconds
+        sent = 2 * nbytes * (size - 1) / size
+        seconds = sent / bandwidth + 2 * (size - 1) * _exchange(leaving > 0, network)
+        total += Cost(seconds, sent * (leaving if nodes > 1 else 1))
+    return total
 
 
 def row_links(width: int, per_node: int, gpus: int) -> int:
@@ -198,63 +88,131 @@ def column_links(width: int, per_node: int, gpus: int) -> int:
     return 0 if gpus == per_node else min(width, per_node)
 
 
-def marsit_owner(parameters: float, gpus: int, network: Network) -> float:
-    """Return the cost of one all-gather in which each GPU sends the b/n bytes that it owns."""
-    return all_gather(parameters / 8, gpus, network)
-
-
 def _exchange(leaves: bool, network: Network) -> float:
     """Return the cost of a hop that all take together: as long as its slowest link, and one exchange with a peer."""
     return network.peer + (network.between_latency if leaves else network.inside_latency)
 
 
+# ---------------------------------------------------------------- those we are compared with
+
+
+def powersgd_bytes(parameters: float, rank: int) -> float:
+    """Return the float32 bytes of P and Q of a transformer's matrices: 2rh for each h x h, and a bias of h.
+
+    A count says nothing of shapes: h follows from d = 12 h^2 layers and h = ``ASPECT`` layers. A matrix that
+    would not shrink is sent as it is.
+    """
+    h = transformer_width(parameters)
+    return FP32 * parameters * min(1.0, (2 * rank + 1) / h)
+
+
+def transformer_width(parameters: float) -> float:
+    """Return h of a transformer with so many parameters."""
+    return (parameters * ASPECT / 12) ** (1 / 3)
+
+
+def powersgd(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Return the cost of two all-reduces one after the other, of P and of Q."""
+    return 2 * all_reduce(nbytes / 2, gpus, network)
+
+
 # ---------------------------------------------------------------- by name
 
-Family = Literal["uncompressed", "1-bit", "Marsit"]
+Family = Literal["uncompressed", "rival", "1-bit", "0/1 Adam", "Marsit"]
+OURS: tuple[Family, ...] = ("1-bit", "0/1 Adam", "Marsit")
 
 
 class Method(NamedTuple):
-    """A way to agree on a step: its label, whom it serves, its cost, and what to write."""
+    """A way to agree on a step.
+
+    Attributes:
+        label: Its name in tables.
+        family: Whom it serves.
+        payload: Bytes that each GPU wants averaged, of so many parameters.
+        send: What it costs to do that.
+        write: What to write for it.
+        buckets: How messages are cut to begin in the backward pass, where it can.
+    """
 
     label: str
     family: Family
-    seconds: Callable[[float, int, Network], float]
+    payload: Callable[[float], float]
+    send: Callable[[float, int, Network], Cost]
     write: str
+    buckets: Callable[[float], Buckets] = whole
+
+    def cost(self, parameters: float, gpus: int, network: Network, buckets: int = 1) -> Cost:
+        """Return what one step's messages cost, sent in ``buckets`` of equal size one after the other.
+
+        Raises:
+            ValueError: if the GPUs don't fill the network's nodes, or make no torus.
+        """
+        return buckets * self.send(self.payload(parameters) / buckets, gpus, network)
 
 
-METHODS: dict[str, Method] = {
-    "fp32": Method("fp32 all-reduce", "uncompressed", lambda d, n, net: all_reduce(FP32 * d, n, net), "DDP"),
-    "bf16": Method("bf16 all-reduce", "uncompressed", lambda d, n, net: all_reduce(BF16 * d, n, net), "DDP, bf16 hook"),
-    "flat": Method("1-bit, flat", "1-bit", flat, "OneBitAdam"),
-    "hierarchical": Method("1-bit, fp32 in node", "1-bit", hierarchical, "hierarchy=mesh"),
-    "hierarchical-bf16": Method(
-        "1-bit, bf16 in node", "1-bit", lambda d, n, net: hierarchical(d, n, net, BF16), "hierarchy=mesh, bf16"
-    ),
-    "marsit-ring": Method("Marsit, ring", "Marsit", marsit_ring, 'topology="ring"'),
-    "marsit-torus": Method("Marsit, torus", "Marsit", marsit_torus, 'topology="torus"'),
-    "marsit-owner": Method("Marsit, owner", "Marsit", marsit_owner, 'topology="owner"'),
-}
-"""By the name that ``cost`` takes."""
-
-
-def cost(method: str, parameters: float, gpus: int, network: Network, full_precision_every: int = 0) -> float | None:
-    """Return seconds of one step's messages; None where there is no such torus.
+def methods(full_precision_every: int = 0, powersgd_rank: int = 4, diloco_steps: int = 64) -> dict[str, Method]:
+    """Return all methods by name.
 
     Args:
-        method: A key of ``METHODS``.
-        parameters: d.
-        gpus: n.
-        network: What connects them.
         full_precision_every: K of Marsit, one of whose K rounds averages float32; 0: none.
+        powersgd_rank: r of PowerSGD.
+        diloco_steps: H of DiLoCo, which averages parameters in float32 once in H steps.
     """
-    chosen = METHODS[method]
-    if method == "marsit-torus" and gpus > 1 and not has_torus(gpus):
-        return None
-    seconds = chosen.seconds(parameters, gpus, network)
-    if chosen.family == "Marsit" and full_precision_every:
-        share = 1 / full_precision_every
-        seconds = (1 - share) * seconds + share * METHODS["fp32"].seconds(parameters, gpus, network)
-    return seconds
+    share = 1 / full_precision_every if full_precision_every else 0.0
+
+    def marsit(send: Callable[[float, int, Network], Cost]) -> Callable[[float, int, Network], Cost]:
+        return lambda b, n, net: (1 - share) * send(b, n, net) + share * all_reduce(FP32 / BIT * b, n, net)
+
+    def bytes_of(each: float) -> Callable[[float], float]:
+        return lambda d: each * d
+
+    fp32, bf16, int8, bits = (bytes_of(each) for each in (FP32, BF16, INT8, BIT))
+    return {
+        "fp32": Method("fp32 all-reduce", "uncompressed", fp32, all_reduce, "DDP", ddp),
+        "bf16": Method("bf16 all-reduce", "uncompressed", bf16, all_reduce, "bf16_compress_hook", ddp),
+        "int8": Method("8-bit all-reduce", "rival", int8, flat, "torchft, quantized", ddp),
+        "powersgd": Method(
+            f"PowerSGD, rank {powersgd_rank}",
+            "rival",
+            lambda d: powersgd_bytes(d, powersgd_rank),
+            powersgd,
+            "powerSGD_hook",
+            ddp,
+        ),
+        "diloco": Method(
+            f"DiLoCo, H = {diloco_steps}",
+            "rival",
+            fp32,
+            lambda nbytes, n, net: 1 / diloco_steps * all_reduce(nbytes, n, net),
+            "torchft, DiLoCo",
+        ),
+        "flat": Method("1-bit, flat", "1-bit", bits, flat, "OneBitAdam"),
+        "flat-overlap": Method("1-bit, overlapped", "1-bit", bits, flat, "Wire(overlap=True)", ours),
+        "hierarchical": Method("1-bit, fp32 inside", "1-bit", bits, hierarchical, "Wire(hierarchy=)"),
+        "hierarchical-bf16": Method(
+            "1-bit, bf16 inside",
+            "1-bit",
+            bits,
+            lambda b, n, net: hierarchical(b, n, net, BF16),
+            "hierarchy_dtype=",
+        ),
+        "zero-one": Method(
+            "0/1 Adam, 2 steps", "0/1 Adam", bits, lambda b, n, net: 0.5 * flat(b, n, net), "FixedRounds(2)"
+        ),
+        "marsit-ring": Method("Marsit, ring", "Marsit", bits, marsit(marsit_ring), 'topology="ring"'),
+        "marsit-torus": Method("Marsit, torus", "Marsit", bits, marsit(marsit_torus), 'topology="torus"'),
+        "marsit-owner": Method("Marsit, owner", "Marsit", bits, marsit(all_gather), 'topology="owner"'),
+    }
+
+
+METHODS = methods()
+"""All methods by name, Marsit's with rounds of one bit only. In rounds of one step, its default, ``ZeroOneAdam`` sends
+what ``flat`` does."""
+
+
+def possible(gpus: int, among: dict[str, Method] = METHODS) -> dict[str, Method]:
+    """Return the methods that there are for so many GPUs: not every number makes a torus."""
+    return {name: method for name, method in among.items() if name != "marsit-torus" or gpus == 1 or has_torus(gpus)}
 
 
 def has_torus(gpus: int) -> bool:
@@ -284,5 +242,5 @@ def choose_topology(parameters: int, world_size: int, network: Network | None = 
     if network is None:
         network = replace(TYPICAL, gpus_per_node=math.gcd(world_size, TYPICAL.gpus_per_node))
     network.place(world_size)
-    possible = [name for name in get_args(Topology) if name != "torus" or has_torus(world_size)]
-    return min(possible, key=lambda name: METHODS[f"marsit-{name}"].seconds(parameters, world_size, network))
+    there = [name for name in get_args(Topology) if f"marsit-{name}" in possible(world_size)]
+    return min(there, key=lambda name: METHODS[f"marsit-{name}"].cost(parameters, world_size, network).seconds)

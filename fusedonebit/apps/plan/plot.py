@@ -10,20 +10,25 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from ..pictures import clear, save
-from .costs import METHODS
-from .report import Plan, bandwidth, duration
+from .report import Plan
+from .units import bandwidth, duration
 
 STYLES = {
     "fp32": ("#3b4252", "-"),
     "bf16": ("#8a93a6", "-"),
+    "int8": ("#7ba05b", ":"),
+    "powersgd": ("#4f7942", "--"),
+    "diloco": ("#4f7942", "-"),
     "flat": ("#1f6fb2", "-"),
+    "flat-overlap": ("#1f6fb2", ":"),
     "hierarchical": ("#5aa9d6", "--"),
     "hierarchical-bf16": ("#5aa9d6", ":"),
+    "zero-one": ("#3d348b", "-"),
     "marsit-ring": ("#e9a23b", "-"),
     "marsit-torus": ("#b5651d", "--"),
     "marsit-owner": ("#d1495b", "-"),
 }
-"""Grey is uncompressed, blue is 1-bit Adam's and LAMB's, warm is Marsit's; dashes are what hierarchy there is."""
+"""Grey is uncompressed, green is others', blue is 1-bit Adam's and LAMB's, violet 0/1 Adam's, warm is Marsit's."""
 SMALLEST_GAP = 0.052  # between two labels, of the axis' height
 
 
@@ -37,24 +42,27 @@ def plot_plan(plan: Plan, path: Path) -> None:
 def draw(axis: Axes, plan: Plan) -> None:
     """Cost against GPUs, both logarithmic; each line is named where it ends."""
     counts = plan.scale()
-    ends = {}
+    steps, ends = {n: plan.steps(n) for n in counts}, {}
     for name, (colour, dashes) in STYLES.items():
-        points = [(n, 1e3 * plan.costs(n)[name]) for n in counts if name in plan.costs(n)]
+        points = [(n, 1e3 * steps[n][name].messages) for n in counts if name in steps[n]]
+        if not points:
+            continue
         heavy = name in ("fp32", "flat", "marsit-owner")
         axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=2.2 if heavy else 1.5)
         ends[name] = points[-1][1]
     axis.set(xscale="log", yscale="log", xlim=(counts[0], counts[-1]), xlabel="GPUs")
-    axis.set_ylabel("ms a step, for messages alone")
+    axis.set_ylabel("ms a step, for messages alone, hidden ones too")
     axis.set_xticks(_ticks(counts), [f"{n:,}" for n in _ticks(counts)])
-    axis.tick_params(axis="x", which="minor", bottom=False)
+    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
     clear([axis])
     _mark(axis, plan)
-    _name(axis, ends)
+    _name(axis, plan, ends)
     net = plan.network
+    between = "" if math.isinf(net.between) else f"{bandwidth(net.between)} between nodes, "
+    inside = f"{net.inside / 1e9:.3g} GB/s inside"
     axis.set_title(
-        f"{_short(plan.parameters)} parameters, {net.gpus_per_node} GPUs a node, "
-        f"{bandwidth(net.between)} between nodes, {net.inside / 1e9:.3g} GB/s inside",
+        f"{_short(plan.parameters)} parameters, {net.gpus_per_node} GPUs a node, {between}{inside}",
         fontsize=10,
         loc="left",
     )
@@ -65,7 +73,7 @@ def _ticks(counts: Sequence[int]) -> list[int]:
 
 
 def _mark(axis: Axes, plan: Plan) -> None:
-    """Return what was asked: its column and its cheapest; and how long a step computes."""
+    """Mark what was asked: its column and the best of ours; and how long a step computes."""
     if plan.compute is not None:
         axis.axhline(1e3 * plan.compute, color="black", linestyle=(0, (1, 3)), linewidth=1)
         axis.annotate(
@@ -83,24 +91,25 @@ def _mark(axis: Axes, plan: Plan) -> None:
         axis.annotate("one node", (2, 0.01), (4, 0), ("data", "axes fraction"), "offset points", fontsize=8)
     if plan.gpus < 2:
         return
-    cheapest = plan.cheapest()
-    seconds, right = plan.costs()[cheapest], plan.gpus > 1000
+    best = plan.best()
+    counts, seconds = plan.scale(), plan.steps()[best].messages
+    right = plan.gpus**2 > counts[0] * counts[-1]
     axis.axvline(plan.gpus, color="black", linewidth=0.8, alpha=0.35, zorder=0)
-    axis.plot([plan.gpus], [1e3 * seconds], "o", color=STYLES[cheapest][0], markersize=8, zorder=5, clip_on=False)
+    axis.plot([plan.gpus], [1e3 * seconds], "o", color=STYLES[best][0], markersize=8, zorder=5, clip_on=False)
     axis.annotate(
-        f"{plan.gpus:,} GPUs: {METHODS[cheapest].label}, {duration(seconds)}",
+        f"{plan.gpus:,} GPUs: {plan.methods[best].label}, {duration(seconds)}",
         (plan.gpus, 1e3 * seconds),
         xytext=(-8 if right else 8, -14),
         textcoords="offset points",
         ha="right" if right else "left",
         fontsize=9,
         fontweight="bold",
-        color=STYLES[cheapest][0],
+        color=STYLES[best][0],
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
 
 
-def _name(axis: Axes, ends: dict[str, float]) -> None:
+def _name(axis: Axes, plan: Plan, ends: dict[str, float]) -> None:
     """Draw labels behind the lines' ends, moved apart where they would overlap."""
     low, high = map(math.log, axis.get_ylim())
     places = {name: (math.log(end) - low) / (high - low) for name, end in ends.items()}
@@ -108,7 +117,7 @@ def _name(axis: Axes, ends: dict[str, float]) -> None:
     spread = _apart([places[name] for name in wanted])
     for name, place in zip(wanted, spread, strict=True):
         axis.annotate(
-            METHODS[name].label,
+            plan.methods[name].label,
             (1, places[name]),
             xycoords="axes fraction",
             xytext=(1.03, place),

@@ -1,19 +1,50 @@
-"""Tells the costs of each method, the cheapest, and whether compressing pays, as tables."""
+"""Answers whether compressing a step's messages pays: how long a step takes with each method, and what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from .costs import METHODS, OURS, Family, Method, possible
+from .network import Network
+from .overlap import BACKWARD, whole
+from .units import bandwidth, duration
 
-from .costs import METHODS, Network, cost
-
-LEAST_GAIN = 0.03
-"""Of a step: what saves less is not worth another algorithm."""
+BASELINE = "bf16"
+"""What compression is measured by: what DDP does with a hook of one line."""
+LEAST_SPEEDUP = 1.05
+"""What gains less is not worth another algorithm."""
 LARGEST = 16_384
-FAMILIES = ("uncompressed", "1-bit", "Marsit")
+SLOWEST, FASTEST = 1e4, 1e14
+"""Bytes per second between which rates are searched."""
+
+
+class Step(NamedTuple):
+    """What one method makes of a step.
+
+    Attributes:
+        sent: Bytes that a node sends to others, or where there is one only a GPU within it.
+        messages: Seconds of all messages.
+        exposed: Those of them that the backward pass does not hide.
+        seconds: Of the whole step.
+    """
+
+    sent: float
+    messages: float
+    exposed: float
+    seconds: float
+
+
+def step(
+    method: Method, parameters: float, gpus: int, network: Network, compute: float = 0.0, overlap: bool = True
+) -> Step:
+    """Return what a method makes of a step that computes for ``compute`` seconds."""
+    buckets = method.buckets(parameters) if overlap else whole(parameters)
+    cost = method.cost(parameters, gpus, network, buckets.count)
+    exposed = buckets.exposed(cost.seconds, BACKWARD * compute)
+    return Step(cost.sent, cost.seconds, exposed, compute + exposed)
 
 
 @dataclass(frozen=True)
@@ -22,159 +53,127 @@ class Plan:
 
     Attributes:
         parameters, gpus, network: What was asked about.
-        compute: Seconds of a step without messages; None: not known.
-        full_precision_every: K of Marsit.
+        compute: Seconds of a step without messages; None: not known, and taken for 0.
+        overlap: Messages travel behind the backward pass, where a method can do that.
+        methods: By name, as ``costs.methods`` returns them.
     """
 
     parameters: int
     gpus: int
     network: Network
     compute: float | None = None
-    full_precision_every: int = 100
+    overlap: bool = True
+    methods: dict[str, Method] = field(default_factory=lambda: METHODS)
 
-    def costs(self, gpus: int | None = None) -> dict[str, float]:
-        """Return seconds of each method that there is, for as many GPUs as asked about or others."""
+    def steps(self, gpus: int | None = None) -> dict[str, Step]:
+        """Return what each method that there is makes of a step, on as many GPUs as asked about or others."""
         n = self.gpus if gpus is None else gpus
-        every = self.full_precision_every
-        found = {name: cost(name, self.parameters, n, self.network, every) for name in METHODS}
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
+        return {
+            name: step(method, self.parameters, n, self.network, self.compute or 0.0, self.overlap)
+            for name, method in possible(n, self.methods).items()
+            if self.overlap or name != "flat-overlap"
+        }
 
-    def cheapest(self, gpus: int | None = None, families: Iterable[str] = FAMILIES) -> str:
-        """Name of the cheapest method of some families."""
-        found = {name: seconds for name, seconds in self.costs(gpus).items() if METHODS[name].family in families}
-        return min(found, key=found.__getitem__)
+    def best(self, families: Collection[Family] = OURS, gpus: int | None = None) -> str:
+        """Name the fastest method of some families."""
+        found = {name: of for name, of in self.steps(gpus).items() if self.methods[name].family in families}
+        return min(found, key=lambda name: found[name].seconds)
 
-    @property
-    def uncompressed(self) -> float:
-        """Seconds of the best method that does not compress."""
-        return self.costs()[self.cheapest(families=["uncompressed"])]
-
-    @property
-    def saved(self) -> float:
-        """Seconds a step that the best compression saves against that; below 0 it loses."""
-        return self.uncompressed - self.costs()[self.cheapest(families=["1-bit", "Marsit"])]
+    def speedup(self, name: str | None = None) -> float:
+        """Return how many times as fast as bfloat16 a method's step is, or our best one's."""
+        steps = self.steps()
+        other = steps[name or self.best()].seconds
+        return steps[BASELINE].seconds / other if other else 1.0  # one GPU, of whose compute nothing is known
 
     @property
-    def share(self) -> float | None:
-        """The same as a share of the uncompressed step; None where that is not known."""
-        return None if self.compute is None else self.saved / (self.compute + self.uncompressed)
+    def sender(self) -> str:
+        """Whose bytes ``sent`` counts, and whose rate messages wait for."""
+        return "a node" if self.gpus > self.network.gpus_per_node else "a GPU"
 
     @property
-    def compresses(self) -> bool:
-        """True if compressing pays, as far as is known."""
-        return self.saved > 0 and (self.share is None or self.share >= LEAST_GAIN)
+    def pays(self) -> bool:
+        """True if the best of our methods is faster by ``LEAST_SPEEDUP``."""
+        return self.speedup() >= LEAST_SPEEDUP
+
+    def pays_below(self) -> float:
+        """Return the rate of the link that messages wait for below which compressing pays; 0: none, inf: any."""
+        net = self.network
+        return crossing(lambda rate: replace(self, network=net.at_rate(self.gpus, rate)).pays, SLOWEST, FASTEST)
+
+    def pays_until(self) -> float:
+        """Return the seconds of compute below which compressing pays; 0: none."""
+        return crossing(lambda compute: replace(self, compute=compute).pays, 1e-9, 1e9)
 
     def scale(self) -> list[int]:
-        """Return numbers of GPUs from 2 to 16,384 that fill nodes, doubling; and the one asked about."""
+        """Return numbers of GPUs from 2 on that fill nodes, doubling, to 16,384 or one node's; and the one asked."""
         per_node, counts, n = self.network.gpus_per_node, {self.gpus} - {1}, 2
         while n < per_node:
             counts.add(n)
             n *= 2
         n = per_node if per_node > 1 else 2
-        while n <= max(LARGEST, self.gpus):
+        while n <= (per_node if math.isinf(self.network.between) else max(LARGEST, self.gpus)):
             counts.add(n)
             n *= 2
         return sorted(counts)
 
-    def advice(self) -> list[str]:
-        """Return the answer in a few lines."""
-        if self.gpus == 1:
-            return ["do not compress here: one GPU sends nothing"]
-        return [*self._names(), self._verdict()]
+    # ------------------------------------------------------------ in words
 
-    def _names(self) -> list[str]:
-        """Return the cheapest; and for 1-bit Adam and LAMB, as Marsit is neither."""
-        named = {"cheapest": self.cheapest()}
-        if METHODS[self.cheapest()].family == "Marsit":
-            named["for 1-bit Adam and 1-bit LAMB"] = self.cheapest(families=["1-bit"])
-        costs = self.costs()
-        return [
-            f"{what}: {METHODS[name].label}, {duration(costs[name])} a step ({METHODS[name].write})"
-            for what, name in named.items()
-        ]
+    def advice(self) -> list[str]:
+        """Return the answer in a few lines, the verdict first."""
+        if self.gpus == 1:
+            return ["Don't compress: one GPU sends nothing"]
+        return [self._verdict(), *self._at_what_rate(), *self._others()]
 
     def _verdict(self) -> str:
-        best = METHODS[self.cheapest(families=["uncompressed"])].label
-        if self.saved <= 0:
-            return f"do not compress here: {best} is the cheapest that there is"
-        gain = f"{duration(self.saved)} a step against {best}"
-        if self.share is None:
-            enough = self.saved / LEAST_GAIN - self.uncompressed
+        ours = self.best()
+        if self.compute is None and (until := self.pays_until()):
             return (
-                f"compressing saves {gain}; do not compress where a step computes for more than {duration(enough)}: "
-                f"that saves under {LEAST_GAIN:.0%} (--step-ms decides)"
+                f"Don't compress where a step computes for more than {duration(until)} (--step-ms tells): there "
+                f"{self._named(BASELINE)} is as fast within {LEAST_SPEEDUP - 1:.0%}. "
+                f"Where it computes for less, {self._named(ours)} pays"
             )
-        if not self.compresses:
-            return f"do not compress here: it saves {gain}, {self.share:.1%} of the step (below {LEAST_GAIN:.0%})"
-        return f"compress: saves {gain}, {self.share:.0%} of the step ({1 / (1 - self.share):.3g} times as fast)"
+        if self.pays:
+            return f"Compress: {self._told(ours)}"
+        return (
+            f"Don't compress: {self._named(BASELINE)} takes {duration(self.steps()[BASELINE].seconds)} a step, and the "
+            f"fastest of ours, {self._named(ours)}, is {self.speedup(ours):.2f} times as fast"
+        )
+
+    def _at_what_rate(self) -> list[str]:
+        rate = self.pays_below()
+        if self.compute is None or math.isinf(rate):
+            return []
+        if not rate:
+            return [f"It would pay at no rate above {bandwidth(SLOWEST)}: what is left are hops, not bytes"]
+        turn = "It stops paying above" if self.pays else "It would pay below"
+        return [f"{turn} {bandwidth(rate)} {self.sender}"]
+
+    def _others(self) -> list[str]:
+        """Return the best for 1-bit Adam and LAMB, and of rivals, where these are others than the best of ours."""
+        lines, ours, rival = [], self.best(), self.best(["rival"])
+        if self.pays and self.methods[ours].family != "1-bit":
+            lines.append(f"For 1-bit Adam and 1-bit LAMB: {self._told(self.best(['1-bit']))}")
+        if self.speedup(rival) >= LEAST_SPEEDUP * max(1.0, self.speedup(ours)):
+            lines.append(f"Faster than all of ours: {self._told(rival)}")
+        return lines
+
+    def _named(self, name: str) -> str:
+        return f"{self.methods[name].label} ({self.methods[name].write})"
+
+    def _told(self, name: str) -> str:
+        seconds = duration(self.steps()[name].seconds)
+        what = "a step" if self.compute is not None else "for messages"
+        baseline = self.methods[BASELINE].label
+        return f"{self._named(name)}, {seconds} {what}, {self.speedup(name):.3g} times as fast as {baseline}"
 
 
-def duration(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size * 0.9995:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds * 1e6)} us"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def asked_table(plan: Plan) -> Table:
-    """Every method for the configuration asked about."""
-    table = Table()
-    table.add_column("a step's messages, as", no_wrap=True)
-    for heading in ("take", "of fp32", *(["whole step"] if plan.compute is not None else [])):
-        table.add_column(heading, justify="right")
-    table.add_column("write")
-    costs, cheapest = plan.costs(), plan.cheapest()
-    for name, method in METHODS.items():
-        if name not in costs:
-            table.add_row(method.label, "no such torus")
-            continue
-        cells = [duration(costs[name]), f"{costs[name] / costs['fp32']:.1%}" if costs["fp32"] else ""]
-        if plan.compute is not None:
-            cells.append(duration(plan.compute + costs[name]))
-        style = "bold green" if name == cheapest else None
-        table.add_row(method.label, *cells, method.write, style=style)
-    return table
-
-
-def scale_table(plan: Plan, columns: Sequence[int]) -> Table:
-    """Every method for several numbers of GPUs; the cheapest is marked."""
-    table = Table(title="ms a step by number of GPUs; * the cheapest", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for gpus in columns:
-        table.add_column(f"{gpus:,} ", justify="right")
-    at = {gpus: (plan.costs(gpus), plan.cheapest(gpus)) for gpus in columns}
-    for name, method in METHODS.items():
-        cells = []
-        for costs, cheapest in at.values():
-            mark = "*" if name == cheapest else " "
-            cells.append(_digits(1e3 * costs[name]) + mark if name in costs else "")
-        table.add_row(method.label, *cells)
-    return table
-
-
-def bandwidth(bytes_per_second: float) -> str:
-    """In bytes and bits per second."""
-    return f"{bytes_per_second / 1e9:,.4g} GB/s ({bytes_per_second * 8e-9:,.4g} Gbit/s)"
-
-
-def show(plan: Plan, console: Console) -> None:
-    """Print the tables and the answer."""
-    net = plan.network
-    console.print(
-        f"{plan.parameters:,} parameters on {plan.gpus:,} GPUs, {net.gpus_per_node} a node; a node sends "
-        f"{bandwidth(net.between)}, a GPU within its node {bandwidth(net.inside)}",
-        soft_wrap=True,
-    )
-    console.print(asked_table(plan))
-    if plan.full_precision_every:
-        console.print(f"Marsit's have one fp32 round of {plan.full_precision_every} in them (--full-precision-every)")
-    counts = plan.scale()
-    columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]} - {1})  # as many as 80 letters hold
-    console.print("", scale_table(plan, columns), sep="\n")
-    for line in plan.advice():
-        console.print(line, soft_wrap=True)
+def crossing(true_below: Callable[[float], bool], low: float, high: float) -> float:
+    """Find where a condition that is true below some number > 0 ends, by bisection; 0 or inf if not in between."""
+    if not true_below(low):
+        return 0.0
+    if true_below(high):
+        return math.inf
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if true_below(middle) else (low, middle)
+    return low

@@ -1,4 +1,4 @@
-"""Counts and bandwidths as people write them: ``340M``, ``4.1Gbps``, ``12.5GB/s``."""
+"""Counts, bandwidths, times and sizes as people write and read them: ``340M``, ``4.1Gbps``, ``12.5 ms``."""
 
 from __future__ import annotations
 
@@ -43,3 +43,29 @@ def parse_bandwidth(text: str) -> float:
             f"(b is a bit, B a byte), got {text!r}"
         )
     return rate
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    return _scaled(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
+
+
+def size(nbytes: float) -> str:
+    """Three digits and a unit."""
+    return _scaled(nbytes, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+
+
+def bandwidth(bytes_per_second: float) -> str:
+    """In bytes and bits per second."""
+    return f"{bytes_per_second / 1e9:,.4g} GB/s ({bytes_per_second * 8e-9:,.4g} Gbit/s)"
+
+
+def digits(value: float) -> str:
+    """Three digits, more before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _scaled(value: float, units: dict[str, float]) -> str:
+    """In the largest unit of which there is one, or else the last."""
+    unit = next((unit for unit, one in units.items() if value >= one * 0.9995), [*units][-1])
+    return f"{digits(value / units[unit])} {unit}"

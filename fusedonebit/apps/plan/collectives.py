@@ -1,0 +1,99 @@
+"""Computes what collectives cost: alpha-beta models, in seconds and in bytes.
+
+    n = L N  GPUs, L on each of N nodes
+    Bi  bytes/s that a GPU sends within its node          ai  seconds of a hop within a node
+    Bn  bytes/s that a *node* sends to others             ae  seconds of a hop between nodes
+                                                          ap  seconds for each peer of a point-to-point exchange
+
+What crosses the network is shared by the L GPUs of a node: an all-to-all sends L messages where a ring sends
+one. NCCL's ring and tree, their latencies and its choice between them are those of its ``tuning.cc``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .network import Network
+
+TREE_BANDWIDTH = 0.92
+"""The share of the bandwidth that NCCL expects a tree to reach (``tuning.cc``: ``busBw*.92``)."""
+
+
+@dataclass(frozen=True, order=True)
+class Cost:
+    """What messages cost; costs add up, and can be taken several times.
+
+    Attributes:
+        seconds: Until all GPUs have them.
+        sent: Bytes that the busiest node sends to others; of a single node, bytes that each GPU sends within it.
+    """
+
+    seconds: float = 0.0
+    sent: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.sent + other.sent)
+
+    def __rmul__(self, times: float) -> Cost:
+        return Cost(times * self.seconds, times * self.sent)
+
+
+def all_reduce(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Return the cost of NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
+    if gpus == 1:
+        return Cost()
+    return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network))
+
+
+def _ring(nbytes: float, gpus: int, network: Network) -> Cost:
+    """2(n - 1) hops; two of n - 1 shares leave each GPU, and over the one link that leaves it, each node."""
+    _, nodes = network.place(gpus)
+    latency = 2 * (gpus - nodes) * network.inside_latency + 2 * (nodes - 1) * network.between_latency
+    sent = 2 * nbytes * (gpus - 1) / gpus
+    return Cost(network.base + latency + sent / ring_bandwidth(nodes, network), sent)
+
+
+def _tree(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Up and down two binary trees of nodes, each with half of the bytes; within a node a chain."""
+    per_node, nodes = network.place(gpus)
+    latency = 2 * (per_node - 1) * network.inside_latency + 2 * math.log2(nodes) * network.between_latency
+    inside = 2 * nbytes if per_node > 1 else 0.0
+    between = tree_share(nodes) * nbytes
+    wire = max(inside / network.inside, between / network.between)
+    return Cost(network.base + latency + wire / TREE_BANDWIDTH, between if nodes > 1 else inside)
+
+
+def tree_share(nodes: int) -> float:
+    """Return how many times the gradient the busiest node of NCCL's double tree sends over the network.
+
+    A node with two children sends half of it up and half to each child, and as a leaf of the other tree half
+    up: 2. Of two nodes one is root and one leaf, in the other tree the other way round: 1. Of three: 1.5.
+    """
+    return min(2.0, nodes / 2) if nodes > 1 else 0.0
+
+
+def all_gather(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Return the cost of NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops."""
+    if gpus == 1:
+        return Cost()
+    _, nodes = network.place(gpus)
+    latency = (gpus - nodes) * network.inside_latency + (nodes - 1) * network.between_latency
+    sent = nbytes * (gpus - 1) / gpus
+    return Cost(network.base + latency + sent / ring_bandwidth(nodes, network), sent)
+
+
+def all_to_all(nbytes: float, gpus: int, network: Network) -> Cost:
+    """Every GPU sends each of n an n-th of ``nbytes``; what stays in the node travels meanwhile."""
+    if gpus == 1:
+        return Cost()
+    per_node, nodes = network.place(gpus)
+    between = per_node * nbytes * (gpus - per_node) / gpus
+    inside = nbytes * (per_node - 1) / gpus
+    wire = max(between / network.between, inside / network.inside)
+    return Cost(wire + (gpus - 1) * network.peer, between if nodes > 1 else inside)
+
+
+def ring_bandwidth(nodes: int, network: Network) -> float:
+    """Bandwidth of a ring through all GPUs: min(Bi, Bn), as a ring leaves each node over one link."""
+    return network.inside if nodes == 1 else min(network.inside, network.between)

@@ -1,0 +1,94 @@
+"""Prints a plan: the verdict, a table by method, and one by number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .costs import transformer_width
+from .report import BASELINE, Plan
+from .units import bandwidth, digits, duration, size
+
+CAVEAT = (
+    "Overlap is the best case: it needs SMs or copy engines that are free, computing slows down beside it, and buckets "
+    "must fill in the order in which they are sent; the backward pass is taken for 2/3 of the compute (--no-overlap)"
+)
+QUALITY = (
+    "Bytes and seconds, no more: kernels and warm-ups are left out, and what each method costs in quality says "
+    "docs/numerics.md"
+)
+
+
+def methods_table(plan: Plan) -> Table:
+    """Every method for the configuration asked about; the best of ours is marked."""
+    known = plan.compute is not None
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("a step", no_wrap=True)
+    numbers = [f"{plan.sender} sends", "messages", *(["exposed", "step"] if known else [])]
+    for heading in (*numbers, "vs bf16"):
+        table.add_column(heading, justify="right", max_width=8)
+    table.add_column("write")
+    steps, best = plan.steps(), plan.best()
+    for name, method in plan.methods.items():
+        if name not in steps:
+            continue
+        of = steps[name]
+        cells = [size(of.sent), duration(of.messages)]
+        if known:
+            cells += [duration(of.exposed), duration(of.seconds)]
+        style = "bold green" if name == best and plan.pays else "bold" if name == BASELINE else None
+        table.add_row(method.label, *cells, f"{plan.speedup(name):.3g}x", method.write, style=style)
+    return table
+
+
+def scale_table(plan: Plan, columns: Sequence[int]) -> Table:
+    """Every method for several numbers of GPUs; the fastest is marked."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("ms", no_wrap=True)
+    for gpus in columns:
+        table.add_column(f"{gpus:,} ", justify="right")
+    at = [plan.steps(gpus) for gpus in columns]
+    for name, method in plan.methods.items():
+        cells = []
+        for steps in at:
+            fastest = min(steps, key=lambda other: steps[other].seconds)
+            mark = "*" if name == fastest else " "
+            cells.append(digits(1e3 * steps[name].seconds) + mark if name in steps else "")
+        if any(cells):
+            table.add_row(method.label, *cells)
+    return table
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the answer, and the tables."""
+    for line in plan.advice():
+        console.print(line, soft_wrap=True)
+    console.print(f"\n{_asked(plan)}", soft_wrap=True)
+    if plan.gpus == 1:
+        return
+    console.print(methods_table(plan))
+    if plan.overlap and plan.compute is not None:
+        console.print(CAVEAT, soft_wrap=True)
+    width = transformer_width(plan.parameters)
+    console.print(
+        f"PowerSGD's bytes are those of a transformer's matrices of {width:,.0f} x {width:,.0f}", soft_wrap=True
+    )
+    console.print(QUALITY, soft_wrap=True)
+    counts = plan.scale()
+    columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]})  # as many as 80 letters hold
+    what = "A step" if plan.compute is not None else "A step's messages"
+    console.print(f"\n{what} by number of GPUs; * the fastest", scale_table(plan, columns), sep="\n")
+
+
+def _asked(plan: Plan) -> str:
+    net = plan.network
+    words = [f"{plan.parameters:,} parameters on {plan.gpus:,} GPUs, {net.gpus_per_node} a node"]
+    if plan.gpus > net.gpus_per_node:
+        words.append(f"a node sends {bandwidth(net.between)}, its {net.gpus_per_node} GPUs together")
+    words.append(f"a GPU sends {bandwidth(net.inside)} within its node")
+    if plan.compute is not None:
+        words.append(f"a step computes for {duration(plan.compute)}")
+    return "; ".join(words)
