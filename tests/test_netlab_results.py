@@ -51,6 +51,20 @@ def test_the_planner_predicts_every_step(record):
             assert abs(model.error(record, name, row)) <= model.LARGEST_ERROR, (name, row["megabits"])
 
 
+def test_the_overlap_that_the_planner_assumes_predicts_ddp_too(record):
+    largest = {False: 0.0, True: 0.0}
+    for name in ("adamw", "bf16"):
+        for row in record["rates"]:
+            errors = {overlap: model.error(record, name, row, overlap=overlap) for overlap in largest}
+            largest = {overlap: max(largest[overlap], abs(errors[overlap])) for overlap in largest}
+            print(
+                f"{name:6} {row['megabits']:6g} Mbit/s: {errors[False]:+.1%} without overlap, {errors[True]:+.1%} with"
+            )
+    print(f"largest {largest[False]:.1%} and {largest[True]:.1%} (limit {model.LARGEST_ERROR:.0%})")
+    assert max(largest.values()) <= model.LARGEST_ERROR
+    assert f"{largest[False]:.1%} without it and {largest[True]:.1%} with it" in PERFORMANCE.read_text()
+
+
 def test_messages_crossed_the_links(record):
     for row in [*record["rates"], *record["mpi"]]:
         for name, told in row["methods"].items():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from fusedonebit.apps.cli import main
@@ -184,19 +181,3 @@ def test_numbers_read_well():
         "3.4 us",
     ]
     assert [size(n) for n in (0, 1, 4200, 1.35e9, 8.1e13)] == ["0 B", "1 B", "4.2 kB", "1.35 GB", "81 TB"]
-
-
-@pytest.mark.long
-def test_the_tables_need_no_matplotlib():
-    code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from importlib.machinery import PathFinder as finder; real = finder.find_spec\n"
-        "finder.find_spec = lambda name, *more: None if name == 'matplotlib' else real(name, *more)\n"
-        "del sys.modules['matplotlib']\n"
-        "from fusedonebit.apps.cli import main\n"
-        "sys.exit(main(['plan', '--params', '340M', '--gpus', '8', '--step-ms', '100']))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "a picture needs matplotlib: pip install matplotlib"
-    assert "bf16 all-reduce" in result.stdout

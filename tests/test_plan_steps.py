@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.pages import PERFORMANCE
 from fusedonebit.apps.plan import METHODS, TYPICAL, Network, methods
 from fusedonebit.apps.plan.calibrate import Timed, calibrate
 from fusedonebit.apps.plan.costs import powersgd_bytes, transformer_width
@@ -104,6 +105,7 @@ def test_a_bf16_step_is_predicted_from_an_fp32_step_and_one_gpu(overlap):
         f"overlap {overlap}: a GPU sends {network.inside / 1e9:.2f} GB/s; bf16 hook predicted {bf16.seconds:.2f} s, "
         f"measured {BF16_STEP} s ({error:+.1%}, limit 10%)"
     )
+    assert f"{bf16.seconds:.2f} s" in PERFORMANCE.read_text()
     assert fp32.seconds == pytest.approx(FP32_STEP)
     assert abs(error) <= 0.10
 

@@ -15,6 +15,7 @@ from typing import Any
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.costs import FP32
+from fusedonebit.apps.plan.overlap import BACKWARD
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""
@@ -77,20 +78,30 @@ def rate_for(share: float, compute: float, parameters: int, latencies: Mapping[s
     return float(f"{low:.3g}")
 
 
-def predict(record: Mapping[str, Any], method: str, megabits: float, row: Mapping[str, Any] | None = None) -> float:
+def predict(
+    record: Mapping[str, Any],
+    method: str,
+    megabits: float,
+    row: Mapping[str, Any] | None = None,
+    *,
+    overlap: bool = False,
+) -> float:
     """Seconds of a step at a rate: what it computes without messages, what it compresses, the planner's messages.
 
-    ``row`` says what a step computed meanwhile; None: as on the loopback.
+    ``row`` says what a step computed meanwhile; None: as on the loopback. With ``overlap`` the backward pass hides of
+    DDP's messages what the planner says; here a CPU computes and sends with the same cores.
     """
     compute = (row or record["loopback"])["methods"]["alone"]["whole"]
     net = network(megabits, record["latencies"], record["hosts"])
     sent = messages(method, record["parameters"], record["hosts"], net, record["congestion"])
+    if overlap:
+        sent = METHODS[FAMILY[method]].buckets(record["parameters"]).exposed(sent, BACKWARD * compute)
     return compute + record["loopback"]["methods"][method]["compress"] + sent
 
 
-def error(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> float:
+def error(record: Mapping[str, Any], method: str, row: Mapping[str, Any], *, overlap: bool = False) -> float:
     """Of the prediction, as a share of what was measured."""
-    return predict(record, method, row["megabits"], row) / row["methods"][method]["whole"] - 1
+    return predict(record, method, row["megabits"], row, overlap=overlap) / row["methods"][method]["whole"] - 1
 
 
 def split(record: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> tuple[float, float, float]:
