@@ -105,6 +105,12 @@ def test_one_node_without_nvlink_needs_no_network(tmp_path, capsys):
     assert "16,384" not in out  # more nodes are nowhere
 
 
+@pytest.mark.parametrize(("link", "hop"), [("nvlink", 3.4), ("pcie", 5.7)])
+def test_a_hop_over_pcie_takes_longer(tmp_path, capsys, link, hop):
+    assert plan(tmp_path, **ONE_NODE | {link: "1000GB/s"}, params="1") == 0
+    assert float(row(capsys.readouterr().out, "fp32 all-reduce").split()[2]) == pytest.approx(8.4 + 14 * hop, rel=0.01)
+
+
 def test_measured_steps_replace_the_network(tmp_path, capsys):
     assert plan(tmp_path, **ONE_NODE, params="1.2B", calibrate="step_fp32=6.4,one_gpu=1.4") == 0
     out = capsys.readouterr().out

@@ -74,9 +74,9 @@ class Plan:
             if self.overlap or name != "flat-overlap"
         }
 
-    def best(self, families: Collection[Family] = OURS, gpus: int | None = None) -> str:
+    def best(self, families: Collection[Family] = OURS) -> str:
         """Name the fastest method of some families."""
-        found = {name: of for name, of in self.steps(gpus).items() if self.methods[name].family in families}
+        found = {name: of for name, of in self.steps().items() if self.methods[name].family in families}
         return min(found, key=lambda name: found[name].seconds)
 
     def speedup(self, name: str | None = None) -> float:
@@ -135,8 +135,8 @@ class Plan:
         if self.pays:
             return f"Compress: {self._told(ours)}"
         return (
-            f"Don't compress: {self._named(BASELINE)} takes {duration(self.steps()[BASELINE].seconds)} a step, and the "
-            f"fastest of ours, {self._named(ours)}, is {self.speedup(ours):.2f} times as fast"
+            f"Don't compress: {self._named(BASELINE)} takes {self._seconds(BASELINE)}, and the fastest of ours, "
+            f"{self._named(ours)}, is {self.speedup(ours):.2f} times as fast"
         )
 
     def _at_what_rate(self) -> list[str]:
@@ -161,10 +161,12 @@ class Plan:
         return f"{self.methods[name].label} ({self.methods[name].write})"
 
     def _told(self, name: str) -> str:
-        seconds = duration(self.steps()[name].seconds)
-        what = "a step" if self.compute is not None else "for messages"
         baseline = self.methods[BASELINE].label
-        return f"{self._named(name)}, {seconds} {what}, {self.speedup(name):.3g} times as fast as {baseline}"
+        return f"{self._named(name)}, {self._seconds(name)}, {self.speedup(name):.3g} times as fast as {baseline}"
+
+    def _seconds(self, name: str) -> str:
+        what = "a step" if self.compute is not None else "for messages"
+        return f"{duration(self.steps()[name].seconds)} {what}"
 
 
 def crossing(true_below: Callable[[float], bool], low: float, high: float) -> float:

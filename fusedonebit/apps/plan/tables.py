@@ -16,6 +16,7 @@ CAVEAT = (
     "Overlap is the best case: it needs SMs or copy engines that are free, computing slows down beside it, and buckets "
     "must fill in the order in which they are sent; the backward pass is taken for 2/3 of the compute (--no-overlap)"
 )
+ZERO_ONE = "ZeroOneAdam in rounds of one step, its default, sends what 1-bit, flat does"
 QUALITY = (
     "Bytes and seconds, no more: kernels and warm-ups are left out, and what each method costs in quality says "
     "docs/numerics.md"
@@ -76,7 +77,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"PowerSGD's bytes are those of a transformer's matrices of {width:,.0f} x {width:,.0f}", soft_wrap=True
     )
-    console.print(QUALITY, soft_wrap=True)
+    console.print(ZERO_ONE, QUALITY, sep="\n", soft_wrap=True)
     counts = plan.scale()
     columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]})  # as many as 80 letters hold
     what = "A step" if plan.compute is not None else "A step's messages"
