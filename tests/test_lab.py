@@ -22,6 +22,7 @@ from fusedonebit.apps.cli import main
 from fusedonebit.apps.lab import launch, publish, toys
 from fusedonebit.apps.lab import run as lab
 from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
+from fusedonebit.apps.lab.rivals import RIVALS
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import SimulatedGroup, make_transport
 
@@ -41,7 +42,7 @@ def key(task: str, optimizer: str, seed: int = 0, workers: int = 4, by: float = 
     return lab.Key(task, optimizer, seed, workers, TASKS[task].lr * by)
 
 
-SAID = ("metric", "initial", "steps", "curve", "sent", "vetoed_steps", "rewarms")
+SAID = ("metric", "initial", "steps", "curve", "sent", "received", "vetoed_steps", "rewarms")
 
 
 @pytest.mark.long(but=["modadd", "late"])
@@ -56,7 +57,7 @@ def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     assert first["curve"][0] != other["curve"][0]
 
 
-ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike]
+ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike and name not in RIVALS]
 
 
 @pytest.mark.long(
@@ -84,7 +85,7 @@ def test_every_optimizer_that_stands_for_all_workers_gives_the_bits_of_ranks(mon
 
 
 @pytest.mark.long(but=3)
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in RIVALS])
 def test_every_optimizer_runs_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 60)
     record = lab.run(key("mlp", name, by=0.1))

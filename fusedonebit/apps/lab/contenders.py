@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ... import (
     Faults,
@@ -22,61 +20,15 @@ from ... import (
     ZeroOneAdam,
     policies,
 )
-from ...comm import Topology, Transport
+from ...comm import Topology
 from ...core.settings import VARIANCE_FLOOR
 from ..averaged import Averaged
 from .ablations import AveragedAdam, FreezableLamb, FrozenVariance, NaiveOneBitAdam
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam
+from .rivals import RIVALS
+from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import AlikeTransport, BatchedZeroOneAdam
-
-BETAS = (0.9, 0.99)
-EPS, LAMB_EPS = 1e-8, 1e-6
-WARM_UP = 0.15
-"""Share of the steps before the variance is frozen, as in the papers (15 to 20 %)."""
-EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
-"""Shares of the steps after which the metric is taken; their mean counts."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Holds what an optimizer is made for: peak learning rate, number of steps, which run, and over which ranks."""
-
-    lr: float
-    steps: int
-    weight_decay: float
-    seed: int
-    transport: Transport
-
-    @property
-    def freeze_step(self) -> int:
-        """Updates before the variance is frozen."""
-        return int(WARM_UP * self.steps)
-
-
-Params = Sequence[Tensor]
-Make = Callable[[Params, Setting], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An optimizer of the lab.
-
-    Args:
-        make: Makes it.
-        parent: What it compresses, itself where nothing; at whose tuned rate it is looked at besides its own.
-        lamb: Whether its rates are searched around LAMB's.
-        rate: Factor of the rate that they are searched around.
-        alike: Whether ranks differ in gradients and residuals alone, so that one optimizer can stand for all.
-        local: Whether workers have parameters of their own between two synchronisations.
-    """
-
-    make: Make
-    parent: str
-    lamb: bool = False
-    rate: float = 1.0
-    alike: bool = False
-    local: bool = False
 
 
 class AveragedAdamW(Averaged, torch.optim.AdamW):
@@ -134,7 +86,7 @@ def _in_rounds(
     params: Params, of: Setting, rounds: policies.SyncPolicy, variance: policies.VariancePolicy | None
 ) -> Any:
     """Make 0/1 Adam, all of whose workers meet to be evaluated."""
-    meetings = math.gcd(*(int(share * of.steps) for share in EVALUATED))
+    meetings = math.gcd(*of.evaluations)
     kind = BatchedZeroOneAdam if isinstance(of.transport, AlikeTransport) else ZeroOneAdam
     aligned = policies.AlignedRounds(rounds, meetings)
     given = (params, of.lr, BETAS, EPS, of.weight_decay)
@@ -216,6 +168,7 @@ CONTENDERS: dict[str, Contender] = {
     "signsgd-elias": apart(partial(_baseline, aggregation="signsgd", coding="elias")),
     "ef-signsgd-elias": apart(partial(_baseline, aggregation="ef-signsgd", coding="elias")),
     "ssdm-elias": apart(partial(_baseline, aggregation="ssdm", ratio=10.0, coding="elias")),
+    **RIVALS,
 }
 """By name; the headline's come first. A plain "onebit-..." has our defaults."""
 

@@ -69,6 +69,7 @@ class Records:
         key = Key(*(record[field.name] for field in fields(Key)))
         if key.task not in TASKS or key.optimizer not in CONTENDERS:
             return
+        record = {"received": record["sent"], **record}  # older ones have no other
         _check(key, record)
         if record["defaults"] == fingerprint(key.task, key.optimizer):
             self.found[key] = self._of_cell[key.task, key.optimizer][key] = record
@@ -95,11 +96,11 @@ def _check(key: Key, record: Record) -> None:
     if type(key.seed) is not int or type(key.workers) is not int:
         raise TypeError("seed and workers must be whole numbers")
     metric = record["metric"]
-    numbers = [key.lr, record["initial"], record["sent"], *([] if metric is None else [metric])]
+    numbers = [key.lr, record["initial"], record["sent"], record["received"], *([] if metric is None else [metric])]
     if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        raise TypeError("lr, initial, sent and metric must be finite numbers")
-    if min(numbers[:3]) <= 0 or (metric is not None and metric <= 0):
-        raise ValueError("lr, initial, sent and metric must be > 0")
+        raise TypeError("lr, initial, sent, received and metric must be finite numbers")
+    if min(numbers[:4]) <= 0 or (metric is not None and metric <= 0):
+        raise ValueError("lr, initial, sent, received and metric must be > 0")
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

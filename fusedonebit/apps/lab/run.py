@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from ...comm import SimulatedGroup, Transport
-from .contenders import CONSTANTS, CONTENDERS, EVALUATED, Setting, settings
+from .contenders import CONSTANTS, CONTENDERS, settings
+from .rivals.frame import Rival
+from .setting import EVALUATED, Setting
 from .tasks import TASKS, Trial
 from .workers import AlikeTransport, BatchedAllReduce, batch_workers
 
@@ -123,7 +125,7 @@ class Worker:
             training.ready(models)
         setting = Setting(key.lr, task.steps, task.weight_decay, key.seed, transport)
         self.optimizers = [training.contender.make(list(model.parameters()), setting) for model in self.models]
-        self.reducers: list[BatchedAllReduce | None] = [None] * len(self.models)
+        self.reducers: list[BatchedAllReduce | Rival | None] = [None] * len(self.models)
         if alone:
             self.reducers = [
                 batch_workers(optimizer, [[p.detach() for p in models[i].parameters()] for models in others])
@@ -166,7 +168,8 @@ class Worker:
         Returns:
             metric: The mean of the last evaluations; None where a loss or one of them was not finite. initial: Before
             the first step. steps. curve: Means of the training loss over equal stretches of the run. sent: Bytes of the
-            whole run by parameter, step and rank, times W/(W - 1). vetoed_steps, rewarms: What the optimizers tell.
+            whole run by parameter, step and rank, times W/(W - 1). received: The same of what a rank receives.
+            vetoed_steps, rewarms: What the optimizers tell.
         """
         training, task = self.training, self.training.task
         initial = training.validate() if self.rank == 0 else math.nan
@@ -183,14 +186,18 @@ class Worker:
             "initial": initial,
             "steps": len(training.losses),
             "curve": _curve(training.losses, task.steps),
-            "sent": self._sent(len(training.losses)),
+            **self._bytes(len(training.losses)),
             **self._told(),
         }
 
-    def _sent(self, steps: int) -> float:
+    def _bytes(self, steps: int) -> dict[str, float]:
         numel = sum(p.numel() for model in self.models for p in model.parameters())
-        workers, nbytes = self.training.key.workers, self.transport.traffic.bytes_total
-        return nbytes * workers / (workers - 1) / numel / steps
+        workers, sent = self.training.key.workers, self.transport.traffic.bytes_total
+        rivals = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Rival)]
+        # In all others' collectives each rank receives as much as it sends.
+        received = sum(rival.wires.received for rival in rivals) if rivals else sent
+        by = workers / (workers - 1) / numel / steps
+        return {"sent": sent * by, "received": received * by}
 
     def _told(self) -> dict[str, Any]:
         told = [optimizer.stats() for optimizer in self.optimizers if hasattr(optimizer, "stats")]

@@ -21,6 +21,7 @@ from ...optim.own_variance import OwnVariance
 from ...optim.two_stage import OneBitOptimizer
 from ...optim.zero_one import ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
+from .rivals.frame import Rival
 
 
 class AlikeTransport(CountingTransport):
@@ -199,7 +200,9 @@ class BatchedZeroOneAdam(ZeroOneAdam):
         super()._end_round(this)
 
 
-def batch_workers(optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()) -> BatchedAllReduce | None:
+def batch_workers(
+    optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()
+) -> BatchedAllReduce | Rival | None:
     """Let an optimizer over an ``AlikeTransport`` stand for all of its workers.
 
     Args:
@@ -209,6 +212,9 @@ def batch_workers(optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Te
     Returns:
         What takes their gradients; None where the optimizer averages them: then their mean is all it needs.
     """
+    if isinstance(optimizer, Rival):
+        optimizer.stand_for(others)
+        return optimizer
     if not isinstance(optimizer, (OneBitOptimizer, BatchedZeroOneAdam)):
         return None
     options = optimizer.options

@@ -1,0 +1,35 @@
+"""What others compress with: each a paper's or a library's method, in plain torch for all workers of a run at once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..setting import Contender
+from .diloco import AVERAGE, NESTEROV, DiLoCo
+from .quantised import BFloat16, Quantised
+
+LENGTHS = (8, 16, 32, 64)
+"""Steps of the rounds of methods that synchronise seldom."""
+BITS = {"": None, "-int8": 8, "-int4": 4}
+"""What differences travel in, by the end of a name."""
+
+of_adam = partial(Contender, parent="adamw", alike=True)
+
+
+def _rounds(name: str, outer: tuple[float, float]) -> dict[str, Contender]:
+    makes = {
+        f"{name}{kind}-{h}": partial(DiLoCo, length=h, outer=outer, bits=bits)
+        for kind, bits in BITS.items()
+        for h in LENGTHS
+    }
+    return {name: of_adam(make, local=True) for name, make in makes.items()}
+
+
+RIVALS: dict[str, Contender] = {
+    "bf16": of_adam(BFloat16),
+    "int8": of_adam(partial(Quantised, bits=8)),
+    "int4": of_adam(partial(Quantised, bits=4)),
+    **_rounds("diloco", NESTEROV),
+    **_rounds("local-adamw", AVERAGE),
+}
+"""By name; each a ``Rival``."""

@@ -1,0 +1,45 @@
+"""DiLoCo (Douillard et al., 2023, Algorithm 1): AdamW by oneself for H steps, then Nesterov's momentum on the means.
+
+With an outer rate of 1 and no momentum it is local AdamW: all parameters are averaged every H steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..setting import Params, Setting
+from .frame import RoundRival
+from .quantised import QuantisedAllReduce
+
+NESTEROV = (0.7, 0.9)
+"""Learning rate and momentum of the paper's outer optimizer; no schedule touches them."""
+AVERAGE = (1.0, 0.0)
+"""Those that average parameters."""
+
+
+class DiLoCo(RoundRival):
+    """Average what workers have come in H steps, and move by Nesterov's momentum of it.
+
+    Args:
+        params: See ``Rival``.
+        of: See ``Rival``.
+        length: H.
+        outer: Learning rate and momentum of the outer optimizer.
+        bits: None: differences travel in float32. Else in integers, with errors kept on both sides.
+    """
+
+    def __init__(
+        self, params: Params, of: Setting, length: int, outer: tuple[float, float] = NESTEROV, bits: int | None = None
+    ) -> None:
+        super().__init__(params, of, length, outer=outer, bits=bits)
+        self.outer = outer
+        self.momentum = torch.zeros_like(self.anchor)
+        self.quantised = QuantisedAllReduce(self.wires, self.anchor, bits) if bits else None
+
+    def meet(self, deltas: Tensor) -> None:
+        """See ``RoundRival``."""
+        delta = self.quantised(deltas) if self.quantised else self.wires.all_reduce(deltas) / self.workers  # line 12
+        lr, momentum = self.outer
+        self.momentum.mul_(momentum).add_(delta)  # line 14: OuterOpt is SGD with Nesterov's momentum
+        self.anchor.sub_(delta + momentum * self.momentum, alpha=lr)

@@ -1,0 +1,136 @@
+"""The lab's rivals as their papers and libraries have them: one worker at a time, in float64, nothing shared with ours.
+
+Each function takes the run (``Run``) and yields the parameters after each step; a list has an entry for each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+BETA1, BETA2, EPS = 0.9, 0.99, 1e-8
+
+
+@dataclass
+class Run:
+    """Parameters [n] of some shapes, each worker's gradients [steps, W, n], a learning rate for each step."""
+
+    x: Tensor
+    shapes: list[tuple[int, ...]]
+    gradients: Tensor
+    lrs: list[float]
+    weight_decay: float
+
+    @property
+    def workers(self) -> int:
+        return self.gradients.shape[1]
+
+    @property
+    def steps(self) -> int:
+        return len(self.lrs)
+
+    def tensors(self) -> list[slice]:
+        ends = torch.tensor([0, *(torch.Size(shape).numel() for shape in self.shapes)]).cumsum(0).tolist()
+        return [slice(*ends[i : i + 2]) for i in range(len(self.shapes))]
+
+
+class AdamW:
+    """Loshchilov & Hutter, Algorithm 2."""
+
+    def __init__(self) -> None:
+        self.m, self.v, self.t = 0.0, 0.0, 0
+
+    def __call__(self, x: Tensor, g: Tensor, lr: float, weight_decay: float) -> Tensor:
+        self.t += 1
+        self.m = BETA1 * self.m + (1 - BETA1) * g
+        self.v = BETA2 * self.v + (1 - BETA2) * g * g
+        m_hat, v_hat = self.m / (1 - BETA1**self.t), self.v / (1 - BETA2**self.t)
+        return x - lr * weight_decay * x - lr * m_hat / (v_hat.sqrt() + EPS)
+
+
+def bf16(run: Run) -> Iterator[Tensor]:
+    """torch's ``_compress_hook``: ``tensor.to(bfloat16).div_(world_size)``, an all-reduce, back."""
+    x, adam = run.x, AdamW()
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        total = (gs[0].bfloat16() / run.workers).bfloat16()
+        for g in gs[1:]:
+            total = (total.float() + (g.bfloat16() / run.workers).float()).bfloat16()
+        x = adam(x, total.double(), lr, run.weight_decay)
+        yield x
+
+
+def rounded(block: Tensor, bits: int) -> Tensor:
+    """A block after its way through ``bits``: integers times absmax / (2^(bits-1) - 1), which travels as float32."""
+    scale = (block.abs().max() / (2 ** (bits - 1) - 1)).float().double()
+    return (block / scale).round() * scale if scale > 0 else block * 0
+
+
+def rounded_by_blocks(chunk: Tensor, blocks: int, bits: int) -> Tensor:
+    size = ceil(len(chunk) / blocks)
+    return torch.cat([rounded(chunk[i : i + size], bits) for i in range(0, len(chunk), size)])
+
+
+class TwoSided:
+    """Quantised all-to-all, mean, quantised all-gather; each worker and each server keeps its error."""
+
+    def __init__(self, numel: int, workers: int, bits: int) -> None:
+        self.bits, self.workers, self.blocks = bits, workers, ceil(numel / workers / 512)
+        self.chunk = self.blocks * ceil(numel / workers / self.blocks)
+        self.padded = torch.zeros(self.chunk * workers, dtype=torch.float64)
+        self.e = [self.padded.clone() for _ in range(workers)]
+        self.servers = [torch.zeros(self.chunk, dtype=torch.float64) for _ in range(workers)]
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        arrived = [[] for _ in range(self.workers)]
+        for w, row in enumerate(rows):
+            c = self.padded.clone()
+            c[: len(row)] = row
+            c = c + self.e[w]
+            sent = torch.cat([rounded_by_blocks(part, self.blocks, self.bits) for part in c.split(self.chunk)])
+            self.e[w] = c - sent
+            for server, part in enumerate(sent.split(self.chunk)):
+                arrived[server].append(part)
+        result = []
+        for server, parts in enumerate(arrived):
+            c = sum(parts) / self.workers + self.servers[server]
+            served = rounded_by_blocks(c, self.blocks, self.bits)
+            self.servers[server] = c - served
+            result.append(served)
+        return torch.cat(result)[: len(rows[0])]
+
+
+def quantised(run: Run, bits: int) -> Iterator[Tensor]:
+    x, adam, mean = run.x, AdamW(), TwoSided(len(run.x), run.workers, bits)
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        x = adam(x, mean(list(gs)), lr, run.weight_decay)
+        yield x
+
+
+def round_ends(run: Run, length: int) -> Iterator[bool]:
+    """A round ends after ``length`` steps, and where the lab evaluates."""
+    evaluated, since = [int(share * run.steps) for share in (0.92, 0.94, 0.96, 0.98, 1.0)], 0
+    for t in range(1, run.steps + 1):
+        since += 1
+        ends = since == length or t in evaluated
+        since = 0 if ends else since
+        yield ends
+
+
+def diloco(run: Run, length: int, outer: tuple[float, float], bits: int | None) -> Iterator[Tensor]:
+    """DiLoCo, Algorithm 1; OuterOpt as ``torch.optim.SGD(nesterov=True)``."""
+    theta, xs = run.x, [run.x] * run.workers
+    inner, momentum, (lr_out, mu) = [AdamW() for _ in xs], torch.zeros_like(run.x), outer
+    two_sided = TwoSided(len(run.x), run.workers, bits) if bits else None
+    for gs, lr, ends in zip(run.gradients, run.lrs, round_ends(run, length), strict=True):
+        xs = [opt(x, g, lr, run.weight_decay) for opt, x, g in zip(inner, xs, gs, strict=True)]  # line 8
+        if ends:
+            deltas = [theta - x for x in xs]  # line 11
+            delta = two_sided(deltas) if two_sided else sum(deltas) / run.workers  # line 12
+            momentum = mu * momentum + delta
+            theta = theta - lr_out * (delta + mu * momentum)  # line 14
+            xs = [theta] * run.workers
+        yield torch.stack(xs)

@@ -1,0 +1,210 @@
+"""The lab's rivals: each is its paper's algorithm, sends the bytes of its message, and trains.
+
+``rivals_by_the_book`` has the algorithms again, one worker at a time, in float64; every mutant of it parts from ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import ceil
+from types import ModuleType
+from typing import Any
+
+import pytest
+import rivals_by_the_book as book
+import torch
+from rivals_by_the_book import Run
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit.apps.lab import run as lab
+from fusedonebit.apps.lab.contenders import CONTENDERS
+from fusedonebit.apps.lab.rivals import RIVALS
+from fusedonebit.apps.lab.rivals.bits import pack, packed_bytes, unpack
+from fusedonebit.apps.lab.rivals.diloco import AVERAGE, DiLoCo
+from fusedonebit.apps.lab.rivals.frame import Rival
+from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
+from fusedonebit.apps.lab.setting import Setting
+from fusedonebit.apps.lab.tasks import TASKS
+from fusedonebit.apps.lab.workers import AlikeTransport
+
+WORKERS, STEPS, LIMIT = 4, 25, 1e-6
+SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60)]
+NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def a_run(steps: int = STEPS) -> Run:
+    """Gradients that workers share in part, of tensors of different magnitude."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    magnitudes = [torch.full(shape, 10.0 ** (-i)).flatten() for i, shape in enumerate(SHAPES)]
+    gradients = torch.cat(magnitudes) * (normal(1, 1, NUMEL) + normal(steps, 1, NUMEL) + normal(steps, WORKERS, NUMEL))
+    lrs = [1e-2 * (1 - t / (2 * steps)) for t in range(steps)]
+    return Run(normal(NUMEL), SHAPES, gradients, lrs, weight_decay=0.1)
+
+
+def rival_of(make: Callable[..., Rival], run: Run, workers: int = WORKERS, dtype: torch.dtype = torch.float64) -> Rival:
+    params = [
+        Parameter(run.x[part].view(shape).to(dtype, copy=True))
+        for part, shape in zip(run.tensors(), SHAPES, strict=True)
+    ]
+    rival = make(params, Setting(run.lrs[0], run.steps, run.weight_decay, 0, AlikeTransport(0, workers)))
+    if rival.x.dim() == 2:  # workers have their own
+        rival.stand_for([[p.detach().clone() for p in params] for _ in range(1, workers)])
+    return rival
+
+
+def ours(make: Callable[..., Rival], run: Run) -> Iterator[Tensor]:
+    rival = rival_of(make, run)
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        rival.param_groups[0]["lr"] = lr
+        rival.give([dict(enumerate(rival.cut(g))) for g in gs])
+        rival.step()
+        rows = [torch.cat([p.detach().flatten() for p in params]) for params in rival._models]
+        yield torch.stack(rows).squeeze(0)
+
+
+Transcription = Callable[..., Iterator[Tensor]]
+BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
+    "bf16": (BFloat16, "bf16", {}),
+    "int8": (partial(Quantised, bits=8), "quantised", {"bits": 8}),
+    "int4": (partial(Quantised, bits=4), "quantised", {"bits": 4}),
+    "diloco": (partial(DiLoCo, length=4), "diloco", {"length": 4, "outer": (0.7, 0.9), "bits": None}),
+    "diloco-int8": (partial(DiLoCo, length=3, bits=8), "diloco", {"length": 3, "outer": (0.7, 0.9), "bits": 8}),
+    "local-adamw": (
+        partial(DiLoCo, length=4, outer=AVERAGE),
+        "diloco",
+        {"length": 4, "outer": (1.0, 0.0), "bits": None},
+    ),
+}
+"""Ours, and the transcription's name and arguments."""
+
+
+def furthest(name: str, module: ModuleType = book) -> float:
+    """By how much ours and the transcription part at most, relative to how far parameters go."""
+    make, transcription, arguments = BOOK[name]
+    run = a_run()
+    theirs = list(getattr(module, transcription)(run, **arguments))
+    apart = [float((mine - x).abs().max()) for mine, x in zip(ours(make, run), theirs, strict=True)]
+    assert len(apart) == STEPS
+    return max(apart) / float((theirs[-1] - run.x).abs().mean())
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_each_rival_is_its_papers_algorithm(name):
+    apart = furthest(name)
+    print(f"{name}: {apart:.1e} of the way apart after {STEPS} steps")
+    assert apart < LIMIT
+
+
+MUTANTS = [
+    ("bf16", "total = (gs[0].bfloat16() / run.workers).bfloat16()", "total = gs[0].bfloat16() / 2"),
+    ("bf16", "(g.bfloat16() / run.workers).float()).bfloat16()", "(g.bfloat16() / run.workers).float())"),
+    ("int8", "self.e[w] = c - sent", "pass"),
+    ("int8", "self.servers[server] = c - served", "pass"),
+    ("int4", "(2 ** (bits - 1) - 1)", "2 ** (bits - 1)"),
+    ("int4", "ceil(numel / workers / 512)", "1"),
+    ("diloco", "(delta + mu * momentum)", "momentum"),
+    ("diloco", "t in evaluated", "t == run.steps"),
+    ("diloco", "- lr * weight_decay * x", ""),
+    ("diloco-int8", "two_sided(deltas) if two_sided else ", ""),
+    ("local-adamw", "xs = [theta] * run.workers", "pass"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "instead"), MUTANTS)
+def test_no_line_of_a_paper_can_change_unseen(name, line, instead):
+    source = inspect.getsource(book)
+    assert line in source
+    mutant = ModuleType("mutant")
+    mutant.__dict__["__name__"] = book.__name__  # where dataclasses look themselves up
+    exec(compile(source.replace(line, instead), "mutant", "exec"), mutant.__dict__)
+    assert furthest(name, mutant) > 10 * LIMIT
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("count", [1, 7, 8, 37])
+def test_integers_are_unpacked_to_what_was_packed(bits, count):
+    values = torch.randint(2**bits, (3, 2, count))
+    packed = pack(values, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (3, 2, packed_bytes(count, bits))
+    assert packed_bytes(8 * count, bits) == bits * count
+    assert torch.equal(unpack(packed, bits, count), values)
+
+
+def two_sided_bytes(workers: int, bits: int) -> int:
+    """What a rank sends: W - 1 messages to servers, its chunk's to W - 1 ranks."""
+    blocks = ceil(NUMEL / workers / 512)
+    size = ceil(NUMEL / workers / blocks)
+    return 2 * (workers - 1) * (ceil(blocks * size * bits / 8) + 4 * blocks)
+
+
+def rounds(length: int, steps: int = STEPS) -> int:
+    return sum(book.round_ends(dataclasses.replace(a_run(steps)), length))
+
+
+SENT: dict[str, Callable[[int], int]] = {
+    "bf16": lambda w: STEPS * (2 * 2 * NUMEL * (w - 1) // w),
+    "int8": lambda w: STEPS * two_sided_bytes(w, 8),
+    "int4": lambda w: STEPS * two_sided_bytes(w, 4),
+    "diloco": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
+    "diloco-int8": lambda w: rounds(3) * two_sided_bytes(w, 8),
+    "local-adamw": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
+}
+"""Bytes that a rank sends in ``STEPS`` steps, by the formula of its message."""
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("name", BOOK)
+def test_bytes_are_those_of_the_messages(name, workers):
+    run = a_run()
+    rival = rival_of(BOOK[name][0], run, workers, torch.float32)
+    for step in range(STEPS):
+        rival.give([dict(enumerate(rival.cut(run.gradients[step, w % WORKERS].float()))) for w in range(workers)])
+        rival.step()
+    assert rival.transport.traffic.bytes_total == rival.wires.received == SENT[name](workers)
+
+
+# ---------------------------------------------------------------- in the lab
+
+
+def test_a_rival_says_that_it_takes_all_workers_gradients():
+    rival = rival_of(BFloat16, a_run())
+    with pytest.raises(RuntimeError, match=r"BFloat16 stands for all workers: call give\(gradients\) before each step"):
+        rival.step()
+
+
+@pytest.mark.long(but=["bf16"])
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_rival_trains(monkeypatch, name):
+    monkeypatch.setitem(TASKS, "fit", dataclasses.replace(TASKS["fit"], steps=150))
+    rate = TASKS["fit"].lr * CONTENDERS[name].rate
+    runs = (lab.run(lab.Key("fit", name, 0, 4, rate * by)) for by in (1.0, 0.3, 3.0, 0.1))
+    run = next(run for run in runs if not lab.diverged(run))
+    print(f"{name}: {run['metric'] / run['initial']:.2g} of the first loss, {run['sent']:.3g} bytes")
+    assert run["received"] == run["sent"]
+
+
+def test_workers_agree_wherever_the_lab_looks(monkeypatch):
+    monkeypatch.setitem(TASKS, "mlp", dataclasses.replace(TASKS["mlp"], steps=100))
+    seen = []
+    real = lab.Training.validate
+
+    def validate(self: lab.Training) -> float:
+        first, *others = [torch.cat([p.flatten() for p in models[0].values()]) for models in self.params]
+        seen.append(all(torch.equal(first, other) for other in others) and len(others) == 3)
+        return real(self)
+
+    monkeypatch.setattr(lab.Training, "validate", validate)
+    lab.run(lab.Key("mlp", "diloco-64", 0, 4, 1e-3))
+    assert seen == [True] * 6
