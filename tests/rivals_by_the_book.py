@@ -134,3 +134,43 @@ def diloco(run: Run, length: int, outer: tuple[float, float], bits: int | None) 
             theta = theta - lr_out * (delta + mu * momentum)  # line 14
             xs = [theta] * run.workers
         yield torch.stack(xs)
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt, column by column."""
+    columns = []
+    for column in matrix.T:
+        for before in columns:
+            column = column - (before @ column) * before
+        columns.append(column / column.norm())
+    return torch.stack(columns, 1)
+
+
+def powersgd(run: Run, rank: int, seed: int) -> Iterator[Tensor]:
+    """PowerSGD, Algorithms 1 and 2; all is averaged as it is in the first ten steps."""
+    x, adam, draw = run.x, AdamW(), torch.Generator().manual_seed(seed)
+    matrices = [(part, shape[0], part.stop - part.start) for part, shape in zip(run.tensors(), run.shapes, strict=True)]
+    compressed = {}
+    for part, n, numel in matrices:
+        m = numel // n
+        if 2 * (n + m) * min(n, m, rank) < numel:
+            compressed[part.start] = torch.randn(m, min(n, m, rank), generator=draw, dtype=torch.float64)
+    errors = [torch.zeros_like(x) for _ in range(run.workers)]
+    for t, (gs, lr) in enumerate(zip(run.gradients, run.lrs, strict=True)):
+        mean = sum(gs) / run.workers
+        if t >= 10:
+            deltas = [g + e for g, e in zip(gs, errors, strict=True)]
+            for part, n, _ in matrices:
+                if part.start not in compressed:
+                    mean[part] = sum(delta[part] for delta in deltas) / run.workers
+                    continue
+                ms = [delta[part].view(n, -1) for delta in deltas]
+                q = orthogonalize(compressed[part.start])
+                p = orthogonalize(sum(m @ q for m in ms) / run.workers)
+                q = sum(m.T @ p for m in ms) / run.workers
+                compressed[part.start] = q
+                mean[part] = (p @ q.T).flatten()
+                for e, delta in zip(errors, deltas, strict=True):
+                    e[part] = delta[part] - mean[part]
+        x = adam(x, mean, lr, run.weight_decay)
+        yield x

@@ -169,7 +169,15 @@ def test_runs_with_other_defaults_and_half_a_line_do_not_count_and_nothing_else_
 
 
 DAMAGED = [("metric", value) for value in ("low", "", [], True, 0.0, -1.0, math.nan)]
-DAMAGED += [("sent", math.nan), ("sent", -5.0), ("initial", 0.0), ("seed", 0.5), ("workers", True), ("lr", "high")]
+DAMAGED += [
+    ("received", -5.0),
+    ("sent", math.nan),
+    ("sent", -5.0),
+    ("initial", 0.0),
+    ("seed", 0.5),
+    ("workers", True),
+    ("lr", "high"),
+]
 FIELDS = [json.dumps(record(Key("mlp", "adamw", 0, 4, 0.1), 1.0) | {name: value}) for name, value in DAMAGED]
 
 
@@ -180,6 +188,12 @@ def test_another_line_that_is_no_run_is_named(records, line):
     records.path.write_bytes(b"\n".join([lines[0], content, *lines[1:], b""]))
     with pytest.raises(InputError, match=r"runs.jsonl, line 2, is no run of the lab: mend or remove it"):
         Records(records.path)
+
+
+def test_a_record_without_received_bytes_has_received_what_it_sent(records):
+    assert {run["received"] for run in Records(records.path).found.values()} == {1.5, 8.0}
+    records.add(record(Key("mlp", "adamw", 9, 4, 0.1), 1.0, received=3.0))
+    assert Records(records.path).found[Key("mlp", "adamw", 9, 4, 0.1)]["received"] == 3.0
 
 
 def test_two_processes_on_one_torn_file_lose_nothing(records):

@@ -10,14 +10,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import ceil
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import rivals_by_the_book as book
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from rivals_by_the_book import Run
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn import Parameter
 
 from fusedonebit.apps.lab import run as lab
@@ -26,6 +29,7 @@ from fusedonebit.apps.lab.rivals import RIVALS
 from fusedonebit.apps.lab.rivals.bits import pack, packed_bytes, unpack
 from fusedonebit.apps.lab.rivals.diloco import AVERAGE, DiLoCo
 from fusedonebit.apps.lab.rivals.frame import Rival
+from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
 from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
 from fusedonebit.apps.lab.setting import Setting
 from fusedonebit.apps.lab.tasks import TASKS
@@ -75,6 +79,8 @@ BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
     "bf16": (BFloat16, "bf16", {}),
     "int8": (partial(Quantised, bits=8), "quantised", {"bits": 8}),
     "int4": (partial(Quantised, bits=4), "quantised", {"bits": 4}),
+    "powersgd-1": (partial(PowerSGD, rank=1), "powersgd", {"rank": 1, "seed": 0}),
+    "powersgd-4": (partial(PowerSGD, rank=4), "powersgd", {"rank": 4, "seed": 0}),
     "diloco": (partial(DiLoCo, length=4), "diloco", {"length": 4, "outer": (0.7, 0.9), "bits": None}),
     "diloco-int8": (partial(DiLoCo, length=3, bits=8), "diloco", {"length": 3, "outer": (0.7, 0.9), "bits": 8}),
     "local-adamw": (
@@ -110,6 +116,9 @@ MUTANTS = [
     ("int8", "self.servers[server] = c - served", "pass"),
     ("int4", "(2 ** (bits - 1) - 1)", "2 ** (bits - 1)"),
     ("int4", "ceil(numel / workers / 512)", "1"),
+    ("powersgd-4", "e[part] = delta[part] - mean[part]", "pass"),
+    ("powersgd-4", "compressed[part.start] = q", "pass"),
+    ("powersgd-4", "if 2 * (n", "if 4 * (n"),
     ("diloco", "(delta + mu * momentum)", "momentum"),
     ("diloco", "t in evaluated", "t == run.steps"),
     ("diloco", "- lr * weight_decay * x", ""),
@@ -126,6 +135,34 @@ def test_no_line_of_a_paper_can_change_unseen(name, line, instead):
     mutant.__dict__["__name__"] = book.__name__  # where dataclasses look themselves up
     exec(compile(source.replace(line, instead), "mutant", "exec"), mutant.__dict__)
     assert furthest(name, mutant) > 10 * LIMIT
+
+
+def of_torchs_hook(rank: int, world_size: int, approximation: int) -> list[Tensor]:
+    """What ``powerSGD_hook`` makes of the ranks' gradients, step by step."""
+    run = a_run()
+    state = powerSGD_hook.PowerSGDState(None, approximation, start_powerSGD_iter=10)
+    state.rng = SimpleNamespace(randint=lambda high: 0)  # the seed of the right factors
+    seen = []
+    for gs in run.gradients:
+        buffer = gs[rank].clone()
+        gradients = [buffer[part].view(shape) for part, shape in zip(run.tensors(), SHAPES, strict=True)]
+        bucket = SimpleNamespace(
+            buffer=lambda b=buffer: b, gradients=lambda g=gradients: g, index=lambda: 0, is_last=lambda: True
+        )
+        seen.append(powerSGD_hook.powerSGD_hook(state, bucket).wait().clone())
+    dist.barrier()  # while no callback holds the group any more
+    return seen
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_powersgd_is_torchs_hook(rank):
+    run = a_run()
+    run.gradients = run.gradients[:, :2]
+    rival = rival_of(partial(PowerSGD, rank=rank), run, 2)
+    theirs = run_ranks(of_torchs_hook, 2, rank)[0]
+    for gs, theirs_now in zip(run.gradients, theirs, strict=True):
+        rival.done += 1
+        torch.testing.assert_close(rival.mean(gs), theirs_now, rtol=0, atol=1e-9)
 
 
 # ---------------------------------------------------------------- bytes
@@ -149,6 +186,20 @@ def two_sided_bytes(workers: int, bits: int) -> int:
     return 2 * (workers - 1) * (ceil(blocks * size * bits / 8) + 4 * blocks)
 
 
+def powersgd_bytes(rank: int, workers: int) -> int:
+    """In float32, as a ring sends them: ten times all, then what is not compressed, all left and all right factors."""
+    matrices = [(shape[0], torch.Size(shape).numel() // shape[0]) for shape in SHAPES]
+    ranks = [min(*shape, rank) for shape in matrices]
+    is_compressed = [(n + m) * r * 2 < n * m for (n, m), r in zip(matrices, ranks, strict=True)]
+    plain = sum(n * m for (n, m), small in zip(matrices, is_compressed, strict=True) if not small)
+    left, right = (
+        sum(shape[side] * r for shape, r, small in zip(matrices, ranks, is_compressed, strict=True) if small)
+        for side in (0, 1)
+    )
+    ring = [2 * 4 * numel * (workers - 1) // workers for numel in (NUMEL, plain, left, right)]
+    return 10 * ring[0] + (STEPS - 10) * sum(ring[1:])
+
+
 def rounds(length: int, steps: int = STEPS) -> int:
     return sum(book.round_ends(dataclasses.replace(a_run(steps)), length))
 
@@ -157,6 +208,8 @@ SENT: dict[str, Callable[[int], int]] = {
     "bf16": lambda w: STEPS * (2 * 2 * NUMEL * (w - 1) // w),
     "int8": lambda w: STEPS * two_sided_bytes(w, 8),
     "int4": lambda w: STEPS * two_sided_bytes(w, 4),
+    "powersgd-1": partial(powersgd_bytes, 1),
+    "powersgd-4": partial(powersgd_bytes, 4),
     "diloco": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
     "diloco-int8": lambda w: rounds(3) * two_sided_bytes(w, 8),
     "local-adamw": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),

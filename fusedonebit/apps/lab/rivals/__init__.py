@@ -6,6 +6,7 @@ from functools import partial
 
 from ..setting import Contender
 from .diloco import AVERAGE, NESTEROV, DiLoCo
+from .powersgd import PowerSGD
 from .quantised import BFloat16, Quantised
 
 LENGTHS = (8, 16, 32, 64)
@@ -29,6 +30,7 @@ RIVALS: dict[str, Contender] = {
     "bf16": of_adam(BFloat16),
     "int8": of_adam(partial(Quantised, bits=8)),
     "int4": of_adam(partial(Quantised, bits=4)),
+    **{f"powersgd-{rank}": of_adam(partial(PowerSGD, rank=rank)) for rank in (1, 2, 4, 8)},
     **_rounds("diloco", NESTEROV),
     **_rounds("local-adamw", AVERAGE),
 }
