@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor
@@ -174,3 +174,50 @@ def powersgd(run: Run, rank: int, seed: int) -> Iterator[Tensor]:
                     e[part] = delta[part] - mean[part]
         x = adam(x, mean, lr, run.weight_decay)
         yield x
+
+
+def largest(values: Tensor, k: int) -> list[int]:
+    listed = values.tolist()
+    return sorted(range(len(listed)), key=lambda i: -abs(listed[i]))[:k]
+
+
+def in_two_bits(values: Tensor) -> Tensor:
+    """Four bins around the mean, 6/4 standard deviations wide; a value becomes its bin's mean, as float32."""
+    centred = values - values.mean()
+    width = 6 * sqrt(float(centred @ centred) / max(1, len(values) - 1)) / 4
+    bins = [min(3, max(0, round(c / (width or 1.0)) + 2)) for c in centred.tolist()]
+    binned = {b: [v for v, at in zip(values.tolist(), bins, strict=True) if at == b] for b in set(bins)}
+    means = {b: sum(values) / len(values) for b, values in binned.items()}
+    return torch.tensor([means[b] for b in bins]).double()
+
+
+def top_k_in_two_bits(tensor: Tensor, k: int) -> Tensor:
+    """The largest ``k`` of 4096 of each chunk, a share of smaller chunks, all a tensor's values in two bits."""
+    chunks = ceil(len(tensor) / 4096)
+    size = ceil(len(tensor) / chunks)
+    padded = torch.cat([tensor, tensor.new_zeros(chunks * size - len(tensor))])
+    places = []
+    for i in range(chunks):
+        chunk = padded[i * size : (i + 1) * size]
+        places += [i * size + place for place in largest(chunk, max(1, round(k * size / 4096)))]
+    sent = torch.zeros_like(padded)
+    sent[places] = in_two_bits(padded[places])
+    return sent[: len(tensor)]
+
+
+def sparseloco(run: Run, length: int, k: int) -> Iterator[Tensor]:
+    """SparseLoCo, Algorithm 1, beta = 0.95 and alpha = 1."""
+    theta, xs = run.x, [run.x] * run.workers
+    inner, errors = [AdamW() for _ in xs], [torch.zeros_like(run.x) for _ in xs]
+    for gs, lr, ends in zip(run.gradients, run.lrs, round_ends(run, length), strict=True):
+        xs = [opt(x, g, lr, run.weight_decay) for opt, x, g in zip(inner, xs, gs, strict=True)]
+        if ends:
+            total = torch.zeros_like(theta)
+            for w, x in enumerate(xs):
+                e = 0.95 * errors[w] + (theta - x)
+                sent = torch.cat([top_k_in_two_bits(e[part], k) for part in run.tensors()])
+                errors[w] = e - sent
+                total = total + sent
+            theta = theta - total / run.workers
+            xs = [theta] * run.workers
+        yield torch.stack(xs)

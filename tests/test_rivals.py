@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import ceil
+from math import ceil, log2
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,12 +32,13 @@ from fusedonebit.apps.lab.rivals.diloco import AVERAGE, DiLoCo
 from fusedonebit.apps.lab.rivals.frame import Rival
 from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
 from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
+from fusedonebit.apps.lab.rivals.sparseloco import SparseLoCo
 from fusedonebit.apps.lab.setting import Setting
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.apps.lab.workers import AlikeTransport
 
 WORKERS, STEPS, LIMIT = 4, 25, 1e-6
-SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60)]
+SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60), (20,), (70, 61)]
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
@@ -88,6 +90,8 @@ BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
         "diloco",
         {"length": 4, "outer": (1.0, 0.0), "bits": None},
     ),
+    "sparseloco": (partial(SparseLoCo, length=3, k=400), "sparseloco", {"length": 3, "k": 400}),
+    "sparseloco-few": (partial(SparseLoCo, length=5, k=20), "sparseloco", {"length": 5, "k": 20}),
 }
 """Ours, and the transcription's name and arguments."""
 
@@ -123,6 +127,10 @@ MUTANTS = [
     ("diloco", "t in evaluated", "t == run.steps"),
     ("diloco", "- lr * weight_decay * x", ""),
     ("diloco-int8", "two_sided(deltas) if two_sided else ", ""),
+    ("sparseloco", "0.95 * errors[w]", "errors[w]"),
+    ("sparseloco", "errors[w] = e - sent", "pass"),
+    ("sparseloco", "-abs(listed[i])", "-listed[i]"),
+    ("sparseloco", "width = 6 *", "width = 5 *"),
     ("local-adamw", "xs = [theta] * run.workers", "pass"),
 ]
 
@@ -200,6 +208,21 @@ def powersgd_bytes(rank: int, workers: int) -> int:
     return 10 * ring[0] + (STEPS - 10) * sum(ring[1:])
 
 
+def sparse_bytes(share: int, workers: int) -> int:
+    """To each of the others: two bits of a value, its place, four means of each tensor in float32.
+
+    Tensors of one length are packed together.
+    """
+    nbytes = 0
+    for numel, tensors in Counter(torch.Size(shape).numel() for shape in SHAPES).items():
+        chunks = ceil(numel / 4096)
+        size = ceil(numel / chunks)
+        values, width = tensors * chunks * max(1, round(share * size / 4096)), ceil(log2(size))
+        places = ceil(values * width / 8) if 8 % width == 0 else width * ceil(values / 8)
+        nbytes += places + ceil(values / 4) + 16 * tensors
+    return (workers - 1) * nbytes
+
+
 def rounds(length: int, steps: int = STEPS) -> int:
     return sum(book.round_ends(dataclasses.replace(a_run(steps)), length))
 
@@ -213,6 +236,8 @@ SENT: dict[str, Callable[[int], int]] = {
     "diloco": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
     "diloco-int8": lambda w: rounds(3) * two_sided_bytes(w, 8),
     "local-adamw": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
+    "sparseloco": lambda w: rounds(3) * sparse_bytes(400, w),
+    "sparseloco-few": lambda w: rounds(5) * sparse_bytes(20, w),
 }
 """Bytes that a rank sends in ``STEPS`` steps, by the formula of its message."""
 

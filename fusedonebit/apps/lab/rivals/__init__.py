@@ -8,9 +8,12 @@ from ..setting import Contender
 from .diloco import AVERAGE, NESTEROV, DiLoCo
 from .powersgd import PowerSGD
 from .quantised import BFloat16, Quantised
+from .sparseloco import SparseLoCo
 
 LENGTHS = (8, 16, 32, 64)
 """Steps of the rounds of methods that synchronise seldom."""
+SPARSE = ((2, 128), (8, 1024), (8, 512), (8, 256), (8, 128), (15, 128), (30, 128))
+"""SparseLoCo's steps of a round and elements of a chunk that travel."""
 BITS = {"": None, "-int8": 8, "-int4": 4}
 """What differences travel in, by the end of a name."""
 
@@ -31,6 +34,7 @@ RIVALS: dict[str, Contender] = {
     "int8": of_adam(partial(Quantised, bits=8)),
     "int4": of_adam(partial(Quantised, bits=4)),
     **{f"powersgd-{rank}": of_adam(partial(PowerSGD, rank=rank)) for rank in (1, 2, 4, 8)},
+    **{f"sparseloco-{h}-{k}": of_adam(partial(SparseLoCo, length=h, k=k), local=True) for h, k in SPARSE},
     **_rounds("diloco", NESTEROV),
     **_rounds("local-adamw", AVERAGE),
 }

@@ -1,0 +1,83 @@
+"""SparseLoCo (Sarfi et al., 2025, Algorithm 1): of what a worker has come in H steps the largest elements, in two bits.
+
+Momentum is in what was not sent yet, which fades, and not in an outer optimizer. Chunks are cut from each flattened
+tensor. Two bits are as in the authors' code (templar's ``compress.py``): a tensor's values fall into four bins around
+their mean, and of each bin the mean of its values travels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..setting import Params, Setting
+from .bits import as_bytes, pack, unpack
+from .chunks import Chunks, flat_chunks
+from .frame import RoundRival
+
+ERROR_DECAY, OUTER_LR = 0.95, 1.0
+BITS, RANGE_IN_SIGMAS = 2, 6
+BINS = 2**BITS
+
+
+class SparseLoCo(RoundRival):
+    """Add up what workers have come, send the largest ``k`` of 4096, keep the rest, move by the mean.
+
+    Args:
+        params: See ``Rival``.
+        of: See ``Rival``.
+        length: H.
+        k: Elements of a full chunk that travel.
+    """
+
+    def __init__(self, params: Params, of: Setting, length: int, k: int) -> None:
+        super().__init__(params, of, length, k=k)
+        self.chunks = flat_chunks(self.cut(torch.arange(self.anchor.numel())), self.anchor.numel(), k)
+        self.error = torch.zeros_like(self.x)
+
+    def meet(self, deltas: Tensor) -> None:
+        """See ``RoundRival``."""
+        self.error.mul_(ERROR_DECAY).add_(deltas)  # line 9
+        messages = torch.cat([encode(chunks, chunks.of(self.error)) for chunks in self.chunks], -1)
+        sent = self._decoded(self.wires.all_gather(messages))  # [W, n]
+        self.error -= sent  # line 11
+        self.anchor -= OUTER_LR * sent.mean(0)  # lines 12 and 13
+
+    def _decoded(self, messages: Tensor) -> Tensor:
+        lines = self.anchor.new_zeros(self.workers, self.anchor.numel() + 1)
+        parts = messages.split([message_bytes(chunks) for chunks in self.chunks], -1)
+        for chunks, part in zip(self.chunks, parts, strict=True):
+            chunks.put(lines, decode(chunks, part, lines.dtype))
+        return lines[:, :-1]
+
+
+def message_bytes(chunks: Chunks) -> int:
+    """Return the bytes of a message: places, two bits for each value, a tensor's four means in float32."""
+    return chunks.index_bytes + -(-chunks.count * BITS // 8) + len(chunks.where) * BINS * 4
+
+
+def encode(chunks: Chunks, values: Tensor) -> Tensor:
+    """Code the largest of chunks [W, tensors, chunks, size]: uint8 [W, message_bytes]."""
+    places = chunks.largest(values)
+    kept = values.gather(-1, places).flatten(2)  # [W, tensors, values of a tensor]
+    mean = kept.mean(-1, keepdim=True)
+    centred = kept - mean
+    sigma = centred.norm(dim=-1, keepdim=True) / max(1, kept.shape[-1] - 1) ** 0.5
+    width = RANGE_IN_SIGMAS * sigma / BINS
+    bins = (centred / torch.where(width > 0, width, 1.0) + BINS // 2).round().clamp(0, BINS - 1).long()
+    zeros = kept.new_zeros(*kept.shape[:2], BINS)
+    counts = zeros.scatter_add(-1, bins, torch.ones_like(kept)).clamp(min=1)
+    means = zeros.scatter_add(-1, bins, kept) / counts
+    return torch.cat([chunks.pack_places(places), pack(bins.flatten(1), BITS), as_bytes(means.float().flatten(1))], -1)
+
+
+def decode(chunks: Chunks, message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return chunks [W, tensors, chunks, size], zero but for what has arrived."""
+    tensors, per_tensor, size = chunks.where.shape
+    value_bytes = -(-chunks.count * BITS // 8)
+    packed, bins, means = message.split([chunks.index_bytes, value_bytes, tensors * BINS * 4], -1)
+    table = means.contiguous().view(torch.float32).to(dtype).unflatten(-1, (tensors, BINS))
+    values = table.gather(-1, unpack(bins, BITS, chunks.count).unflatten(-1, (tensors, -1)))
+    places = chunks.unpack_places(packed)
+    empty = values.new_zeros(len(message), tensors, per_tensor, size)
+    return empty.scatter(-1, places, values.unflatten(-1, (per_tensor, -1)))
