@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, cos, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -221,3 +221,115 @@ def sparseloco(run: Run, length: int, k: int) -> Iterator[Tensor]:
             theta = theta - total / run.workers
             xs = [theta] * run.workers
         yield torch.stack(xs)
+
+
+def loco(run: Run, down: str, reset: int) -> Iterator[Tensor]:
+    """LoCo: four bits of h = g + e; e <- 0.8 e + 0.2 (h - Q(h)), kept in eight bits, 0 after every ``reset`` steps."""
+    master, adam, numel = run.x, AdamW(), len(run.x)
+    blocks = ceil(numel / run.workers / 512)
+    chunk = blocks * ceil(numel / run.workers / blocks)
+    e = [[torch.zeros(chunk, dtype=torch.float64) for _ in range(run.workers)] for _ in range(run.workers)]
+    server_e = [torch.zeros(chunk, dtype=torch.float64) for _ in range(run.workers)]
+    for t, (gs, lr) in enumerate(zip(run.gradients, run.lrs, strict=True), 1):
+
+        def sent(g: Tensor, e: Tensor, t: int = t) -> tuple[Tensor, Tensor]:
+            h = g + e
+            q = rounded_by_blocks(h, blocks, 4)
+            e = 0.8 * e + 0.2 * (h - q)
+            return q, rounded_by_blocks(e, blocks, 8) if t % reset else torch.zeros_like(e)
+
+        means = []
+        for server in range(run.workers):
+            arrived = []
+            for w, g in enumerate(gs):
+                part = torch.cat([g, g.new_zeros(chunk * run.workers - numel)])[server * chunk :][:chunk]
+                q, e[w][server] = sent(part, e[w][server])
+                arrived.append(q)
+            mean = sum(arrived) / run.workers
+            if down == "gradients":
+                mean, server_e[server] = sent(mean, server_e[server])
+            means.append(mean)
+        master = adam(master, torch.cat(means)[:numel], lr, run.weight_decay)
+        yield master.bfloat16().double() if down == "parameters" else master
+
+
+def distributed_lion(run: Run, aggregation: str) -> Iterator[Tensor]:
+    """Distributed Lion, Algorithm 1."""
+    x, ms = run.x, [torch.zeros_like(run.x) for _ in range(run.workers)]
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        deltas = [torch.sign(BETA1 * m + (1 - BETA1) * g) for m, g in zip(ms, gs, strict=True)]
+        ms = [BETA2 * m + (1 - BETA2) * g for m, g in zip(ms, gs, strict=True)]
+        total = sum(deltas)
+        change = torch.sign(total) if aggregation == "mavo" else total / run.workers
+        x = x - lr * (change + run.weight_decay * x)
+        yield x
+
+
+def cosine_matrix(size: int) -> Tensor:
+    """DCT-II: component k of e_i is sqrt(2 / N) cos(pi / N (i + 1/2) k), and 1 / sqrt(N) where k is 0."""
+    return torch.tensor(
+        [[sqrt((2 if k else 1) / size) * cos(pi / size * (i + 0.5) * k) for i in range(size)] for k in range(size)],
+        dtype=torch.float64,
+    )
+
+
+def demo_tiles(part: slice, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Places of a tensor's tiles [height, width]."""
+    at = torch.arange(part.start, part.stop).view(*(shape[:1] if len(shape) > 1 else (1,)), -1)
+    height, width = (max(d for d in range(1, 65) if side % d == 0) for side in at.shape)
+    for row in range(0, at.shape[0], height):
+        for column in range(0, at.shape[1], width):
+            yield at[row : row + height, column : column + width]
+
+
+def demo(run: Run, k: int) -> Iterator[Tensor]:
+    """DeMo, Algorithm 1, and its authors' ``demo.py``; values travel as bfloat16."""
+    x, deltas = run.x, [torch.zeros_like(run.x) for _ in range(run.workers)]
+    tiles = [at for part, shape in zip(run.tensors(), run.shapes, strict=True) for at in demo_tiles(part, shape)]
+    cosines = {size: cosine_matrix(size) for at in tiles for size in at.shape}
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        deltas = [0.999 * delta + lr * g for delta, g in zip(deltas, gs, strict=True)]
+        update = torch.zeros_like(x)
+        for at in tiles:
+            rows, columns = cosines[at.shape[0]], cosines[at.shape[1]]
+            sums, counts = torch.zeros(at.numel(), dtype=torch.float64), torch.zeros(at.numel())
+            for delta in deltas:
+                components = (rows @ delta[at] @ columns.T).flatten()
+                places = largest(components, max(1, round(k * at.numel() / 4096)))
+                q = torch.zeros_like(components)
+                q[places] = components[places].bfloat16().double()
+                delta[at] -= rows.T @ q.view(at.shape) @ columns
+                sums[places] += q[places]
+                counts[places] += 1
+            mean = sums / counts.clamp(min=1)
+            update[at] = rows.T @ mean.view(at.shape) @ columns
+        x = x - lr * run.weight_decay * x
+        x = x - lr * torch.sign(update)
+        yield x
+
+
+def scaled_signs(values: Tensor, cuts: list[int]) -> Tensor:
+    """The sign of each element times the mean magnitude of its block; blocks lie between the cuts."""
+    blocks = [values[a:b] for a, b in zip(cuts, [*cuts[1:], len(values)], strict=True)]
+    return torch.cat([torch.where(v >= 0, 1.0, -1.0) * v.abs().mean().float().double() for v in blocks])
+
+
+def ef_sgdm(run: Run) -> Iterator[Tensor]:
+    """dist-EF-blockSGDM with Nesterov's momentum, Algorithm 3; a block ends with its tensor, or its server's part."""
+    x, chunk, mu, last = run.x, ceil(len(run.x) / run.workers), 0.9, 0.0
+    cuts = sorted({*(part.start for part in run.tensors()), *range(0, len(x), chunk)})
+    ms, es = ([torch.zeros_like(x) for _ in range(run.workers)] for _ in range(2))
+    server_e = torch.zeros_like(x)
+    for gs, lr in zip(run.gradients, run.lrs, strict=True):
+        arrived = []
+        for w, g in enumerate(gs):
+            g = g + run.weight_decay * x
+            ms[w] = mu * ms[w] + g
+            p = mu * ms[w] + g + (last / lr) * es[w]
+            arrived.append(scaled_signs(p, cuts))
+            es[w] = p - arrived[w]
+        p = sum(arrived) / run.workers + (last / lr) * server_e
+        delta = scaled_signs(p, cuts)
+        server_e, last = p - delta, lr
+        x = x - lr * delta
+        yield x

@@ -28,8 +28,12 @@ from fusedonebit.apps.lab import run as lab
 from fusedonebit.apps.lab.contenders import CONTENDERS
 from fusedonebit.apps.lab.rivals import RIVALS
 from fusedonebit.apps.lab.rivals.bits import pack, packed_bytes, unpack
+from fusedonebit.apps.lab.rivals.demo import DeMo
 from fusedonebit.apps.lab.rivals.diloco import AVERAGE, DiLoCo
+from fusedonebit.apps.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
 from fusedonebit.apps.lab.rivals.frame import Rival
+from fusedonebit.apps.lab.rivals.lion import DistributedLion
+from fusedonebit.apps.lab.rivals.loco import LoCo
 from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
 from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
 from fusedonebit.apps.lab.rivals.sparseloco import SparseLoCo
@@ -92,6 +96,12 @@ BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
     ),
     "sparseloco": (partial(SparseLoCo, length=3, k=400), "sparseloco", {"length": 3, "k": 400}),
     "sparseloco-few": (partial(SparseLoCo, length=5, k=20), "sparseloco", {"length": 5, "k": 20}),
+    "loco": (partial(LoCo, down="parameters"), "loco", {"down": "parameters", "reset": 128}),
+    "loco-gradients": (partial(LoCo, down="gradients"), "loco", {"down": "gradients", "reset": 128}),
+    "dlion-mavo": (partial(DistributedLion, aggregation="mavo"), "distributed_lion", {"aggregation": "mavo"}),
+    "dlion-avg": (partial(DistributedLion, aggregation="avg"), "distributed_lion", {"aggregation": "avg"}),
+    "demo": (partial(DeMo, k=100), "demo", {"k": 100}),
+    "ef-sgdm": (ErrorFeedbackSGDM, "ef_sgdm", {}),
 }
 """Ours, and the transcription's name and arguments."""
 
@@ -131,6 +141,20 @@ MUTANTS = [
     ("sparseloco", "errors[w] = e - sent", "pass"),
     ("sparseloco", "-abs(listed[i])", "-listed[i]"),
     ("sparseloco", "width = 6 *", "width = 5 *"),
+    ("loco", "0.8 * e + 0.2", "0.2 * e + 0.8"),
+    ("loco", "master.bfloat16().double()", "master"),
+    ("loco-gradients", "mean, server_e[server] = sent(mean, server_e[server])", "pass"),
+    ("loco-gradients", "rounded_by_blocks(e, blocks, 8)", "e"),
+    ("dlion-mavo", "torch.sign(total)", "total.clamp(min=-1) / run.workers"),
+    ("dlion-avg", "BETA2 * m + (1 - BETA2) * g", "BETA1 * m + (1 - BETA1) * g"),
+    ("demo", "delta[at] -= rows.T @ q.view(at.shape) @ columns", "pass"),
+    ("demo", "counts.clamp(min=1)", "run.workers"),
+    ("demo", "0.999 * delta", "0.9 * delta"),
+    ("demo", ".bfloat16()", ""),
+    ("ef-sgdm", "mu * ms[w] + g + ", "ms[w] + "),
+    ("ef-sgdm", "+ (last / lr) * es[w]", "+ es[w]"),
+    ("ef-sgdm", "server_e, last = p - delta, lr", "last = lr"),
+    ("ef-sgdm", ", *range(0, len(x), chunk)", ""),
     ("local-adamw", "xs = [theta] * run.workers", "pass"),
 ]
 
@@ -223,6 +247,42 @@ def sparse_bytes(share: int, workers: int) -> int:
     return (workers - 1) * nbytes
 
 
+def loco_bytes(workers: int) -> int:
+    """Four bits to servers, bfloat16 of their parts back."""
+    blocks = ceil(NUMEL / workers / 512)
+    size = ceil(NUMEL / workers / blocks)
+    return (workers - 1) * (ceil(blocks * size / 2) + 4 * blocks + 2 * blocks * size)
+
+
+def lion_sum_bytes(workers: int) -> int:
+    """One of W + 1 values for each element that a server has."""
+    elements, bits = ceil(NUMEL / workers), ceil(log2(workers + 1))
+    return ceil(elements * bits / 8) if 8 % bits == 0 else bits * ceil(elements / 8)
+
+
+def demo_bytes(share: int, workers: int) -> int:
+    """To each of the others: a value in bfloat16 and its place in a tile; tiles of one shape are packed together."""
+    tiles = Counter(
+        at.shape for part, shape in zip(a_run().tensors(), SHAPES, strict=True) for at in book.demo_tiles(part, shape)
+    )
+    nbytes = 0
+    for (height, width), count in tiles.items():
+        values, bits = count * max(1, round(share * height * width / 4096)), max(1, ceil(log2(height * width)))
+        nbytes += 2 * values + (ceil(values * bits / 8) if 8 % bits == 0 else bits * ceil(values / 8))
+    return (workers - 1) * nbytes
+
+
+def ef_sgdm_bytes(workers: int) -> int:
+    """Signs, and a scale for each block of the part that has most, to servers and back."""
+    chunk, tensors = ceil(NUMEL / workers), a_run().tensors()
+    starts = [range(0, NUMEL, chunk)[w] for w in range(workers)]
+    blocks = [
+        sum(part.start < start + chunk and part.stop > start for part in tensors) + (start + chunk > NUMEL)
+        for start in starts
+    ]
+    return 2 * (workers - 1) * (ceil(chunk / 8) + 4 * max(blocks))
+
+
 def rounds(length: int, steps: int = STEPS) -> int:
     return sum(book.round_ends(dataclasses.replace(a_run(steps)), length))
 
@@ -238,6 +298,12 @@ SENT: dict[str, Callable[[int], int]] = {
     "local-adamw": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
     "sparseloco": lambda w: rounds(3) * sparse_bytes(400, w),
     "sparseloco-few": lambda w: rounds(5) * sparse_bytes(20, w),
+    "loco": lambda w: STEPS * loco_bytes(w),
+    "loco-gradients": lambda w: STEPS * two_sided_bytes(w, 4),
+    "dlion-mavo": lambda w: STEPS * (w - 1) * (ceil(ceil(NUMEL / w) / 8) + ceil(ceil(NUMEL / w) / 4)),
+    "dlion-avg": lambda w: STEPS * (w - 1) * (ceil(ceil(NUMEL / w) / 8) + lion_sum_bytes(w)),
+    "demo": lambda w: STEPS * demo_bytes(100, w),
+    "ef-sgdm": lambda w: STEPS * ef_sgdm_bytes(w),
 }
 """Bytes that a rank sends in ``STEPS`` steps, by the formula of its message."""
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from ..setting import Contender
+from .demo import DeMo
 from .diloco import AVERAGE, NESTEROV, DiLoCo
+from .ef_sgdm import ErrorFeedbackSGDM
+from .lion import DistributedLion
+from .loco import LoCo
 from .powersgd import PowerSGD
 from .quantised import BFloat16, Quantised
 from .sparseloco import SparseLoCo
@@ -33,9 +37,15 @@ RIVALS: dict[str, Contender] = {
     "bf16": of_adam(BFloat16),
     "int8": of_adam(partial(Quantised, bits=8)),
     "int4": of_adam(partial(Quantised, bits=4)),
+    "loco": of_adam(partial(LoCo, down="parameters")),
+    "loco-gradients": of_adam(partial(LoCo, down="gradients")),
     **{f"powersgd-{rank}": of_adam(partial(PowerSGD, rank=rank)) for rank in (1, 2, 4, 8)},
     **{f"sparseloco-{h}-{k}": of_adam(partial(SparseLoCo, length=h, k=k), local=True) for h, k in SPARSE},
     **_rounds("diloco", NESTEROV),
     **_rounds("local-adamw", AVERAGE),
+    "dlion-mavo": of_adam(partial(DistributedLion, aggregation="mavo"), rate=0.1),
+    "dlion-avg": of_adam(partial(DistributedLion, aggregation="avg"), rate=0.1),
+    **{f"demo-{k}": of_adam(partial(DeMo, k=k), rate=0.1) for k in (8, 32, 128, 512)},
+    "ef-sgdm": of_adam(ErrorFeedbackSGDM, rate=10.0),
 }
 """By name; each a ``Rival``."""
