@@ -242,8 +242,7 @@ def sparse_bytes(share: int, workers: int) -> int:
         chunks = ceil(numel / 4096)
         size = ceil(numel / chunks)
         values, width = tensors * chunks * max(1, round(share * size / 4096)), ceil(log2(size))
-        places = ceil(values * width / 8) if 8 % width == 0 else width * ceil(values / 8)
-        nbytes += places + ceil(values / 4) + 16 * tensors
+        nbytes += ceil(values * width / 8) + ceil(values / 4) + 16 * tensors
     return (workers - 1) * nbytes
 
 
@@ -257,7 +256,7 @@ def loco_bytes(workers: int) -> int:
 def lion_sum_bytes(workers: int) -> int:
     """One of W + 1 values for each element that a server has."""
     elements, bits = ceil(NUMEL / workers), ceil(log2(workers + 1))
-    return ceil(elements * bits / 8) if 8 % bits == 0 else bits * ceil(elements / 8)
+    return ceil(elements * bits / 8)
 
 
 def demo_bytes(share: int, workers: int) -> int:
@@ -268,7 +267,7 @@ def demo_bytes(share: int, workers: int) -> int:
     nbytes = 0
     for (height, width), count in tiles.items():
         values, bits = count * max(1, round(share * height * width / 4096)), max(1, ceil(log2(height * width)))
-        nbytes += 2 * values + (ceil(values * bits / 8) if 8 % bits == 0 else bits * ceil(values / 8))
+        nbytes += 2 * values + ceil(values * bits / 8)
     return (workers - 1) * nbytes
 
 

@@ -1,4 +1,4 @@
-"""Small unsigned integers side by side in bytes."""
+"""Small unsigned integers side by side in bytes: a stream of bits, the lowest of each integer first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from torch import Tensor
 def pack(values: Tensor, bits: int) -> Tensor:
     """Pack integers in 0..2^bits - 1, [..., m], into bytes.
 
-    Widths that divide 8 lie side by side in a byte; any other goes as so many planes of one bit.
-
     Returns:
-        uint8 [..., ``packed_bytes(m, bits)``]; the bits that fill up a byte are 0.
+        uint8 [..., ``packed_bytes(m, bits)``]; the bits that fill up the last byte are 0.
     """
     if 8 % bits:
-        return torch.cat([pack((values >> plane) & 1, 1) for plane in range(bits)], -1)
+        values, bits = ((values[..., None] >> torch.arange(bits)) & 1).flatten(-2), 1
     fields = 8 // bits
     values = torch.nn.functional.pad(values.to(torch.uint8), (0, -values.shape[-1] % fields))
     packed = values[..., ::fields].clone()
@@ -27,15 +25,15 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpack ``count`` integers of so many bits from uint8 [..., bytes]: int64 [..., count]."""
     if 8 % bits:
-        planes = packed.unflatten(-1, (bits, -1))
-        return torch.stack([unpack(planes[..., plane, :], 1, count) << plane for plane in range(bits)]).sum(0)
-    fields = [(packed >> (field * bits)) & (2**bits - 1) for field in range(8 // bits)]
-    return torch.stack(fields, -1).flatten(-2)[..., :count].long()
+        single = unpack(packed, 1, count * bits).unflatten(-1, (count, bits))
+        return (single << torch.arange(bits)).sum(-1)
+    fields = (packed[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8)) & (2**bits - 1)
+    return fields.flatten(-2)[..., :count].long()
 
 
 def packed_bytes(count: int, bits: int) -> int:
     """Return how many bytes ``count`` integers of so many bits take."""
-    return -(-count * bits // 8) if 8 % bits == 0 else bits * -(-count // 8)
+    return -(-count * bits // 8)
 
 
 def as_bytes(values: Tensor) -> Tensor:

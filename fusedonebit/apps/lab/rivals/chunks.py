@@ -47,14 +47,6 @@ class Chunks:
         """Bytes of their places."""
         return packed_bytes(self.count, self.index_bits)
 
-    def of(self, lines: Tensor) -> Tensor:
-        """Return the chunks [..., tensors, chunks, size] of lines [..., n]."""
-        return torch.nn.functional.pad(lines, (0, 1))[..., self.where]
-
-    def put(self, lines: Tensor, chunks: Tensor) -> None:
-        """Write chunks [..., tensors, chunks, size] to their places in lines [..., n + 1]."""
-        lines[..., self.where.flatten()] = chunks.flatten(-3)
-
     def largest(self, chunks: Tensor) -> Tensor:
         """Return the places [..., kept] of the elements of largest magnitude of chunks [..., size]."""
         return chunks.abs().topk(self.kept, dim=-1, sorted=False).indices
@@ -66,6 +58,32 @@ class Chunks:
     def unpack_places(self, packed: Tensor) -> Tensor:
         """Return what was packed, int64 [..., tensors, chunks, kept]."""
         return unpack(packed, self.index_bits, self.count).unflatten(-1, (*self.where.shape[:2], self.kept))
+
+
+class Cut:
+    """Takes lines [..., n] apart into chunks of several shapes, and puts them together again.
+
+    Args:
+        shapes: All chunks, which have every place in the line once.
+        numel: n.
+    """
+
+    def __init__(self, shapes: Sequence[Chunks], numel: int) -> None:
+        self.shapes = [tuple(chunks.where.shape) for chunks in shapes]
+        self._places = torch.cat([chunks.where.flatten() for chunks in shapes])
+        self._back = torch.empty(numel + 1, dtype=torch.int64)
+        self._back[self._places] = torch.arange(len(self._places))
+        self._back = self._back[:numel]
+
+    def apart(self, lines: Tensor) -> list[Tensor]:
+        """Return the chunks [..., tensors, chunks, size] of lines [..., n], of each shape."""
+        flat = torch.nn.functional.pad(lines, (0, 1)).index_select(-1, self._places)
+        parts = flat.split([tensors * chunks * size for tensors, chunks, size in self.shapes], -1)
+        return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def together(self, chunks: Sequence[Tensor]) -> Tensor:
+        """Return the lines [..., n] of chunks."""
+        return torch.cat([each.flatten(-3) for each in chunks], -1).index_select(-1, self._back)
 
 
 def flat_chunks(tensors: Sequence[Tensor], numel: int, k: int) -> list[Chunks]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..setting import Params, Setting
 from .bits import as_bytes
-from .chunks import Chunks, kept_of
+from .chunks import Chunks, Cut, kept_of
 from .frame import Rival
 
 SIDE = 64
@@ -88,20 +88,22 @@ class DeMo(Rival):
             Tiles(torch.cat(where), kept_of(k, height * width), cosines(height, self.x), cosines(width, self.x))
             for (height, width), where in alike.items()
         ]
+        self.cuts = Cut(self.tiles, self.x.numel())
 
     def move(self, gradients: Tensor) -> None:
         """See ``Rival``."""
         self.x.mul_(1 - self.lr * self.weight_decay)
         self.delta.mul_(DECAY).add_(gradients, alpha=self.lr)
-        messages = torch.cat([tiles.encode(tiles.components(tiles.of(self.delta))) for tiles in self.tiles], -1)
+        apart = zip(self.tiles, self.cuts.apart(self.delta), strict=True)
+        messages = torch.cat([tiles.encode(tiles.components(values)) for tiles, values in apart], -1)
         parts = self.wires.all_gather(messages).split([tiles.message_bytes for tiles in self.tiles], -1)
-        own, update = (self.x.new_zeros(*shape, self.x.numel() + 1) for shape in ((self.workers,), ()))
+        own, update = [], []
         for tiles, part in zip(self.tiles, parts, strict=True):
             sent, has = tiles.decode(part, self.x.dtype)
-            tiles.put(own, tiles.back(sent))
-            tiles.put(update, tiles.back(sent.sum(0) / has.sum(0).clamp(min=1)))
-        self.delta -= own[:, :-1]
-        self.x -= self.lr * update[:-1].sign()
+            own.append(tiles.back(sent))
+            update.append(tiles.back(sent.sum(0) / has.sum(0).clamp(min=1)))
+        self.delta -= self.cuts.together(own)
+        self.x -= self.lr * self.cuts.together(update).sign()
 
 
 def cosines(size: int, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..setting import Params, Setting
 from .bits import as_bytes, pack, unpack
-from .chunks import Chunks, flat_chunks
+from .chunks import Chunks, Cut, flat_chunks
 from .frame import RoundRival
 
 ERROR_DECAY, OUTER_LR = 0.95, 1.0
@@ -33,22 +33,19 @@ class SparseLoCo(RoundRival):
     def __init__(self, params: Params, of: Setting, length: int, k: int) -> None:
         super().__init__(params, of, length, k=k)
         self.chunks = flat_chunks(self.cut(torch.arange(self.anchor.numel())), self.anchor.numel(), k)
+        self.cuts = Cut(self.chunks, self.anchor.numel())
         self.error = torch.zeros_like(self.x)
 
     def meet(self, deltas: Tensor) -> None:
         """See ``RoundRival``."""
         self.error.mul_(ERROR_DECAY).add_(deltas)  # line 9
-        messages = torch.cat([encode(chunks, chunks.of(self.error)) for chunks in self.chunks], -1)
-        sent = self._decoded(self.wires.all_gather(messages))  # [W, n]
+        apart = zip(self.chunks, self.cuts.apart(self.error), strict=True)
+        messages = torch.cat([encode(chunks, values) for chunks, values in apart], -1)
+        parts = self.wires.all_gather(messages).split([message_bytes(chunks) for chunks in self.chunks], -1)
+        decoded = [decode(chunks, part, deltas.dtype) for chunks, part in zip(self.chunks, parts, strict=True)]
+        sent = self.cuts.together(decoded)  # [W, n]
         self.error -= sent  # line 11
         self.anchor -= OUTER_LR * sent.mean(0)  # lines 12 and 13
-
-    def _decoded(self, messages: Tensor) -> Tensor:
-        lines = self.anchor.new_zeros(self.workers, self.anchor.numel() + 1)
-        parts = messages.split([message_bytes(chunks) for chunks in self.chunks], -1)
-        for chunks, part in zip(self.chunks, parts, strict=True):
-            chunks.put(lines, decode(chunks, part, lines.dtype))
-        return lines[:, :-1]
 
 
 def message_bytes(chunks: Chunks) -> int:
