@@ -1,4 +1,4 @@
-"""The lab's rivals: each is its paper's algorithm, sends the bytes of its message, and trains.
+"""The lab's rivals: each is its paper's algorithm, and trains.
 
 ``rivals_by_the_book`` has the algorithms again, one worker at a time, in float64; every mutant of it parts from ours.
 """
@@ -7,103 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
-from math import ceil, log2
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import rivals_by_the_book as book
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from rivals_by_the_book import Run
+from rivals_runs import BOOK, SHAPES, STEPS, a_run, ours, rival_of
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn import Parameter
 
 from fusedonebit.apps.lab import run as lab
 from fusedonebit.apps.lab.contenders import CONTENDERS
-from fusedonebit.apps.lab.rivals import RIVALS
-from fusedonebit.apps.lab.rivals.bits import pack, packed_bytes, unpack
-from fusedonebit.apps.lab.rivals.demo import DeMo
-from fusedonebit.apps.lab.rivals.diloco import AVERAGE, DiLoCo
-from fusedonebit.apps.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
-from fusedonebit.apps.lab.rivals.frame import Rival
-from fusedonebit.apps.lab.rivals.lion import DistributedLion
-from fusedonebit.apps.lab.rivals.loco import LoCo
+from fusedonebit.apps.lab.rivals import RIVALS, loco
 from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
-from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
-from fusedonebit.apps.lab.rivals.sparseloco import SparseLoCo
-from fusedonebit.apps.lab.setting import Setting
+from fusedonebit.apps.lab.rivals.quantised import BFloat16
 from fusedonebit.apps.lab.tasks import TASKS
-from fusedonebit.apps.lab.workers import AlikeTransport
 
-WORKERS, STEPS, LIMIT = 4, 25, 1e-6
-SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60), (20,), (70, 61)]
-NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
-
-
-def a_run(steps: int = STEPS) -> Run:
-    """Gradients that workers share in part, of tensors of different magnitude."""
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
-
-    magnitudes = [torch.full(shape, 10.0 ** (-i)).flatten() for i, shape in enumerate(SHAPES)]
-    gradients = torch.cat(magnitudes) * (normal(1, 1, NUMEL) + normal(steps, 1, NUMEL) + normal(steps, WORKERS, NUMEL))
-    lrs = [1e-2 * (1 - t / (2 * steps)) for t in range(steps)]
-    return Run(normal(NUMEL), SHAPES, gradients, lrs, weight_decay=0.1)
-
-
-def rival_of(make: Callable[..., Rival], run: Run, workers: int = WORKERS, dtype: torch.dtype = torch.float64) -> Rival:
-    params = [
-        Parameter(run.x[part].view(shape).to(dtype, copy=True))
-        for part, shape in zip(run.tensors(), SHAPES, strict=True)
-    ]
-    rival = make(params, Setting(run.lrs[0], run.steps, run.weight_decay, 0, AlikeTransport(0, workers)))
-    if rival.x.dim() == 2:  # workers have their own
-        rival.stand_for([[p.detach().clone() for p in params] for _ in range(1, workers)])
-    return rival
-
-
-def ours(make: Callable[..., Rival], run: Run) -> Iterator[Tensor]:
-    rival = rival_of(make, run)
-    for gs, lr in zip(run.gradients, run.lrs, strict=True):
-        rival.param_groups[0]["lr"] = lr
-        rival.give([dict(enumerate(rival.cut(g))) for g in gs])
-        rival.step()
-        rows = [torch.cat([p.detach().flatten() for p in params]) for params in rival._models]
-        yield torch.stack(rows).squeeze(0)
-
-
-Transcription = Callable[..., Iterator[Tensor]]
-BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
-    "bf16": (BFloat16, "bf16", {}),
-    "int8": (partial(Quantised, bits=8), "quantised", {"bits": 8}),
-    "int4": (partial(Quantised, bits=4), "quantised", {"bits": 4}),
-    "powersgd-1": (partial(PowerSGD, rank=1), "powersgd", {"rank": 1, "seed": 0}),
-    "powersgd-4": (partial(PowerSGD, rank=4), "powersgd", {"rank": 4, "seed": 0}),
-    "diloco": (partial(DiLoCo, length=4), "diloco", {"length": 4, "outer": (0.7, 0.9), "bits": None}),
-    "diloco-int8": (partial(DiLoCo, length=3, bits=8), "diloco", {"length": 3, "outer": (0.7, 0.9), "bits": 8}),
-    "local-adamw": (
-        partial(DiLoCo, length=4, outer=AVERAGE),
-        "diloco",
-        {"length": 4, "outer": (1.0, 0.0), "bits": None},
-    ),
-    "sparseloco": (partial(SparseLoCo, length=3, k=400), "sparseloco", {"length": 3, "k": 400}),
-    "sparseloco-few": (partial(SparseLoCo, length=5, k=20), "sparseloco", {"length": 5, "k": 20}),
-    "loco": (partial(LoCo, down="parameters"), "loco", {"down": "parameters", "reset": 128}),
-    "loco-gradients": (partial(LoCo, down="gradients"), "loco", {"down": "gradients", "reset": 128}),
-    "dlion-mavo": (partial(DistributedLion, aggregation="mavo"), "distributed_lion", {"aggregation": "mavo"}),
-    "dlion-avg": (partial(DistributedLion, aggregation="avg"), "distributed_lion", {"aggregation": "avg"}),
-    "demo": (partial(DeMo, k=100), "demo", {"k": 100}),
-    "ef-sgdm": (ErrorFeedbackSGDM, "ef_sgdm", {}),
-}
-"""Ours, and the transcription's name and arguments."""
+LIMIT = 1e-6
+"""Relative to how far parameters go on average; roundings are of float64, and no decision lies at a tie."""
 
 
 def furthest(name: str, module: ModuleType = book) -> float:
@@ -121,6 +45,22 @@ def test_each_rival_is_its_papers_algorithm(name):
     apart = furthest(name)
     print(f"{name}: {apart:.1e} of the way apart after {STEPS} steps")
     assert apart < LIMIT
+
+
+def test_locos_moving_average_starts_from_zero_again(monkeypatch):
+    monkeypatch.setattr(loco, "RESET", 10)
+    assert furthest("loco") > 10 * LIMIT
+    monkeypatch.setitem(BOOK, "loco", (*BOOK["loco"][:2], {"down": "parameters", "reset": 10}))
+    assert furthest("loco") < LIMIT
+
+
+@pytest.mark.parametrize("name", ["dlion-mavo", "dlion-avg"])
+def test_distributed_lion_leaves_what_has_no_gradient_in_its_place(name):
+    run = a_run(24)
+    run.weight_decay, run.lrs, run.gradients[..., :20] = 0.0, [1e-2] * 24, 0.0
+    *_, last = ours(BOOK[name][0], run)
+    torch.testing.assert_close(last[:20], run.x[:20])
+    assert (last[20:] - run.x[20:]).abs().mean() > 1e-2
 
 
 MUTANTS = [
@@ -195,127 +135,6 @@ def test_powersgd_is_torchs_hook(rank):
     for gs, theirs_now in zip(run.gradients, theirs, strict=True):
         rival.done += 1
         torch.testing.assert_close(rival.mean(gs), theirs_now, rtol=0, atol=1e-9)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 12])
-@pytest.mark.parametrize("count", [1, 7, 8, 37])
-def test_integers_are_unpacked_to_what_was_packed(bits, count):
-    values = torch.randint(2**bits, (3, 2, count))
-    packed = pack(values, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (3, 2, packed_bytes(count, bits))
-    assert packed_bytes(8 * count, bits) == bits * count
-    assert torch.equal(unpack(packed, bits, count), values)
-
-
-def two_sided_bytes(workers: int, bits: int) -> int:
-    """What a rank sends: W - 1 messages to servers, its chunk's to W - 1 ranks."""
-    blocks = ceil(NUMEL / workers / 512)
-    size = ceil(NUMEL / workers / blocks)
-    return 2 * (workers - 1) * (ceil(blocks * size * bits / 8) + 4 * blocks)
-
-
-def powersgd_bytes(rank: int, workers: int) -> int:
-    """In float32, as a ring sends them: ten times all, then what is not compressed, all left and all right factors."""
-    matrices = [(shape[0], torch.Size(shape).numel() // shape[0]) for shape in SHAPES]
-    ranks = [min(*shape, rank) for shape in matrices]
-    is_compressed = [(n + m) * r * 2 < n * m for (n, m), r in zip(matrices, ranks, strict=True)]
-    plain = sum(n * m for (n, m), small in zip(matrices, is_compressed, strict=True) if not small)
-    left, right = (
-        sum(shape[side] * r for shape, r, small in zip(matrices, ranks, is_compressed, strict=True) if small)
-        for side in (0, 1)
-    )
-    ring = [2 * 4 * numel * (workers - 1) // workers for numel in (NUMEL, plain, left, right)]
-    return 10 * ring[0] + (STEPS - 10) * sum(ring[1:])
-
-
-def sparse_bytes(share: int, workers: int) -> int:
-    """To each of the others: two bits of a value, its place, four means of each tensor in float32.
-
-    Tensors of one length are packed together.
-    """
-    nbytes = 0
-    for numel, tensors in Counter(torch.Size(shape).numel() for shape in SHAPES).items():
-        chunks = ceil(numel / 4096)
-        size = ceil(numel / chunks)
-        values, width = tensors * chunks * max(1, round(share * size / 4096)), ceil(log2(size))
-        nbytes += ceil(values * width / 8) + ceil(values / 4) + 16 * tensors
-    return (workers - 1) * nbytes
-
-
-def loco_bytes(workers: int) -> int:
-    """Four bits to servers, bfloat16 of their parts back."""
-    blocks = ceil(NUMEL / workers / 512)
-    size = ceil(NUMEL / workers / blocks)
-    return (workers - 1) * (ceil(blocks * size / 2) + 4 * blocks + 2 * blocks * size)
-
-
-def lion_sum_bytes(workers: int) -> int:
-    """One of W + 1 values for each element that a server has."""
-    elements, bits = ceil(NUMEL / workers), ceil(log2(workers + 1))
-    return ceil(elements * bits / 8)
-
-
-def demo_bytes(share: int, workers: int) -> int:
-    """To each of the others: a value in bfloat16 and its place in a tile; tiles of one shape are packed together."""
-    tiles = Counter(
-        at.shape for part, shape in zip(a_run().tensors(), SHAPES, strict=True) for at in book.demo_tiles(part, shape)
-    )
-    nbytes = 0
-    for (height, width), count in tiles.items():
-        values, bits = count * max(1, round(share * height * width / 4096)), max(1, ceil(log2(height * width)))
-        nbytes += 2 * values + ceil(values * bits / 8)
-    return (workers - 1) * nbytes
-
-
-def ef_sgdm_bytes(workers: int) -> int:
-    """Signs, and a scale for each block of the part that has most, to servers and back."""
-    chunk, tensors = ceil(NUMEL / workers), a_run().tensors()
-    starts = [range(0, NUMEL, chunk)[w] for w in range(workers)]
-    blocks = [
-        sum(part.start < start + chunk and part.stop > start for part in tensors) + (start + chunk > NUMEL)
-        for start in starts
-    ]
-    return 2 * (workers - 1) * (ceil(chunk / 8) + 4 * max(blocks))
-
-
-def rounds(length: int, steps: int = STEPS) -> int:
-    return sum(book.round_ends(dataclasses.replace(a_run(steps)), length))
-
-
-SENT: dict[str, Callable[[int], int]] = {
-    "bf16": lambda w: STEPS * (2 * 2 * NUMEL * (w - 1) // w),
-    "int8": lambda w: STEPS * two_sided_bytes(w, 8),
-    "int4": lambda w: STEPS * two_sided_bytes(w, 4),
-    "powersgd-1": partial(powersgd_bytes, 1),
-    "powersgd-4": partial(powersgd_bytes, 4),
-    "diloco": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
-    "diloco-int8": lambda w: rounds(3) * two_sided_bytes(w, 8),
-    "local-adamw": lambda w: rounds(4) * (2 * 4 * NUMEL * (w - 1) // w),
-    "sparseloco": lambda w: rounds(3) * sparse_bytes(400, w),
-    "sparseloco-few": lambda w: rounds(5) * sparse_bytes(20, w),
-    "loco": lambda w: STEPS * loco_bytes(w),
-    "loco-gradients": lambda w: STEPS * two_sided_bytes(w, 4),
-    "dlion-mavo": lambda w: STEPS * (w - 1) * (ceil(ceil(NUMEL / w) / 8) + ceil(ceil(NUMEL / w) / 4)),
-    "dlion-avg": lambda w: STEPS * (w - 1) * (ceil(ceil(NUMEL / w) / 8) + lion_sum_bytes(w)),
-    "demo": lambda w: STEPS * demo_bytes(100, w),
-    "ef-sgdm": lambda w: STEPS * ef_sgdm_bytes(w),
-}
-"""Bytes that a rank sends in ``STEPS`` steps, by the formula of its message."""
-
-
-@pytest.mark.parametrize("workers", [2, 4, 16])
-@pytest.mark.parametrize("name", BOOK)
-def test_bytes_are_those_of_the_messages(name, workers):
-    run = a_run()
-    rival = rival_of(BOOK[name][0], run, workers, torch.float32)
-    for step in range(STEPS):
-        rival.give([dict(enumerate(rival.cut(run.gradients[step, w % WORKERS].float()))) for w in range(workers)])
-        rival.step()
-    assert rival.transport.traffic.bytes_total == rival.wires.received == SENT[name](workers)
 
 
 # ---------------------------------------------------------------- in the lab
