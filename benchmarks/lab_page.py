@@ -55,7 +55,8 @@ def page_tables(records: Records) -> str:
 def ablations(records: Records) -> str:
     """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
     recorded = {key.optimizer for key in records.found}
-    others = [name for name in CONTENDERS if name in recorded and name not in (*HEADLINE, *LIVING, *VOTES, FROZEN)]
+    shown = {*HEADLINE, *LIVING, *VOTES, FROZEN}
+    others = [name for name in CONTENDERS if name in recorded - shown]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"\n{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}\n"

@@ -322,7 +322,7 @@ def test_another_variance_is_refused_where_a_checkpoint_goes_on():
         frozen.load_state_dict(saved)
     with pytest.raises(ValueError, match="variance must be one of"):
         OneBitAdam([Parameter(torch.zeros(3))], variance="dead")
-    with pytest.raises(ValueError, match='got "own": .* ZeroOneAdam'):
+    with pytest.raises(ValueError, match=r'got "own": .* ZeroOneAdam'):
         OneBitAdam([Parameter(torch.zeros(3))], variance="own")
 
 

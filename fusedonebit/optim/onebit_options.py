@@ -84,7 +84,7 @@ class OneBitOptions(Options):
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
-        if self.variance == "own":
+        if str(self.variance) == "own":
             raise ValueError(
                 'variance must be one of "shared", "frozen", got "own": momentum that workers share would be divided '
                 "by each one's own variance; ZeroOneAdam(params, lr), whose momenta are their own too, has that"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,22 +75,42 @@ def _two_stage(of: Setting, options: dict[str, Any]) -> dict[str, Any]:
 def _zero_one_adam(params: Params, of: Setting, most: int = 4) -> Any:
     """Space renewals and rounds as 0/1 Adam's paper, in proportion to the run's steps."""
     variance = policies.DoublingVariance(scaler=2 * of.freeze_step // 3, until=of.freeze_step)
-    return _in_rounds(params, of, policies.DoublingRounds(2 * of.freeze_step, of.steps // 10, most), variance)
+    rounds = policies.DoublingRounds(2 * of.freeze_step, of.steps // 10, most)
+    return _in_rounds(params, of, _aligned(of, rounds), variance)
 
 
 def _own_variance(params: Params, of: Setting, length: int = 1) -> Any:
-    return _in_rounds(params, of, policies.FixedRounds(length), None)
+    return _in_rounds(params, of, _aligned(of, policies.FixedRounds(length)), None)
+
+
+def _long_rounds(params: Params, of: Setting, length: int) -> Any:
+    return _in_rounds(params, of, UntilEvaluated(length, tuple(of.evaluations)), None)
+
+
+def _aligned(of: Setting, rounds: policies.SyncPolicy) -> policies.SyncPolicy:
+    """Let all workers meet to be evaluated, and as often before."""
+    return policies.AlignedRounds(rounds, math.gcd(*of.evaluations))
+
+
+@dataclass(frozen=True)
+class UntilEvaluated:
+    """Rounds of ``length`` steps, cut where the run is evaluated and nowhere else."""
+
+    length: int
+    evaluations: tuple[int, ...]
+
+    def steps(self, done: policies.Progress) -> int:
+        """See ``policies.SyncPolicy``."""
+        now = done.steps + done.skipped
+        return min([self.length, *(step - now for step in self.evaluations if step > now)])
 
 
 def _in_rounds(
     params: Params, of: Setting, rounds: policies.SyncPolicy, variance: policies.VariancePolicy | None
 ) -> Any:
-    """Make 0/1 Adam, all of whose workers meet to be evaluated."""
-    meetings = math.gcd(*of.evaluations)
     kind = BatchedZeroOneAdam if isinstance(of.transport, AlikeTransport) else ZeroOneAdam
-    aligned = policies.AlignedRounds(rounds, meetings)
     given = (params, of.lr, BETAS, EPS, of.weight_decay)
-    return kind(*given, variance_policy=variance, sync_policy=aligned, process_group=of.transport)
+    return kind(*given, variance_policy=variance, sync_policy=rounds, process_group=of.transport)
 
 
 def _onebit_lion(params: Params, of: Setting) -> Any:
@@ -123,6 +143,9 @@ of_adam = partial(Contender, parent="adamw", alike=True)
 of_lamb = partial(Contender, parent="lamb", lamb=True, alike=True)
 apart = partial(Contender, parent="adamw", rate=0.3)
 
+LENGTHS = (4, 8, 16, 32)
+"""Of long rounds of 0/1 Adam."""
+
 CONTENDERS: dict[str, Contender] = {
     "adamw": of_adam(AveragedAdamW),
     "onebit-adam": of_adam(_onebit_adam),
@@ -132,6 +155,7 @@ CONTENDERS: dict[str, Contender] = {
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "zero-one-adam-own": of_adam(_own_variance, local=True),
     "zero-one-adam-own-2": of_adam(partial(_own_variance, length=2), local=True),
+    **{f"zero-one-adam-own-{h}": of_adam(partial(_long_rounds, length=h), local=True) for h in LENGTHS},
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
@@ -172,7 +196,7 @@ CONTENDERS: dict[str, Contender] = {
 }
 """By name; the headline's come first. A plain "onebit-..." has our defaults."""
 
-HEADLINE = ("adamw", "onebit-adam", "zero-one-adam", "lamb", "onebit-lamb-living")
+HEADLINE = ("adamw", "onebit-adam", "zero-one-adam-own", "lamb", "onebit-lamb-living")
 """Uncompressed and ours: what the headline table is about."""
 
 CONSTANTS = (WARM_UP, VARIANCE_FLOOR)

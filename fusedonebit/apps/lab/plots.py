@@ -18,8 +18,8 @@ from .tasks import TASKS
 COLOURS = {
     "onebit-adam-living": "tab:red",
     "onebit-adam": "tab:blue",
-    "zero-one-adam": "tab:purple",
-    "onebit-lamb": "tab:green",
+    "zero-one-adam-own": "tab:purple",
+    "onebit-lamb-living": "tab:green",
     "onebit-lion": "tab:brown",
     "marsit-adam": "tab:orange",
 }

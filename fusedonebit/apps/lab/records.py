@@ -31,14 +31,22 @@ class Records:
 
     A last line that was not written to its end does not count either, and is cut off when one is added.
 
+    Args:
+        path: The file.
+        others: Files whose runs count as well, and to which none is added.
+
     Raises:
         InputError: for a file that can't be read, or another line that is no run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *others: Path) -> None:
         self.path = path
         self.found: dict[Key, Record] = {}
         self._of_cell: dict[Cell, dict[Key, Record]] = defaultdict(dict)
+        for each in (*others, path):
+            self._read(each)
+
+    def _read(self, path: Path) -> None:
         try:
             text = path.read_bytes() if path.exists() else b""
         except OSError as error:

@@ -1,0 +1,231 @@
+"""Quality over the bytes of a whole run: ours and what others compress with, each at its own rate, on the lab's tasks.
+
+``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes
+``docs/frontier.md``'s tables and picture; ``--report`` makes none. Points are searched for and made with 4 workers and
+three seeds; those on a front, ours or the others', with 16 workers and five as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fusedonebit.apps.lab.contenders import CONTENDERS, LENGTHS
+from fusedonebit.apps.lab.launch import make
+from fusedonebit.apps.lab.records import Records, reported, search
+from fusedonebit.apps.lab.report import Rows, View, difference, markdown
+from fusedonebit.apps.lab.rivals import RIVALS
+
+from . import lab_page
+from .pages import DOCS, write_tables
+
+RESULTS = Path(__file__).with_name("results") / "frontier" / "runs.jsonl"
+PAGE, PICTURE = DOCS / "frontier.md", DOCS / "frontier.png"
+TASKS = ("mlp", "resnet", "causal", "lstm", "recsys", "vae")
+"""One of each kind, of those that tell seeds apart: images, convolutions, attention, recurrence, late rows, a VAE."""
+BUDGETS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
+"""Bytes per parameter and step."""
+OURS = (
+    *("onebit-adam-living", "onebit-adam-living-0", "zero-one-adam-own", "zero-one-adam-own-2"),
+    *(f"zero-one-adam-own-{length}" for length in LENGTHS),
+)
+PAPERS = ("onebit-adam", "zero-one-adam", "zero-one-adam-16", "marsit-adam")
+"""Ours as their papers have them: beside the rivals."""
+POINTS = (*OURS, *PAPERS, *(name for name in RIVALS if not name.startswith("local-adamw")))
+CEILING = "adamw"
+SEEDS = {4: 3, 16: 5}
+"""Paired seeds, by the number of workers."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """An optimizer on a task.
+
+    Attributes:
+        name: Of the contender.
+        spent: Bytes per parameter and step, sent or received, whichever are more.
+        worse: Mean over seeds, in percent of AdamW's metric; infinite where a run diverged.
+        error: Its standard error.
+    """
+
+    name: str
+    spent: float
+    worse: float
+    error: float
+
+    @property
+    def ours(self) -> bool:
+        """Tell whether it is one of ours, with today's defaults."""
+        return self.name in OURS
+
+
+def points(records: Records, task: str, workers: int = 4) -> list[Point]:
+    """Return what there is of a task, the cheapest first."""
+    found, view = [], View(workers)
+    for name in POINTS:
+        compared, runs = difference(records, view, task, name), list(view.runs(records, task, name).values())
+        if compared is None or compared.seeds < SEEDS[workers]:
+            continue
+        spent = sum(max(run["sent"], run["received"]) for run in runs) / len(runs)
+        worse = math.inf if compared.diverged else compared.mean
+        found.append(Point(name, spent, worse, compared.error))
+    return sorted(found, key=lambda point: point.spent)
+
+
+def front(found: Sequence[Point]) -> list[Point]:
+    """Return those that are better than all that spend no more; ``found`` is sorted by what they spend."""
+    kept: list[Point] = []
+    for point in found:
+        if point.worse < (kept[-1].worse if kept else math.inf):
+            kept.append(point)
+    return kept
+
+
+def best(found: Sequence[Point], budget: float, ours: bool) -> Point | None:
+    """Return the best of ours, or of the others, that spends no more than a budget."""
+    affordable = [p for p in found if p.spent <= budget and p.ours == ours and math.isfinite(p.worse)]
+    return min(affordable, key=lambda point: point.worse, default=None)
+
+
+def wins(found: Sequence[Point], budget: float) -> bool | None:
+    """Tell whether ours is the best within a budget, or within one standard error of it; None: nobody affords it."""
+    mine, theirs = (best(found, budget, ours) for ours in (True, False))
+    if mine is None or theirs is None:
+        return None if mine is theirs else mine is not None
+    return mine.worse - theirs.worse <= math.hypot(mine.error, theirs.error)
+
+
+def on_a_front(records: Records) -> list[tuple[str, str]]:
+    """Return tasks and optimizers that are on the front of ours or of the others, with 4 workers."""
+    cells = []
+    for task in TASKS:
+        found = points(records, task)
+        for ours in (True, False):
+            cells += [(task, point.name) for point in front([p for p in found if p.ours == ours])]
+    return cells
+
+
+def fill(records: Records) -> int:
+    """Make the runs that are missing; return how many failed."""
+    cells = [(task, name) for name in (CEILING, *POINTS) for task in TASKS]
+    failed = make(records, lambda: search(records, cells), "finding rates")
+    failed += make(records, partial(_reported, records, cells, 4), "runs with 4 workers")
+    chosen = [*((task, CEILING) for task in TASKS), *on_a_front(records)]
+    return failed + make(records, partial(_reported, records, chosen, 16), "runs with 16 workers")
+
+
+def _reported(records: Records, cells: Sequence[tuple[str, str]], workers: int) -> list:
+    return reported(records, cells, SEEDS[workers], [workers], [1.0], parents=False)
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def verdicts(records: Records, workers: int) -> Rows:
+    """Return, by task and budget, the best of ours and of the others; in bold where ours wins."""
+    table = [["task", *(f"{budget:g} B" for budget in BUDGETS), "budgets"]]
+    for task in TASKS:
+        found = points(records, task, workers)
+        won = [wins(found, budget) for budget in BUDGETS]
+        cells = [_verdict(found, budget) for budget in BUDGETS]
+        table.append([task, *cells, f"{sum(map(bool, won))} of {sum(w is not None for w in won)}"])
+    return table
+
+
+def _verdict(found: Sequence[Point], budget: float) -> str:
+    mine, theirs = (best(found, budget, ours) for ours in (True, False))
+    told = " / ".join(f"{p.name} {p.worse:+.1f} %" if p else "none" for p in (mine, theirs))
+    return f"**{told}**" if wins(found, budget) else told
+
+
+def every_point(records: Records, workers: int) -> Rows:
+    """Return all points: bytes, and how much worse than AdamW, a row for each optimizer."""
+    table = [["optimizer", *TASKS]]
+    by_task = {task: {p.name: p for p in points(records, task, workers)} for task in TASKS}
+    for name in POINTS:
+        cells = [_cell(by_task[task].get(name)) for task in TASKS]
+        if any(cells):
+            table.append([name, *cells])
+    return table
+
+
+def _cell(point: Point | None) -> str:
+    if point is None:
+        return ""
+    worse = "diverged" if math.isinf(point.worse) else f"{point.worse:+.1f} ± {point.error:.1f} %"
+    return f"{point.spent:.3f} B: {worse}"
+
+
+def page_tables(records: Records) -> str:
+    """Return what stands on the page."""
+    parts = []
+    for workers in SEEDS:
+        title = f"{workers} workers, the best of ours / the best of the others that spend no more:"
+        parts.append(f"{title}\n\n{markdown(verdicts(records, workers))}")
+    parts.append(f"All points, 4 workers:\n\n{markdown(every_point(records, 4))}")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+COLOURS = {"ours": "tab:red", "rounds": "tab:green", "every step": "tab:blue", "papers": "tab:gray"}
+SHOWN = (-5.0, 60.0)
+"""Percent that the picture has room for."""
+
+
+def family(name: str) -> str:
+    """Return which colour an optimizer has."""
+    if name in OURS:
+        return "ours"
+    if name in PAPERS:
+        return "papers"
+    return "rounds" if CONTENDERS[name].local else "every step"
+
+
+def draw(records: Records, path: Path) -> None:
+    """Draw the front of each task."""
+    from fusedonebit.apps.pictures import clear, plt, save
+
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6.8), sharex=True, sharey=True, layout="constrained")
+    for axis, task in zip(axes.flat, TASKS, strict=True):
+        found = points(records, task)
+        for kind, colour in COLOURS.items():
+            of_kind = [p for p in found if family(p.name) == kind and p.worse <= SHOWN[1]]
+            x, y, errors = [p.spent for p in of_kind], [p.worse for p in of_kind], [p.error for p in of_kind]
+            axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=colour, label=kind)
+        for ours, colour in ((True, COLOURS["ours"]), (False, "black")):
+            steps = front([p for p in found if p.ours == ours])
+            x, y = [p.spent for p in steps], [p.worse for p in steps]
+            axis.step([*x, 10.0], [*y, *y[-1:]], where="post", linewidth=1.2, color=colour, alpha=0.7)
+        axis.axhline(0.0, color="black", linewidth=0.6)
+        axis.set(title=task, xscale="log", xlim=(0.015, 10.0))
+        axis.set_yscale("symlog", linthresh=5.0)
+        axis.set_ylim(*SHOWN)
+        axis.set_yticks([-5, 0, 5, 10, 20, 50], ["-5", "0", "5", "10", "20", "50"])
+    for axis in axes[-1]:
+        axis.set_xlabel("bytes per parameter and step")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("worse than AdamW, %")
+    clear(axes.flat)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    save(figure, path, dpi=110)
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    arguments = parser.parse_args()
+    records = Records(RESULTS, lab_page.RESULTS / "runs.jsonl")
+    failed = 0 if arguments.report else fill(records)
+    write_tables(PAGE, page_tables(records), "FRONTIER")
+    draw(records, PICTURE)
+    print(f"wrote {PAGE.name} and {PICTURE.name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""The front of quality over bytes: what is on it, who wins at a budget, and what was recorded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import frontier
+from benchmarks.frontier import BUDGETS, OURS, POINTS, TASKS, Point, best, front, wins
+from fusedonebit.apps.lab.contenders import CONTENDERS, UntilEvaluated
+from fusedonebit.apps.lab.tasks import TASKS as ALL_TASKS
+from fusedonebit.optim.policies import Progress
+
+MINE, OTHER = OURS[0], "int8"
+
+
+def point(name: str, spent: float, worse: float, error: float = 0.5) -> Point:
+    return Point(name, spent, worse, error)
+
+
+def test_there_are_points_enough_of_known_optimizers_on_tasks_with_a_noise_floor():
+    assert len(POINTS) == len(set(POINTS)) >= 40
+    assert set(POINTS) <= CONTENDERS.keys()
+    assert not any(ALL_TASKS[task].noiseless for task in TASKS)
+
+
+def test_on_a_front_is_what_is_better_than_all_that_spends_no_more():
+    found = [point("a", 0.1, 5.0), point("b", 0.2, 7.0), point("c", 0.3, 1.0), point("d", 0.4, math.inf)]
+    assert [p.name for p in front(found)] == ["a", "c"]
+    assert front([]) == []
+
+
+def test_the_best_within_a_budget_spends_no_more_and_did_not_diverge():
+    found = [point(MINE, 0.2, 3.0), point(OTHER, 0.2, 2.0), point(MINE, 0.5, 1.0), point(OTHER, 0.1, math.inf)]
+    assert best(found, 0.2, ours=True) == found[0]
+    assert best(found, 0.5, ours=True) == found[2]
+    assert best(found, 0.1, ours=False) is None
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "won"), [(1.0, 2.0, True), (2.0, 2.0, True), (2.7, 2.0, True), (2.8, 2.0, False)]
+)
+def test_ours_wins_within_one_standard_error_of_the_difference(mine, theirs, won):
+    assert wins([point(MINE, 0.1, mine), point(OTHER, 0.1, theirs)], 0.1) is won
+
+
+def test_who_alone_affords_a_budget_wins_it():
+    assert wins([point(MINE, 0.1, 9.0), point(OTHER, 0.2, 1.0)], 0.1) is True
+    assert wins([point(OTHER, 0.1, 9.0)], 0.1) is False
+    assert wins([point(OTHER, 0.2, 9.0)], 0.1) is None
+
+
+def test_long_rounds_are_cut_where_a_run_is_evaluated_and_nowhere_else():
+    rounds, done, ends = UntilEvaluated(16, (40, 50)), 0, []
+    while done < 64:
+        done += rounds.steps(Progress(done - 3, 0, 0, 0, skipped=3) if done >= 3 else Progress(done, 0, 0, 0))
+        ends.append(done)
+    assert ends == [16, 32, 40, 50, 66]
+
+
+def test_budgets_are_those_that_were_set_before_the_first_run():
+    assert BUDGETS == (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
+    assert frontier.SEEDS == {4: 3, 16: 5}
