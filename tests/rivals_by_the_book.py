@@ -126,12 +126,12 @@ def diloco(run: Run, length: int, outer: tuple[float, float], bits: int | None) 
     inner, momentum, (lr_out, mu) = [AdamW() for _ in xs], torch.zeros_like(run.x), outer
     two_sided = TwoSided(len(run.x), run.workers, bits) if bits else None
     for gs, lr, ends in zip(run.gradients, run.lrs, round_ends(run, length), strict=True):
-        xs = [opt(x, g, lr, run.weight_decay) for opt, x, g in zip(inner, xs, gs, strict=True)]  # line 8
+        xs = [opt(x, g, lr, run.weight_decay) for opt, x, g in zip(inner, xs, gs, strict=True)]
         if ends:
-            deltas = [theta - x for x in xs]  # line 11
-            delta = two_sided(deltas) if two_sided else sum(deltas) / run.workers  # line 12
+            deltas = [theta - x for x in xs]
+            delta = two_sided(deltas) if two_sided else sum(deltas) / run.workers
             momentum = mu * momentum + delta
-            theta = theta - lr_out * (delta + mu * momentum)  # line 14
+            theta = theta - lr_out * (delta + mu * momentum)
             xs = [theta] * run.workers
         yield torch.stack(xs)
 
@@ -315,7 +315,7 @@ def scaled_signs(values: Tensor, cuts: list[int]) -> Tensor:
 
 
 def ef_sgdm(run: Run) -> Iterator[Tensor]:
-    """dist-EF-blockSGDM with Nesterov's momentum, Algorithm 3; a block ends with its tensor, or its server's part."""
+    """dist-EF-blockSGDM with Nesterov's momentum; a block ends with its tensor, or its server's part."""
     x, chunk, mu, last = run.x, ceil(len(run.x) / run.workers), 0.9, 0.0
     cuts = sorted({*(part.start for part in run.tensors()), *range(0, len(x), chunk)})
     ms, es = ([torch.zeros_like(x) for _ in range(run.workers)] for _ in range(2))

@@ -39,7 +39,7 @@ class DiLoCo(RoundRival):
 
     def meet(self, deltas: Tensor) -> None:
         """See ``RoundRival``."""
-        delta = self.quantised(deltas) if self.quantised else self.wires.all_reduce(deltas) / self.workers  # line 12
+        delta = self.quantised(deltas) if self.quantised else self.wires.all_reduce(deltas) / self.workers
         lr, momentum = self.outer
-        self.momentum.mul_(momentum).add_(delta)  # line 14: OuterOpt is SGD with Nesterov's momentum
+        self.momentum.mul_(momentum).add_(delta)  # OuterOpt, as torch.optim.SGD(nesterov=True)
         self.anchor.sub_(delta + momentum * self.momentum, alpha=lr)

@@ -1,4 +1,4 @@
-"""dist-EF-blockSGDM (Zheng et al., 2019, Algorithm 3): scaled signs of Nesterov's momentum, error feedback both ways.
+"""dist-EF-blockSGDM (Zheng et al., 2019): scaled signs of Nesterov's momentum, error feedback both ways.
 
 Its blocks are tensors; here servers are as many as ranks, and a tensor that lies on two is two blocks.
 """
@@ -62,17 +62,17 @@ class ErrorFeedbackSGDM(Rival):
         """See ``Rival``."""
         dtype, ratio, self.last_lr = self.x.dtype, self.last_lr / self.lr, self.lr
         gradients = gradients + self.weight_decay * self.x
-        self.momentum.mul_(MOMENTUM).add_(gradients)  # line 4
-        direction = gradients + MOMENTUM * self.momentum
+        self.momentum.mul_(MOMENTUM).add_(gradients)  # m = mu m + g
+        direction = gradients + MOMENTUM * self.momentum  # Nesterov's
         missing = self.worker_error[0].numel() - self.x.numel()
         direction = torch.nn.functional.pad(direction, (0, missing)).view_as(self.worker_error)
-        compensated = direction + ratio * self.worker_error  # line 5
-        sent = self.code.encode(compensated)  # line 6
-        self.worker_error = compensated - self.code.decode(sent, dtype)  # line 9
+        compensated = direction + ratio * self.worker_error  # p = mu m + g + eta_(t-1) / eta_t e
+        sent = self.code.encode(compensated)
+        self.worker_error = compensated - self.code.decode(sent, dtype)  # e = p - C(p)
         # By sender and server: the code goes by servers last.
         arrived = self.code.decode(self.wires.all_to_all(sent).transpose(0, 1), dtype)
-        compensated = arrived.mean(0) + ratio * self.server_error  # line 11
-        served = self.code.encode(compensated)  # line 12
-        self.server_error = compensated - self.code.decode(served, dtype)  # line 13
+        compensated = arrived.mean(0) + ratio * self.server_error  # the server's p: the mean, and its e
+        served = self.code.encode(compensated)
+        self.server_error = compensated - self.code.decode(served, dtype)
         told = self.code.decode(self.wires.all_gather(served), dtype).flatten()[: self.x.numel()]
-        self.x -= self.lr * told  # line 8
+        self.x -= self.lr * told

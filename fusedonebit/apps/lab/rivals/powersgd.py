@@ -63,18 +63,18 @@ class PowerSGD(AveragingRival):
         """See ``AveragingRival``."""
         if self.done <= START:
             return self.wires.all_reduce(gradients) / self.workers
-        compensated = gradients + self.error  # Algorithm 2, line 5
+        compensated = gradients + self.error
         result = torch.empty_like(self.x)
         result[self.plain] = self.wires.all_reduce(compensated[:, self.plain]) / self.workers
         matrices = [compensated[:, each.where] for each in self.alike]  # [W, T, rows, columns]
         right = [orthogonal(each.q) for each in self.alike]
-        left = self._sum([m @ q for m, q in zip(matrices, right, strict=True)])  # Algorithm 1, lines 3 and 4
-        left = [orthogonal(p) for p in left]  # line 5
-        right = self._sum([m.mT @ p for m, p in zip(matrices, left, strict=True)])  # lines 6 and 7
+        left = self._sum([m @ q for m, q in zip(matrices, right, strict=True)])  # P <- all-reduce of M Q
+        left = [orthogonal(p) for p in left]
+        right = self._sum([m.mT @ p for m, p in zip(matrices, left, strict=True)])  # Q <- all-reduce of M^T P
         for each, p, q in zip(self.alike, left, right, strict=True):
             each.q = q / self.workers  # with which the next step begins: warm start
-            result[each.where] = p @ each.q.mT  # line 9
-            self.error[:, each.where] = compensated[:, each.where] - result[each.where]  # Algorithm 2, line 8
+            result[each.where] = p @ each.q.mT
+            self.error[:, each.where] = compensated[:, each.where] - result[each.where]
         return result
 
     def _sum(self, factors: list[Tensor]) -> list[Tensor]:

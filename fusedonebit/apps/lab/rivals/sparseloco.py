@@ -38,14 +38,14 @@ class SparseLoCo(RoundRival):
 
     def meet(self, deltas: Tensor) -> None:
         """See ``RoundRival``."""
-        self.error.mul_(ERROR_DECAY).add_(deltas)  # line 9
+        self.error.mul_(ERROR_DECAY).add_(deltas)  # e <- beta e + Delta
         apart = zip(self.chunks, self.cuts.apart(self.error), strict=True)
         messages = torch.cat([encode(chunks, values) for chunks, values in apart], -1)
         parts = self.wires.all_gather(messages).split([message_bytes(chunks) for chunks in self.chunks], -1)
         decoded = [decode(chunks, part, deltas.dtype) for chunks, part in zip(self.chunks, parts, strict=True)]
         sent = self.cuts.together(decoded)  # [W, n]
-        self.error -= sent  # line 11
-        self.anchor -= OUTER_LR * sent.mean(0)  # lines 12 and 13
+        self.error -= sent  # e <- e - Q(top-k(e))
+        self.anchor -= OUTER_LR * sent.mean(0)  # theta <- theta - alpha mean(Q(top-k(e)))
 
 
 def message_bytes(chunks: Chunks) -> int:
