@@ -76,7 +76,7 @@ class DeMo(Rival):
     """
 
     def __init__(self, params: Params, of: Setting, k: int) -> None:
-        super().__init__(params, of, k=k)
+        super().__init__(params, of, k=k, decay=DECAY)
         self.delta = self.x.new_zeros(self.workers, self.x.numel())
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for tensor in self.cut(torch.arange(self.x.numel())):

@@ -22,7 +22,7 @@ class Rival(torch.optim.Optimizer):
     Args:
         params: Rank 0's parameters; all workers start with their values.
         of: What the run is.
-        options: What a subclass was made with; a record's fingerprint follows from it.
+        options: What a subclass was made with, and its constants; a record's fingerprint follows from them.
 
     Attributes:
         x: Parameters [n], or [W, n] where workers have their own.
@@ -74,7 +74,7 @@ class Rival(torch.optim.Optimizer):
         self.transport.traffic.start_step()
         self.done += 1
         self.move(gradients)
-        for params, x in zip(self._models, self.x.view(-1, self.slices[-1].stop), strict=False):
+        for params, x in zip(self._models, self.x.view(-1, self.slices[-1].stop), strict=True):
             torch._foreach_copy_(params, self.cut(x))
 
     def cut(self, line: Tensor) -> list[Tensor]:

@@ -61,7 +61,7 @@ class LoCo(Rival):
     """
 
     def __init__(self, params: Params, of: Setting, down: Down) -> None:
-        super().__init__(params, of, down=down)
+        super().__init__(params, of, down=down, error_beta=ERROR_BETA, reset=RESET)
         self.down, self.shape = down, blocks_of_chunk(self.x.numel(), self.workers)
         self.up = Compensated(self.x.new_zeros(self.workers, self.workers, *self.shape))
         self.back = Compensated(self.x.new_zeros(self.workers, *self.shape))

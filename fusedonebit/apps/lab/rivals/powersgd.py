@@ -43,7 +43,7 @@ class PowerSGD(AveragingRival):
     """
 
     def __init__(self, params: Params, of: Setting, rank: int) -> None:
-        super().__init__(params, of, rank=rank)
+        super().__init__(params, of, rank=rank, start=START)
         self.error = self.x.new_zeros(self.workers, self.x.numel())
         places, draw = torch.arange(self.x.numel()), torch.Generator().manual_seed(of.seed)
         plain, shapes = [places[:0]], dict[tuple[int, int], list[Tensor]]()

@@ -96,7 +96,7 @@ class Quantised(AveragingRival):
     """AdamW on gradients that were averaged in integers of ``bits``."""
 
     def __init__(self, params: Params, of: Setting, bits: int) -> None:
-        super().__init__(params, of, bits=bits)
+        super().__init__(params, of, bits=bits, block=BLOCK)
         self.mean_of = QuantisedAllReduce(self.wires, self.x, bits)
 
     def mean(self, gradients: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class SparseLoCo(RoundRival):
     """
 
     def __init__(self, params: Params, of: Setting, length: int, k: int) -> None:
-        super().__init__(params, of, length, k=k)
+        super().__init__(params, of, length, k=k, error_decay=ERROR_DECAY, outer_lr=OUTER_LR)
         self.chunks = flat_chunks(self.cut(torch.arange(self.anchor.numel())), self.anchor.numel(), k)
         self.cuts = Cut(self.chunks, self.anchor.numel())
         self.error = torch.zeros_like(self.x)
