@@ -24,13 +24,13 @@ BITS = {"": None, "-int8": 8, "-int4": 4}
 of_adam = partial(Contender, parent="adamw", alike=True)
 
 
-def _rounds(name: str, outer: tuple[float, float]) -> dict[str, Contender]:
+def _rounds(name: str, outer: tuple[float, float], rate: float = 1.0) -> dict[str, Contender]:
     makes = {
         f"{name}{kind}-{h}": partial(DiLoCo, length=h, outer=outer, bits=bits)
         for kind, bits in BITS.items()
         for h in LENGTHS
     }
-    return {name: of_adam(make, local=True) for name, make in makes.items()}
+    return {name: of_adam(make, local=True, rate=rate) for name, make in makes.items()}
 
 
 RIVALS: dict[str, Contender] = {
@@ -41,11 +41,11 @@ RIVALS: dict[str, Contender] = {
     "loco-gradients": of_adam(partial(LoCo, down="gradients")),
     **{f"powersgd-{rank}": of_adam(partial(PowerSGD, rank=rank)) for rank in (1, 2, 4, 8)},
     **{f"sparseloco-{h}-{k}": of_adam(partial(SparseLoCo, length=h, k=k), local=True) for h, k in SPARSE},
-    **_rounds("diloco", NESTEROV),
+    **_rounds("diloco", NESTEROV, rate=0.3),
     **_rounds("local-adamw", AVERAGE),
-    "dlion-mavo": of_adam(partial(DistributedLion, aggregation="mavo"), rate=0.1),
-    "dlion-avg": of_adam(partial(DistributedLion, aggregation="avg"), rate=0.1),
-    **{f"demo-{k}": of_adam(partial(DeMo, k=k), rate=0.1) for k in (8, 32, 128, 512)},
+    "dlion-mavo": of_adam(partial(DistributedLion, aggregation="mavo"), rate=0.3),
+    "dlion-avg": of_adam(partial(DistributedLion, aggregation="avg"), rate=0.3),
+    **{f"demo-{k}": of_adam(partial(DeMo, k=k)) for k in (8, 32, 128, 512)},
     "ef-sgdm": of_adam(ErrorFeedbackSGDM, rate=10.0),
 }
 """By name; each a ``Rival``."""
