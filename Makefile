@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        search rates and train the lab's tasks, uncompressed and ours (4 core-hours; can be stopped and goes on)"
+	@echo "make frontier   quality over bytes of whole runs: ours and what others compress with (8 core-hours; can be stopped and goes on)"
 	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
 	@echo "make test       run the test suite (5 minutes on 2 cores)"
 	@echo "make test-long   those that make test leaves out because they take seconds: whole grids, whole programs (10 minutes)"
@@ -47,6 +48,9 @@ demo: $(READY)
 
 lab: $(READY)
 	$(BIN)/fusedonebit lab
+
+frontier: $(READY)
+	$(BIN)/python -m benchmarks.frontier
 
 netlab: $(READY)
 	$(BIN)/python -m benchmarks.netlab

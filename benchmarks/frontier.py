@@ -1,8 +1,8 @@
 """Quality over the bytes of a whole run: ours and what others compress with, each at its own rate, on the lab's tasks.
 
-``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes
-``docs/frontier.md``'s tables and picture; ``--report`` makes none. Points are searched for and made with 4 workers and
-three seeds; those on a front, ours or the others', with 16 workers and five as well.
+``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes tables
+and a picture beside them; ``--report`` makes none. Rates are searched for, and points made, with 4 workers and three
+seeds; those on a front, ours or the others', with 16 workers and five seeds as well.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from fusedonebit.apps.lab.report import Rows, View, difference, markdown
 from fusedonebit.apps.lab.rivals import RIVALS
 
 from . import lab_page
-from .pages import DOCS, write_tables
 
-RESULTS = Path(__file__).with_name("results") / "frontier" / "runs.jsonl"
-PAGE, PICTURE = DOCS / "frontier.md", DOCS / "frontier.png"
+RESULTS = Path(__file__).with_name("results") / "frontier"
 TASKS = ("mlp", "resnet", "causal", "lstm", "recsys", "vae")
 """One of each kind, of those that tell seeds apart: images, convolutions, attention, recurrence, late rows, a VAE."""
 BUDGETS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
@@ -35,7 +33,7 @@ OURS = (
 )
 PAPERS = ("onebit-adam", "zero-one-adam", "zero-one-adam-16", "marsit-adam")
 """Ours as their papers have them: beside the rivals."""
-POINTS = (*OURS, *PAPERS, *(name for name in RIVALS if not name.startswith("local-adamw")))
+POINTS = (*OURS, *PAPERS, *RIVALS)
 CEILING = "adamw"
 SEEDS = {4: 3, 16: 5}
 """Paired seeds, by the number of workers."""
@@ -160,14 +158,14 @@ def _cell(point: Point | None) -> str:
     return f"{point.spent:.3f} B: {worse}"
 
 
-def page_tables(records: Records) -> str:
-    """Return what stands on the page."""
+def tables(records: Records) -> str:
+    """Return all tables, as Markdown."""
     parts = []
     for workers in SEEDS:
         title = f"{workers} workers, the best of ours / the best of the others that spend no more:"
         parts.append(f"{title}\n\n{markdown(verdicts(records, workers))}")
     parts.append(f"All points, 4 workers:\n\n{markdown(every_point(records, 4))}")
-    return "\n" + "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 COLOURS = {"ours": "tab:red", "rounds": "tab:green", "every step": "tab:blue", "papers": "tab:gray"}
@@ -196,9 +194,9 @@ def draw(records: Records, path: Path) -> None:
             x, y, errors = [p.spent for p in of_kind], [p.worse for p in of_kind], [p.error for p in of_kind]
             axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=colour, label=kind)
         for ours, colour in ((True, COLOURS["ours"]), (False, "black")):
-            steps = front([p for p in found if p.ours == ours])
-            x, y = [p.spent for p in steps], [p.worse for p in steps]
-            axis.step([*x, 10.0], [*y, *y[-1:]], where="post", linewidth=1.2, color=colour, alpha=0.7)
+            if steps := front([p for p in found if p.ours == ours]):
+                x, y = [p.spent for p in steps], [p.worse for p in steps]
+                axis.step([*x, 10.0], [*y, y[-1]], where="post", linewidth=1.2, color=colour, alpha=0.7)
         axis.axhline(0.0, color="black", linewidth=0.6)
         axis.set(title=task, xscale="log", xlim=(0.015, 10.0))
         axis.set_yscale("symlog", linthresh=5.0)
@@ -219,11 +217,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="make no runs")
     arguments = parser.parse_args()
-    records = Records(RESULTS, lab_page.RESULTS / "runs.jsonl")
+    records = Records(RESULTS / "runs.jsonl", lab_page.RESULTS / "runs.jsonl")
     failed = 0 if arguments.report else fill(records)
-    write_tables(PAGE, page_tables(records), "FRONTIER")
-    draw(records, PICTURE)
-    print(f"wrote {PAGE.name} and {PICTURE.name}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "table.md").write_text(tables(records))
+    draw(records, RESULTS / "front.png")
+    print(f"wrote {RESULTS}")
     return 1 if failed else 0
 
 
