@@ -71,15 +71,16 @@ def _worst(values: Sequence[float]) -> list[float]:
 
 
 def _panel(axis: Axes, records: Records, view: View, tasks: Sequence[str]) -> None:
-    names = [name for name in COLOURS if sent(records, view, name) is not None]
+    found = {name: [difference(records, view, task, name) for task in tasks] for name in COLOURS}
+    names = [name for name in COLOURS if sum(d is not None for d in found[name]) > len(tasks) / 2]
     for place, name in enumerate(names):
         offset = 0.16 * ((len(names) - 1) / 2 - place)
-        each = [(row + offset, difference(records, view, task, name)) for row, task in enumerate(tasks)]
-        found = [(row, d) for row, d in each if d is not None and d.seeds]  # where the parent diverged nothing is told
-        percent = [(row, *_percent(d)) for row, d in found]
+        each = [(row + offset, d) for row, d in enumerate(found[name])]
+        told = [(row, d) for row, d in each if d is not None and d.seeds]  # where the parent diverged nothing is told
+        percent = [(row, *_percent(d)) for row, d in told]
         x, errors, y = [p for _, p, _ in percent], [e for _, _, e in percent], [row for row, _, _ in percent]
         axis.errorbar(x, y, xerr=errors, fmt="o", markersize=4, linewidth=1, color=COLOURS[name], label=name)
-        lost = [row for row, d in found if d.diverged]
+        lost = [row for row, d in told if d.diverged]
         axis.plot([WORST] * len(lost), lost, "x", markersize=7, color=COLOURS[name])
     axis.axvspan(-PERCENT, PERCENT, color="black", alpha=0.08, linewidth=0)
     axis.set_xscale("symlog", linthresh=PERCENT)
