@@ -32,13 +32,11 @@ class Student(lightning.LightningModule):
 
     def configure_optimizers(self) -> tuple[list, list]:
         # max_grad_norm here instead of Trainer(gradient_clip_val=...), which clips each rank by its own norm.
-        optimizer = fusedonebit.OneBitAdam(
-            self.parameters(), lr=3e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0
-        )
+        ours = fusedonebit.OneBitAdam(self.parameters(), lr=3e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0)
         if isinstance(model := self.trainer.strategy.model, DistributedDataParallel):  # "ddp" has wrapped it by now
-            fusedonebit.ddp.attach(model, optimizer)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+            fusedonebit.ddp.attach(model, ours)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(ours, STEPS)
+        return [ours], [{"scheduler": schedule, "interval": "step"}]
 
 
 def main() -> None:
