@@ -29,7 +29,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "onebit-lamb": lambda p, **more: OneBitLamb(p, **objects(freeze_step=2, guard="off", **more)),
     "lamb": by_name(Lamb),
     "zero-one-adam": lambda p, **more: ZeroOneAdam(
-        p, sync_policy=DoublingRounds(after=2, scaler=2, most=4), **objects(**more)
+        p, sync_policy=DoublingRounds(after=2, scaler=2, most=2), **objects(**more)
     ),
     "marsit-sgd": lambda p, **more: MarsitSGD(p, **objects(full_precision_every=3, **more)),
     "marsit-adam": lambda p, **more: MarsitAdam(p, **objects(local_steps=2, **more)),

@@ -88,7 +88,7 @@ CASES = {
         LIVING_LAMB[0], LIVING[1] | CLIPS, 14, "compression", (13, 7), (14, 8), scaler=True
     ),
     "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (14, 9), (15, 10)),
-    "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (18, 12), (15, 10)),
+    "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (24, 18), (15, 10)),
     "OneBitAdam, 4 buckets": Case(
         OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (27, 11), (27, 11)
     ),
