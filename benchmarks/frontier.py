@@ -19,6 +19,7 @@ from fusedonebit.apps.lab.launch import make
 from fusedonebit.apps.lab.records import Records, reported, search
 from fusedonebit.apps.lab.report import Rows, View, difference, markdown
 from fusedonebit.apps.lab.rivals import RIVALS
+from fusedonebit.apps.lab.run import Key
 
 from . import lab_page
 
@@ -116,7 +117,7 @@ def fill(records: Records) -> int:
     return failed + make(records, partial(_reported, records, chosen, 16), "runs with 16 workers")
 
 
-def _reported(records: Records, cells: Sequence[tuple[str, str]], workers: int) -> list:
+def _reported(records: Records, cells: Sequence[tuple[str, str]], workers: int) -> list[Key]:
     return reported(records, cells, SEEDS[workers], [workers], [1.0], parents=False)
 
 

@@ -146,10 +146,10 @@ def test_where_a_frozen_lamb_would_diverge_the_guard_catches_it():
     """On rows that are seen late, at LAMB's best rate: without the guard the loss is a million times as large."""
     found = difference(RECORDS, View(parents=True), "recsys", "onebit-lamb")
     rewarms = [r["rewarms"] for r in View(parents=True).runs(RECORDS, "recsys", "onebit-lamb").values()]
-    print(f"recsys, onebit-lamb at LAMB's tuned rate: {found} (limit twice the loss), after {rewarms} re-warm-ups")
+    print(f"recsys, onebit-lamb at LAMB's tuned rate: {found} (limit +50 %), after {rewarms} re-warm-ups")
     assert found is not None
     assert (found.seeds, found.diverged) == (3, 0)
-    assert found.mean <= 100.0
+    assert found.mean <= 50.0
     assert min(rewarms) >= 1
 
 
