@@ -14,7 +14,7 @@ from benchmarks.shapes import bert_large, sizes
 from fusedonebit.apps.lab import launch, publish, tuning
 from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
 from fusedonebit.apps.lab.records import TUNED_AT, Records, reported
-from fusedonebit.apps.lab.report import View, difference
+from fusedonebit.apps.lab.report import Difference, View, difference
 from fusedonebit.apps.lab.run import diverged, run
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import Messages
@@ -79,7 +79,10 @@ def test_the_lab_tells_what_a_frozen_variance_costs(workers):
     assert len(missed) >= 6
 
 
-MISSES = {4: 2, 16: 6}
+LIVING_SEEDS = 10
+"""Paired seeds of a living variance with 16 workers, and at twice the rate: spreads are wider there."""
+
+MISSES = {4: 2, 16: 5}
 """Tasks that a living variance misses, by the number of workers: as many as are recorded; 2 are aimed at."""
 
 
@@ -87,7 +90,8 @@ MISSES = {4: 2, 16: 6}
 def test_a_variance_that_lives_misses_no_more_tasks_at_adamws_rates_than_recorded(workers):
     view = View(workers, parents=True)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
-    assert all(d is not None and d.seeds >= SEEDS[workers] and not d.diverged for d in found.values())
+    seeds = LIVING_SEEDS if workers == 16 else SEEDS[workers]
+    assert all(d is not None and d.seeds >= seeds and not d.diverged for d in found.values())
     for task, d in found.items():
         print(f"{workers} workers, {task}: {d}{', above the limit' if d.misses else ''}")
     missed = [task for task, d in found.items() if d.misses]
@@ -99,12 +103,50 @@ def test_a_variance_that_lives_misses_no_more_tasks_at_adamws_rates_than_recorde
     assert len(missed) <= MISSES[workers]
 
 
-@pytest.mark.parametrize("by", [0.5, 1.0, 2.0])
-def test_a_variance_that_lives_is_finite_where_adamw_is(by):
-    view = View(4, parents=True, by=by)
+FAR = {"late": 10.0}
+"""Percent that a task's loss may be above AdamW's, 3 elsewhere; decades count as 20."""
+
+
+def beyond(d: Difference, percent: float) -> bool:
+    """Whether it is worse by more than so many percent, or a twentieth as many decades."""
+    return d.diverged > 0 or d.mean > (percent / 20 if d.unit == "dec" else percent)
+
+
+@pytest.mark.parametrize("workers", SEEDS)
+def test_no_task_but_one_is_far_from_adamw(workers):
+    """Modular addition is aimed at 0.15 decades: a quarter of what a frozen variance loses, and missed."""
+    found = {t: difference(RECORDS, View(workers, parents=True), t, "onebit-adam-living") for t in TASKS if t != "gan"}
+    far = {task: str(d) for task, d in found.items() if d is None or beyond(d, FAR.get(task, 3.0))}
+    print(f"{workers} workers: beyond 3 % (10 % where a module comes late) or 0.15 dec (none aimed at): {far}")
+    assert set(far) <= {"modadd"}
+    assert found["modadd"].mean <= 0.35
+
+
+@pytest.mark.parametrize("workers", SEEDS)
+def test_on_the_gan_compression_costs_nothing_that_the_living_variance_does_not(workers):
+    """Beside uncompressed Adam with the same variance, paired by seeds."""
+    view = View(workers, parents=True)
+    ours, theirs = (view.runs(RECORDS, "gan", name) for name in ("onebit-adam-living", "adam-living"))
+    seeds = sorted(ours.keys() & theirs.keys())
+    assert len(seeds) >= LIVING_SEEDS
+    worse = torch.tensor([100 * (ours[s]["metric"] / theirs[s]["metric"] - 1) for s in seeds])
+    error = float(worse.std() / len(seeds) ** 0.5)
+    print(f"gan, {workers} workers: {float(worse.mean()):+.1f} ± {error:.1f} % (at most 0, or two standard errors)")
+    assert float(worse.mean()) <= 2 * error
+
+
+AT_TWICE = {"gan", "fit", "recsys", "policy"}
+"""Tasks that are worse than AdamW by more than 5 % or 0.25 dec at twice its rate; none is aimed at."""
+
+
+def test_at_twice_adamws_rate_no_more_tasks_are_beyond_5_percent_than_recorded():
+    view = View(4, parents=True, by=2.0)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
+    assert all(d is not None and d.seeds >= LIVING_SEEDS - 1 for d in found.values())
+    missed = {task: str(d) for task, d in found.items() if beyond(d, 5.0)}
     print({task: str(d) for task, d in found.items()})
-    assert all(d is not None and d.seeds >= 3 and not d.diverged for d in found.values())
+    print(f"beyond 5 % or 0.25 dec at twice the rate: {missed} (none aimed at)")
+    assert set(missed) <= AT_TWICE
 
 
 def test_a_living_variance_sends_little_over_a_whole_run():
@@ -169,7 +211,7 @@ def test_ours_are_within_3_percent_of_what_they_compress_each_at_its_own_rate(op
 
 
 @pytest.mark.parametrize("by", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("optimizer", BEYOND)
+@pytest.mark.parametrize("optimizer", [*BEYOND, "onebit-adam-living"])
 def test_ours_are_finite_where_what_they_compress_is(optimizer, by):
     view, parent = View(4, parents=True, by=by), CONTENDERS[optimizer].parent
     print({task: str(difference(RECORDS, view, task, optimizer)) for task in TASKS})
@@ -178,6 +220,16 @@ def test_ours_are_finite_where_what_they_compress_is(optimizer, by):
         seeds = ours.keys() & theirs.keys()
         assert len(seeds) >= 2
         assert all(ours[seed]["metric"] is not None for seed in seeds if theirs[seed]["metric"] is not None), task
+
+
+@pytest.mark.parametrize("by", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("optimizer", ["marsit-adam", "onebit-lion"])
+def test_what_has_rates_of_its_own_is_finite_around_them(optimizer, by):
+    """At AdamW's rate a step of signs would be several times as long."""
+    for task in TASKS:
+        runs = View(4, by=by).runs(RECORDS, task, optimizer)
+        assert len(runs) >= 3, task
+        assert all(run["metric"] is not None for run in runs.values()), task
 
 
 def test_an_uncompressed_run_sends_eight_bytes_and_ours_what_the_warm_up_and_the_messages_take():

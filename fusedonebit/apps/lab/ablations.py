@@ -1,4 +1,4 @@
-"""Optimizers with a part of ours alone: the freeze without compression, compression without the freeze."""
+"""Optimizers with a part of ours alone: the freeze or a living variance without compression, and the other way."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import Lamb, Numerics
-from ...comm import CompressedAllReduce, Transport
+from ... import Lamb, Numerics, OneBitAdam
+from ...comm import CompressedAllReduce, Told, Transport
 from ...core.options import Made
+from ...core.scaling import Agreed
 from ...core.settings import VARIANCE_FLOOR
 from ...optim.averaging import AdamUpdate, AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
-from ...triton_kernels import TAIL, Coef, freeze
+from ...triton_kernels import TAIL, Coef, flatten, freeze, rules
+from .workers import BatchedAllReduce
 
 
 class FrozenVariance(AveragingOptimizer):
@@ -69,3 +71,41 @@ class NaiveOneBitAdam(AveragedAdam):
 
 class FreezableLamb(FrozenVariance, Lamb):
     """LAMB whose variance may stay; its coefficients go on."""
+
+
+class LivingAdam(OneBitAdam):
+    """Adam whose variance lives as ``OneBitAdam``'s does and whose momentum nobody compresses; for the lab's workers.
+
+    Messages are exchanged all the same, since a variance is renewed of what goes with them, and moves nothing.
+    """
+
+    reducer: BatchedAllReduce
+    _last: tuple[Tensor, Tensor]
+    _exact: Tensor | None = None
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        per, v = coef[self._block_tensor], self.exp_avg_sq.view(self.layout.n_blocks, -1)
+        denominators = self._denominators(v, per)
+        if self._exact is None:  # beta1 * m of the warm-up, divided at the freeze
+            self._exact = self.reducer.worker.compensated.clone().view_as(v)
+        else:  # after a renewal in the next unit, as what is compressed
+            last, divided = self._last
+            self._exact *= torch.where(last > 0, divided / denominators, 1.0) * per[:, Coef.BETA1, None]
+        self._last = v.clone(), denominators
+        coef = self._synchronise(self.compressing(grads, agreed.coef, agreed.factor), told, coef)
+        for rank in self.reducer.ranks:
+            assert rank.worker_sq is not None
+            divided = self._denominators(torch.where(v > 0, v, rank.worker_sq.view_as(v)), per)
+            share = per[:, Coef.ONE_MINUS_BETA1, None] / len(self.reducer.ranks)
+            self._exact += share * self._flattened(rank.gradients) / divided
+        moved = (self._exact * coef[self._block_tensor, Coef.STEP_SIZE, None]).view(-1)
+        for i, p in enumerate(self.parameters.dense):
+            p.mul_(coef[i, Coef.DECAY]).sub_(self.parameters.shaped(moved, i, self.layout.offset(i)))
+
+    def _denominators(self, v: Tensor, coef: Tensor) -> Tensor:
+        return rules.denominator(v, coef, self.options.eps_inside_sqrt)
+
+    def _flattened(self, gradients: Sequence[Tensor]) -> Tensor:
+        out = torch.zeros(self.layout.numel + TAIL, device=self.device)
+        flatten([g.contiguous() for g in gradients], *self._places, 1.0, None, out)
+        return out[:-TAIL].view(self.layout.n_blocks, -1)

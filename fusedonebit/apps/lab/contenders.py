@@ -23,7 +23,7 @@ from ... import (
 from ...comm import Topology
 from ...core.settings import VARIANCE_FLOOR
 from ..averaged import Averaged
-from .ablations import AveragedAdam, FreezableLamb, FrozenVariance, NaiveOneBitAdam
+from .ablations import AveragedAdam, FreezableLamb, FrozenVariance, LivingAdam, NaiveOneBitAdam
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam
 from .rivals import RIVALS
@@ -161,6 +161,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
     "onebit-lion": Contender(_onebit_lion, parent="adamw", rate=0.1),
     "marsit-adam": apart(partial(_marsit, every=100)),
+    "adam-living": of_adam(partial(_living, warmup=0.05, kind=LivingAdam)),
     "adam-frozen": of_adam(partial(_adam, frozen=True)),
     "lamb-frozen": of_lamb(partial(_lamb, frozen=True)),
     "onebit-adam-ternary": of_adam(partial(_onebit_adam, numerics=Numerics(ternary=True))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import platform
+import re
 import threading
 import time
 import traceback
@@ -103,7 +104,17 @@ def _recorded(key: Key) -> Record:
         return {**asdict(key), "error": traceback.format_exc()}
 
 
+def _model() -> list[str]:
+    """Return the processor's family and model, where Linux tells: kernels differ between some of one capability."""
+    try:
+        with open("/proc/cpuinfo") as told:
+            lines = dict(re.findall(r"^(cpu family|model)\s*: (.+)$", told.read(), re.MULTILINE))
+    except OSError:
+        return []
+    return list(lines.values())
+
+
 def machine() -> Mapping[str, str]:
     """Return what a run's last bits depend on besides its key: arithmetic, and Python's own texts, which tasks read."""
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    cpu = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_model()])
     return {"torch": torch.__version__.split("+")[0], "cpu": cpu, "python": platform.python_version()}
