@@ -13,7 +13,7 @@ from observe import change_header, fingerprint, through_a_file
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb, Wire
+from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.comm import Transport
 from fusedonebit.optim.living import STIRS
 from fusedonebit.triton_kernels import SCALE_NORMS, rules
@@ -293,7 +293,6 @@ def test_the_warm_up_is_a_count_a_share_or_follows_from_beta2(options, updates):
             {"numerics": Numerics(dead_coordinates="keep", precondition=False)},
             r'dead_coordinates must be "mean" with variance="shared", got "keep"',
         ),
-        ({"wire": Wire(capturable=True)}, r'capturable must be False with variance="shared", got True.*"frozen"'),
     ],
 )
 def test_bad_options_are_one_error_that_says_the_way_out(options, says):

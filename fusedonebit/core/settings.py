@@ -129,7 +129,8 @@ class Wire:
         block_size: Elements per block of the layout; None chooses.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
         capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on the
-            device, which schedulers fill in place, and are no longer compared between ranks.
+            device, which schedulers fill in place, and are no longer compared between ranks. A living variance is
+            renewed in steps between replays: take one in each 50.
     """
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None

@@ -36,6 +36,7 @@ class StepCount:
         self._consumed = False
         self._dropped = False
         self._unsure = False
+        self.replays = 0  # those of the steps that graphs have replayed
         # The number of the coming step, which a CUDA graph reads, and the op that ends a step counts on: int32 [].
         self.of_replays = None if device is None else torch.ones((), dtype=torch.int32, device=device)
         self._on_device = 1  # what the host knows to be there
@@ -98,6 +99,7 @@ class StepCount:
     def replayed(self, steps: int) -> None:
         """Take over what replays have counted."""
         self.total += steps
+        self.replays += steps
         self._on_device += steps
         self.forget()
 

@@ -48,7 +48,11 @@ class DivergenceGuard:
 
     def weigh(self, weight: Tensor) -> None:
         """Take the weights w, float64 [B], of a variance that is new."""
-        self._root = weight.sqrt().float()  # w itself may be beyond float32
+        root = weight.sqrt().float()  # w itself may be beyond float32
+        if root.shape == self._root.shape:  # where a CUDA graph reads it again
+            self._root.copy_(root)
+        else:
+            self._root = root
 
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
         """Take what the freeze knows.

@@ -24,7 +24,9 @@ from torch import Tensor
 from ..comm import FeedbackReducer, ShardGroup
 from ..comm.feedback import Unit
 from ..core.options import CoefficientTable
+from ..core.step_count import StepCount
 from ..core.telemetry import HostMirror
+from ..errors import warn
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
 from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
@@ -35,6 +37,9 @@ LONGEST = 50
 SHARE_OF_AGE = 4
 """Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive."""
 
+MOST_REPLAYS = 2 * LONGEST
+"""Replayed steps without a renewal of which nobody is told."""
+
 NOTICED_AFTER = 2
 """Steps until the host knows which tensors have come alive, or stir."""
 
@@ -43,6 +48,11 @@ LOOKED_AFTER = 8
 
 STIRS = 1 << 30
 """What the host is told of such a tensor, instead of how many are awake."""
+
+REPLAYED = (
+    "{} steps were replayed by a CUDA graph since the variance was last renewed, which no graph can do: take an "
+    f"uncaptured step in each {LONGEST}, on all ranks"
+)
 
 LEAST_COUNTS = 8
 """Of a state's plain values; behind them are those that are on their way to the host."""
@@ -61,6 +71,7 @@ class Owner(Protocol):
     live: LiveTable
     exp_avg_sq: Tensor
     own_steps: Tensor
+    step_count: StepCount
 
     @property
     def entered(self) -> Tensor:
@@ -102,7 +113,8 @@ class LivingVariance:
         self.numels = torch.zeros_like(self.mean_sq)
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
-        self._eases_after = 0
+        self._eases_after = self._replays = 0
+        self._eases = optimizer.options.scale_norm == "relaxed"
         self.steps = self.age = self.since = self.renewals = 0
         self.due = self._told = self._renewed = False
 
@@ -111,6 +123,7 @@ class LivingVariance:
     def begin_step(self, optimizer: Owner) -> None:
         """Renew if it is time, and decide whether the next step does; the same on all ranks."""
         self.settle(optimizer)
+        self._count_replays(optimizer.step_count.replays)
         asked = False
         for word in self._mirror.push(self._word(optimizer)):
             asked |= word == STIRS
@@ -120,6 +133,23 @@ class LivingVariance:
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
         self._ease(optimizer)
         self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+
+    def _count_replays(self, replays: int) -> None:
+        """Take note of steps that CUDA graphs have replayed meanwhile."""
+        since, self._replays = replays - self._replays, replays
+        self.steps, self.age, self.since = self.steps + since, self.age + since, self.since + since
+        if since > 0 and self.since > MOST_REPLAYS:
+            warn(REPLAYED.format(self.since))
+
+    def check_capture(self) -> None:
+        """Raise RuntimeError while scales are measured otherwise than in the rest of the run."""
+        left = self._eases_after + 1 - self.steps
+        if self._eases and left > 0:
+            raise RuntimeError(
+                f"a step can't be captured in a CUDA graph in the first {self._eases_after} after the warm-up, whose "
+                f"scales are measured otherwise; take {left} more uncaptured, or pass "
+                'Numerics(scale_norm="contractive")'
+            )
 
     def _word(self, optimizer: Owner) -> Tensor | int:
         """Return what the host should know, int32 [1]: after a renewal how many are awake; ``STIRS`` where one does."""
@@ -132,7 +162,7 @@ class LivingVariance:
 
     def _ease(self, optimizer: Owner) -> None:
         """Choose how scales are measured; the same on all ranks."""
-        if optimizer.options.scale_norm == "relaxed":
+        if self._eases:
             optimizer.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
 
     def state_dict(self) -> list[int]:
@@ -145,7 +175,7 @@ class LivingVariance:
         """Take up those, ``levels`` are filled apart; all ranks call it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
-        self._renewed, self._told = bool(renewed), False
+        self._renewed, self._told, self._replays = bool(renewed), False, optimizer.step_count.replays
         self._woken.fill_(count)
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])

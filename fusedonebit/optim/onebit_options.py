@@ -152,11 +152,6 @@ class OneBitOptions(Options):
                 f'lr_warmup_steps and deadline must be left out with variance="{self.variance}", got '
                 f"{self.lr_warmup_steps!r} and {self.deadline!r}: nobody waits for it to be stable; pass warmup"
             )
-        if self.lives and self.capturable:
-            raise ValueError(
-                f'capturable must be False with variance="{self.variance}", got True: a captured step renews '
-                'nothing; pass variance="frozen"'
-            )
 
     def _check_buckets(self) -> None:
         if self.bucket_count > 1 and self.scale_scope == "global":

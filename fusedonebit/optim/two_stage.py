@@ -209,7 +209,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        looks = NOWHERE if self.living is None else Looks(self.updates, factor, self.living.due)
+        looks = NOWHERE if self.living is None else Looks(self.updates, factor, self._tells)
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
@@ -217,12 +217,26 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self.options.guard != "off":
             told = told._replace(limit=self._guard.limit_of(coef))
         still = super()._synchronise(compress, told, coef)
-        if self.living is not None and self.living.due:
+        if self.living is not None and self._tells:
             self.living.share(self)
         return still
 
+    @property
+    def _tells(self) -> bool:
+        """Tell whether ranks share squares in this step; a captured one would in each replay."""
+        return self.living is not None and self.living.due and not self._captures
+
+    def _captured(self) -> bool:
+        captured = super()._captured()
+        if captured and self.living is not None:
+            self.living.check_capture()
+        return captured
+
     def _advance(self, flags: Tensor) -> None:
         super()._advance(flags)
+        if self.living is not None and self._tells and self.options.capturable:
+            self.living.settle(self)  # the next step may be a replay, and no graph does
+            self.coefficient_table()
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
             self._auto.observe(self.shards.sum(self._exp_avg_sq_sums.sum()), self.updates)
 

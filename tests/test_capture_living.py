@@ -1,0 +1,155 @@
+"""A variance that lives beside captured steps: others between replays renew it, with the bits of a run of steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from optimizers import objects
+from ranks import run_ranks
+from tape import capturing, in_a_capture
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import Parameter
+
+from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb
+
+SHAPES = ((300,), (20, 9), (40,))
+WARMUP, EASED, STEPS = 5, 25, 150
+CAPTURED = WARMUP + EASED + 3
+SCALED_BY, OVERFLOWS = 8.0, (CAPTURED + 7, CAPTURED + 20)
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without easing": {"scale_norm": "contractive"},
+    "undivided": {"precondition": False},
+    "buckets": {"buckets": 2},
+    "clipped": {"max_grad_norm": 0.5},
+    "loss scaled": {},
+    "a head without gradients": {},
+    "bfloat16": {"frozen_dtype": torch.bfloat16},
+    "two levels": {},
+}
+REFUSED = [(OneBitLamb, "undivided"), (OneBitLamb, "two levels")]
+"""The first by a living LAMB; the second has nothing of its own."""
+
+
+class Run:
+    """A training run of one rank on random gradients, which stay where they are."""
+
+    def __init__(self, rank: int, kind: Any, extra: str) -> None:
+        torch.manual_seed(0)
+        self.params = [Parameter(torch.randn(shape)) for shape in SHAPES]
+        self.trained = self.params[: 2 if extra == "a head without gradients" else 3]
+        for p in self.trained:
+            p.grad = torch.zeros_like(p)
+        options = {"lr": 2**-7, "warmup": WARMUP, "betas": (0.9, 0.99), "capturable": True} | EXTRAS[extra]
+        if extra == "two levels":
+            options["hierarchy"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+        self.optimizer = kind(self.params, **objects(**options))
+        self.rank, self.extra, self.scaled = rank, extra, extra == "loss scaled"
+        if self.scaled:  # what a GradScaler sets for the time of a step
+            self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(SCALED_BY), torch.tensor(0.0)
+
+    def step(self, t: int, take: Callable[[], Any]) -> None:
+        for i, p in enumerate(self.trained):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + self.rank + 10 * t + 10_000 * i))
+            p.grad.copy_(g * 10.0**i * 0.97**t * (SCALED_BY if self.scaled else 1.0))
+        if self.scaled:
+            self.optimizer.found_inf.fill_(float(t in OVERFLOWS and self.rank == 1))
+        take()
+
+    def captured(self) -> Callable[[], Any]:
+        """Captures a step; returns what replays it."""
+        if self.extra == "two levels":  # a tape can't: gloo's reduce-scatter ends in copies that are none of its ops
+            return self.as_captured
+        with capturing() as tape:
+            self.optimizer.step()
+        return tape.replay
+
+    def as_captured(self) -> None:
+        """Does what a replay does."""
+        with in_a_capture():
+            self.optimizer.step()
+
+    def warm_up(self) -> None:
+        for t in range(CAPTURED):
+            self.step(t, self.optimizer.step)
+
+
+def train(rank: int, world_size: int, kind: Any, extra: str, stepped: Collection[int] | None) -> tuple[Any, ...]:
+    """Replays two graphs by turns, but for the steps that are ``stepped``; None: all are."""
+    run = Run(rank, kind, extra)
+    optimizer, told = run.optimizer, []
+    run.warm_up()
+    replays = [] if stepped is None else [run.captured() for _ in range(2)]
+    for t in range(CAPTURED, STEPS):
+        plain = stepped is None or t in stepped
+        run.step(t, optimizer.step if plain else replays[t % 2])
+        told += [t] * (plain and optimizer.living.due)
+    stats = optimizer.stats()
+    told = [told, *(stats[name] for name in ("renewals", "step", "skipped_steps", "vetoed_steps", "update_norm"))]
+    errors = [optimizer.worker_error(p) for p in run.params]
+    return [p.detach() for p in run.params], [optimizer.momentum(p) for p in run.params], errors, told
+
+
+@pytest.mark.long(but=5)
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [(kind, extra) for kind in (OneBitAdam, OneBitLamb) for extra in EXTRAS if (kind, extra) not in REFUSED],
+)
+def test_replays_and_steps_that_renew_between_them_have_the_bits_of_a_run_without_graphs(kind, extra):
+    ranks = 4 if extra == "two levels" else 2
+    plain = run_ranks(train, ranks, kind, extra, None)
+    renews = plain[0][3][0]
+    mixed = run_ranks(train, ranks, kind, extra, renews)
+    assert len(renews) >= 5
+    assert len(renews) < (STEPS - CAPTURED) / 10, "nearly all are replayed"
+    for rank in range(ranks):
+        *tensors, told = mixed[rank]
+        *expected, told_expected = plain[rank]
+        assert told == told_expected
+        assert told[3:5] == [2 * (extra == "loss scaled"), 0]
+        for ours, theirs in zip(tensors, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+        assert all(map(torch.equal, tensors[0], mixed[0][0]))
+    assert not torch.equal(mixed[0][2][0], mixed[1][2][0])
+
+
+def test_a_step_is_captured_once_scales_are_measured_as_in_the_rest_of_the_run():
+    run = Run(0, OneBitAdam, "plain")
+    for t in range(WARMUP + 10):
+        run.step(t, run.optimizer.step)
+    with in_a_capture(), pytest.raises(RuntimeError, match=r"first 25 after the warm-up.*take 16 more uncaptured"):
+        run.optimizer.step()
+    for t in range(16):
+        run.step(WARMUP + 10 + t, run.optimizer.step)
+    run.captured()
+
+
+def test_who_replays_for_long_without_a_step_that_renews_is_told():
+    run = Run(0, OneBitAdam, "plain")
+    run.warm_up()
+    replay, renewals = run.captured(), run.optimizer.stats()["renewals"]
+    for t in range(CAPTURED, CAPTURED + 90):
+        run.step(t, replay)
+    run.step(CAPTURED + 90, run.optimizer.step)
+    assert run.optimizer.stats()["renewals"] == renewals + 1, "however many steps were replayed before"
+    for t in range(CAPTURED + 91, CAPTURED + 200):
+        run.step(t, replay)
+    with pytest.warns(FusedOneBitWarning, match=r"109 steps were replayed.*an uncaptured step in each 50"):
+        run.step(CAPTURED + 200, run.optimizer.step)
+    assert run.optimizer.stats()["renewals"] == renewals + 2
+
+
+def test_after_a_load_replays_of_before_count_no_more():
+    run = Run(0, OneBitAdam, "plain")
+    run.warm_up()
+    saved, replay = copy.deepcopy(run.optimizer.state_dict()), run.captured()
+    for t in range(CAPTURED, CAPTURED + 30):
+        run.step(t, replay)
+    run.optimizer.load_state_dict(saved)
+    since = run.optimizer.living.since
+    run.step(CAPTURED, run.optimizer.step)
+    assert run.optimizer.living.since in (0, since + 1)
