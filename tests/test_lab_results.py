@@ -80,7 +80,7 @@ def test_the_lab_tells_what_a_frozen_variance_costs(workers):
 
 
 LIVING_SEEDS = 10
-"""Paired seeds of a living variance with 16 workers, and at twice the rate: spreads are wider there."""
+"""Paired seeds of a living variance at AdamW's rate, and at twice that: few tasks tell 1 % with five."""
 
 MISSES = {4: 2, 16: 5}
 """Tasks that a living variance misses, by the number of workers: as many as are recorded; 2 are aimed at."""
@@ -90,8 +90,7 @@ MISSES = {4: 2, 16: 5}
 def test_a_variance_that_lives_misses_no_more_tasks_at_adamws_rates_than_recorded(workers):
     view = View(workers, parents=True)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
-    seeds = LIVING_SEEDS if workers == 16 else SEEDS[workers]
-    assert all(d is not None and d.seeds >= seeds and not d.diverged for d in found.values())
+    assert all(d is not None and d.seeds >= LIVING_SEEDS and not d.diverged for d in found.values())
     for task, d in found.items():
         print(f"{workers} workers, {task}: {d}{', above the limit' if d.misses else ''}")
     missed = [task for task, d in found.items() if d.misses]
@@ -142,11 +141,26 @@ AT_TWICE = {"gan", "fit", "recsys", "policy"}
 def test_at_twice_adamws_rate_no_more_tasks_are_beyond_5_percent_than_recorded():
     view = View(4, parents=True, by=2.0)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
-    assert all(d is not None and d.seeds >= LIVING_SEEDS - 1 for d in found.values())
+    assert all(d is not None and d.seeds >= LIVING_SEEDS for d in found.values())
     missed = {task: str(d) for task, d in found.items() if beyond(d, 5.0)}
     print({task: str(d) for task, d in found.items()})
     print(f"beyond 5 % or 0.25 dec at twice the rate: {missed} (none aimed at)")
     assert set(missed) <= AT_TWICE
+
+
+def test_after_a_warm_up_of_one_step_no_more_tasks_are_beyond_3_percent_than_recorded():
+    view = View(4, parents=True)
+    found = {task: difference(RECORDS, view, task, "onebit-adam-living-0") for task in TASKS}
+    missed = {task: str(d) for task, d in found.items() if d is None or beyond(d, 3.0)}
+    print(f"one step of warm-up: {len(missed)} of {len(found)} beyond 3 % or 0.15 dec (3 aimed at): {missed}")
+    assert len(missed) <= 5
+
+
+def test_on_rows_that_are_seen_late_a_living_variance_is_within_3_percent():
+    for workers in SEEDS:
+        d = difference(RECORDS, View(workers, parents=True), "recsys", "onebit-adam-living")
+        print(f"recsys, {workers} workers: {d} (limit +3 %)")
+        assert not beyond(d, 3.0)
 
 
 def test_a_living_variance_sends_little_over_a_whole_run():

@@ -550,7 +550,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
         half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
-        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else options.warmup!r}"
+        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self._freeze_due!r}"
         if options.lives:
             warmup = f"variance: {options.variance}, after {self._freeze_due} updates"
         return [warmup, scale, *half]

@@ -93,6 +93,10 @@ class LivingAdam(OneBitAdam):
             self._exact *= torch.where(last > 0, divided / denominators, 1.0) * per[:, Coef.BETA1, None]
         self._last = v.clone(), denominators
         coef = self._synchronise(self.compressing(grads, agreed.coef, agreed.factor), told, coef)
+        if int(self.reducer.flags):
+            raise RuntimeError(
+                "the guard has refused a step, which an exact momentum can't take back: pass guard='off'"
+            )
         for rank in self.reducer.ranks:
             assert rank.worker_sq is not None
             divided = self._denominators(torch.where(v > 0, v, rank.worker_sq.view_as(v)), per)
