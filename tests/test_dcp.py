@@ -151,7 +151,7 @@ def owners(optimizer: DistributedOptimizer) -> list[Tensor]:
 LATE = 120
 """When the loss has settled, so that 1 % of it says something."""
 
-GENTLY = {"adam": {"lr": 2e-3, "freeze_step": 40}, "lamb": {"lr": 1e-3, "freeze_step": 40}, "marsit": {"lr": 1e-3}}
+GENTLY = {"adam": {"lr": 1e-3, "freeze_step": 40}, "lamb": {"lr": 1e-3, "freeze_step": 40}, "marsit": {"lr": 1e-3}}
 
 
 def write(rank: int, world_size: int, name: str, folder: str) -> tuple[Tensor, float, float]:
