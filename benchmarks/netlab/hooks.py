@@ -3,12 +3,18 @@
 # Annotations stay objects in this file: DDP looks at those of hooks.
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from .quantised import BLOCK, SCALE_BYTES, QuantisedLine
+
+SMALL_BUCKETS = {"bucket_cap_mb": 1}
+"""With DDP's 25 MB so small a model would have two buckets, and hide little behind its backward pass."""
 
 POWER_SGD_RANK = 4
 POWER_SGD_START = 2
@@ -36,6 +42,8 @@ class Hook:
 class Bfloat16(Hook):
     """The same bytes and arithmetic as torch's ``bf16_compress_hook``, which DDP refuses without NCCL."""
 
+    buckets = SMALL_BUCKETS
+
     def call(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         began = time.perf_counter()
         buffer = bucket.buffer()
@@ -52,6 +60,55 @@ class Bfloat16(Hook):
 
     def nbytes(self, elements: int) -> int:
         return 2 * elements
+
+
+class Int8(Hook):
+    """Quantised all-to-all, mean and all-gather of each bucket; a thread sends one after the other.
+
+    gloo starts collectives in the order in which a rank calls them. If each bucket's all-gather were called as soon as
+    its all-to-all has ended, that order would be another on each rank. So one thread makes all calls, in the order in
+    which DDP hands out buckets, over a process group of its own; the backward pass goes on, and quantises.
+    """
+
+    buckets = SMALL_BUCKETS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = dist.new_group()
+        self._thread = ThreadPoolExecutor(1, "int8")
+        self._lines: dict[tuple[int, ...], QuantisedLine] = {}
+
+    def call(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        began = time.perf_counter()
+        buffer = bucket.buffer()
+        # After the first step DDP cuts its buckets anew: then residuals start again.
+        which = tuple(parameter.data_ptr() for parameter in bucket.parameters())
+        if which not in self._lines:
+            self._lines[which] = QuantisedLine(buffer.numel(), dist.get_world_size())
+        line = self._lines[which]
+        sent = line.compress(buffer)
+        self.spans.append((began, time.perf_counter()))
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._thread.submit(self._average, line, sent, buffer, done)
+        return done
+
+    @torch.no_grad()
+    def _average(self, line: QuantisedLine, sent: Tensor, buffer: Tensor, done: torch.futures.Future[Tensor]) -> None:
+        try:
+            dist.all_to_all_single(line.arrived, sent, group=self._group)
+            began = time.perf_counter()
+            served = line.serve()
+            self.spans.append((began, time.perf_counter()))
+            dist.all_gather_into_tensor(line.gathered, served, group=self._group)
+            began = time.perf_counter()
+            buffer.copy_(line.result())
+            self.spans.append((began, time.perf_counter()))
+            done.set_result(buffer)
+        except Exception as error:
+            done.set_exception(error)
+
+    def nbytes(self, elements: int) -> int:
+        return elements + SCALE_BYTES * elements // BLOCK
 
 
 class PowerSGD(Hook):
