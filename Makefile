@@ -13,7 +13,7 @@ help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
 	@echo "make lab        search rates and train the lab's tasks, uncompressed and ours (4 core-hours; can be stopped and goes on)"
 	@echo "make frontier   quality over bytes of whole runs: ours and what others compress with (10 core-hours; can be stopped and goes on)"
-	@echo "make netlab     throughput and step time by network rate, against DDP and the planner (root, iproute2; 12 minutes)"
+	@echo "make netlab     whole runs and steps by network rate, against DDP, int8, PowerSGD and the planner (root, iproute2; 40 minutes)"
 	@echo "make test       run the test suite (5 minutes on 2 cores)"
 	@echo "make test-long   those that make test leaves out because they take seconds: whole grids, whole programs (10 minutes)"
 	@echo "make test-compiler   those tests that need a C compiler or chromium, or do more with one; make test has them too"

@@ -1,14 +1,22 @@
-"""What the recorded network lab says: throughput, whole runs, and the planner's errors."""
+"""What the recorded network lab says: throughput, whole runs at equal loss, the goals, and the planner's errors."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from benchmarks.netlab import model, tables
+from benchmarks.netlab import equal, goals, model, tables, whole
 from benchmarks.netlab.__main__ import recorded
 from benchmarks.pages import PERFORMANCE
 
-AGAINST_FP32, AGAINST_BF16, END_TO_END = 8.0, 4.5, 3.8
+AGAINST_FP32 = 8.0
+MISSED: dict[str, float] = {}
+"""Goals that the record misses, by name, and what it reaches at least: nothing else may be missed."""
+OF_ITS_STAGES = (0.9, 1.1)
+"""Seconds of a run that was timed as a whole, over those of its stages."""
+BETWEEN = 0.15
+"""Where buckets travel in the backward pass: beyond what the planner says with all, and with nothing hidden."""
 
 
 @pytest.fixture(scope="module")
@@ -18,51 +26,82 @@ def record():
 
 @pytest.fixture(scope="module")
 def slowest(record):
-    return record["rates"][0]
+    return goals.papers(record)
 
 
-def test_messages_take_what_they_take_on_the_papers_ethernet(slowest):
+def test_messages_take_what_they_take_on_the_papers_ethernet(record, slowest):
     share = model.fp32_share(slowest)
     print(f"fp32 messages take {share:.1%} of AdamW's step at {slowest['megabits']:g} Mbit/s (94 % aimed at)")
-    assert slowest["share"] == model.PAPERS_SHARE
+    assert record["rates"][0] is slowest
     assert 0.92 <= share <= 0.95
 
 
+def test_rates_are_those_of_the_papers_of_public_reports_and_upwards(record):
+    rates = [row["megabits"] for row in record["rates"]]
+    assert rates == sorted(rates)
+    assert {row["share"] for row in record["rates"]} - {None} == {*model.SHARES, *model.REPORTS.values()}
+    assert goals.LITERAL in rates
+    fastest = record["rates"][-1]
+    told = {ours: model.speedup(fastest, ours, "bf16") for ours in whole.OURS}
+    print(f"steps at {fastest['megabits']:g} Mbit/s, over bf16: {told}")
+
+
 def test_the_compression_stage_is_as_fast_as_promised(slowest):
-    against_fp32, against_bf16 = (model.speedup(slowest, "onebit-adam", other) for other in ("adamw", "bf16"))
-    print(f"1-bit Adam: {against_fp32:.2f}x fp32 (at least {AGAINST_FP32}), {against_bf16:.2f}x bf16 ({AGAINST_BF16})")
-    assert against_fp32 >= AGAINST_FP32
-    assert against_bf16 >= AGAINST_BF16
+    found = model.speedup(slowest, "onebit-adam")
+    print(f"1-bit Adam: {found:.2f}x fp32 (at least {AGAINST_FP32})")
+    assert found >= AGAINST_FP32
 
 
-def test_a_whole_run_is_as_fast_as_promised(record):
-    run = record["run"]
-    print(f"{run['steps']} steps, {run['freeze_step']} of warm-up: {model.end_to_end(record):.2f}x ({END_TO_END})")
-    assert run["megabits"] == record["rates"][0]["megabits"]
-    assert run["freeze_step"] / run["steps"] == pytest.approx(0.15)
-    assert model.end_to_end(record) >= END_TO_END
+def test_each_goal_is_met_or_known_to_be_missed(record):
+    found = goals.goals(record)
+    for goal in found:
+        print(
+            f"{goal.name}: {goal.found:.2f}x (at least {goal.wanted:g}x) {'met' if goal.met else 'MISSED'}: {goal.text}"
+        )
+    assert {goal.name for goal in found if not goal.met} == set(MISSED)
+    for goal in found:
+        assert goal.found >= MISSED.get(goal.name, goal.wanted), goal.name
+
+
+def test_the_rate_from_which_on_it_does_not_pay_is_known(record):
+    for rival in whole.RIVALS:
+        megabits = whole.crossing(record, rival)
+        print(f"whole runs of the best of ours are faster than {rival} below {megabits:.0f} Mbit/s")
+    assert 0 < whole.crossing(record, "bf16") < math.inf
+
+
+def test_every_method_was_tuned_on_the_same_grid_and_every_loss_is_told(record):
+    page = PERFORMANCE.read_text()
+    for name, told in record["runs"]["methods"].items():
+        assert [lr for lr, _ in told["tuning"]] == record["runs"]["grid"]
+        finite = {lr: loss for lr, loss in told["tuning"] if loss is not None}
+        assert told["lr"] == min(finite, key=finite.__getitem__), name
+        lengths = {at: whole.length(record, name, at) for at in (equal.BASE, equal.AT_ITS_OWN)}
+        print(f"{name}: lr {told['lr']:g}, {equal.losses_of(told)}, lengths {lengths}")
+        for run in told["lengths"]:
+            assert run["loss"] is None or f"{run['loss']:.4f}" in page
+
+
+def test_runs_that_were_timed_as_a_whole_take_what_their_stages_add_up_to(record, slowest):
+    assert record["run"]["megabits"] == slowest["megabits"]
+    for name in record["run"]["methods"]:
+        found = whole.against_product(record, name)
+        print(f"{name}: {found:.3f} of the sum of its stages")
+        assert OF_ITS_STAGES[0] <= found <= OF_ITS_STAGES[1]
 
 
 def test_the_planner_predicts_every_step(record):
     print(tables.predictions(record))
-    assert [row["share"] for row in record["rates"]] == list(model.SHARES)
-    for row in record["rates"]:
+    rows = model.held_to(record)
+    assert [row["share"] for row in rows] == list(model.SHARES)
+    for row in rows:
         for name in model.FAMILY:
-            assert abs(model.error(record, name, row)) <= model.LARGEST_ERROR, (name, row["megabits"])
-
-
-def test_the_overlap_that_the_planner_assumes_predicts_ddp_too(record):
-    largest = {False: 0.0, True: 0.0}
-    for name in ("adamw", "bf16"):
-        for row in record["rates"]:
-            errors = {overlap: model.error(record, name, row, overlap=overlap) for overlap in largest}
-            largest = {overlap: max(largest[overlap], abs(errors[overlap])) for overlap in largest}
-            print(
-                f"{name:6} {row['megabits']:6g} Mbit/s: {errors[False]:+.1%} without overlap, {errors[True]:+.1%} with"
-            )
-    print(f"largest {largest[False]:.1%} and {largest[True]:.1%} (limit {model.LARGEST_ERROR:.0%})")
-    assert max(largest.values()) <= model.LARGEST_ERROR
-    assert f"{largest[False]:.1%} without it and {largest[True]:.1%} with it" in PERFORMANCE.read_text()
+            errors = [model.error(record, name, row, overlap=overlap) for overlap in (True, False)]
+            if name in model.BETWEEN:
+                assert errors[0] <= BETWEEN, (name, row["megabits"])
+                assert errors[1] >= -BETWEEN, (name, row["megabits"])
+            else:
+                assert abs(errors[1]) <= model.LARGEST_ERROR, (name, row["megabits"])
 
 
 def test_messages_crossed_the_links(record):
@@ -72,8 +111,8 @@ def test_messages_crossed_the_links(record):
                 assert told["link_bytes"] >= 0.98 * told["bytes"], (name, row["megabits"])
 
 
-def test_mpi_was_compared_with_gloo(record):
-    assert [row["megabits"] is None for row in record["mpi"]] == [False, False, False, True]
+def test_mpi_was_compared_with_gloo_where_there_was_one(record):
+    assert [row["megabits"] is None for row in record["mpi"]] in ([], [False, False, False, True])
 
 
 def test_the_page_says_what_was_measured(record):

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds
+from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam
 from fusedonebit.comm import Transport, make_transport
 
 from ..timed import Timed
-from .hooks import Bfloat16, Hook, PowerSGD
-from .split import Turn
-from .task import BETAS, LR
+from .hooks import Bfloat16, Hook, Int8, PowerSGD
+from .split import WARM_UP, Turn
+from .task import BETAS, LR, WEIGHT_DECAY
 
 CPU = torch.device("cpu")
+FAR = 10**6
+"""Updates that no timing reaches."""
 
 
 class Replica:
-    """A model that one method trains; a method's turn is one step of it."""
+    """A model that one method trains; a method's turn is one step of it.
+
+    Attributes:
+        overlaps: Whether messages travel in the backward pass: then only the whole step can be timed.
+        settles: Steps before the first that is timed.
+    """
+
+    overlaps: ClassVar[bool] = False
+    settles: ClassVar[int] = WARM_UP
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -58,6 +69,8 @@ class Replica:
 class Alone(Replica):
     """AdamW without any synchronisation: what computing takes."""
 
+    settles = 1
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.optimizer = adamw(model.parameters())
@@ -65,6 +78,8 @@ class Alone(Replica):
 
 class Parallel(Replica):
     """AdamW behind ``DistributedDataParallel``, as it is or with a hook."""
+
+    overlaps = True
 
     def __init__(self, model: nn.Module, hook: Hook | None = None) -> None:
         buckets = {} if hook is None else hook.buckets
@@ -105,45 +120,138 @@ class OneBit(Replica):
         return self.optimizer.stats()["bytes_step"]
 
 
+class Overlapped(Replica):
+    """The same with ``Wire(overlap=True)``, whose thread needs the process group itself: nobody times its calls."""
+
+    overlaps = True
+
+    def __init__(self, model: nn.Module, make: Callable[..., Any]) -> None:
+        super().__init__(model)
+        self.optimizer = make(model.parameters(), wire=Wire(overlap=True))
+
+    def sent(self) -> int:
+        return self.optimizer.stats()["bytes_step"]
+
+
+class Between(OneBit):
+    """Steps of the compression stage between two renewals of the variance."""
+
+    def start(self) -> None:
+        super().start()
+        between_renewals(self.optimizer)
+
+
+class BetweenOverlapped(Overlapped):
+    """The same, overlapped."""
+
+    def start(self) -> None:
+        between_renewals(self.optimizer)
+
+
+class Renewing(OneBit):
+    """Steps each of which renews the variance, and shares squares for the next renewal."""
+
+    def start(self) -> None:
+        super().start()
+        self.optimizer.living.age = 0
+
+
+class RenewingOverlapped(Overlapped):
+    """The same, overlapped."""
+
+    def start(self) -> None:
+        self.optimizer.living.age = 0
+
+
+class Silent(OneBit):
+    """Steps of 0/1 Adam in which workers tell each other nothing of their gradients' level: three of four."""
+
+    tells: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, make: Callable[..., Any]) -> None:
+        super().__init__(model, make)
+        self.optimizer.own.tells = lambda done, steps: self.tells
+
+
+class Telling(Silent):
+    """Steps in which they do."""
+
+    tells = True
+
+
+class Warming(OneBit):
+    """Steps of a warm-up that does not end."""
+
+    settles = 1
+
+
+def between_renewals(optimizer: Any) -> None:
+    """Make the next step one long after the warm-up, in which no renewal is due."""
+    optimizer.living.age, optimizer.living.since = FAR, 0
+
+
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, LR, BETAS, weight_decay=0.01, fused=True)
+    return torch.optim.AdamW(params, LR, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-# A freeze after one step is for timing: what the guard thinks of it is not what is measured.
+# A warm-up of one step is for timing: what the guard thinks of it is not what is measured.
 UNGUARDED = Faults(guard="off")
 
 
-def onebit_adam(
-    params: Iterable[Tensor], freeze_step: int = 1, faults: Faults = UNGUARDED, **options: Any
-) -> OneBitAdam:
-    return OneBitAdam(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, faults=faults, **options)
+def onebit_adam(params: Iterable[Tensor], **options: Any) -> OneBitAdam:
+    """The default, whose variance lives on."""
+    return OneBitAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, **options)
 
 
-def onebit_lamb(params: Iterable[Tensor], freeze_step: int = 1, **options: Any) -> OneBitLamb:
-    return OneBitLamb(params, LR, BETAS, weight_decay=0.01, freeze_step=freeze_step, faults=UNGUARDED, **options)
+def onebit_lamb(params: Iterable[Tensor], **options: Any) -> OneBitLamb:
+    return OneBitLamb(params, LR, BETAS, weight_decay=WEIGHT_DECAY, warmup=1, faults=UNGUARDED, **options)
+
+
+def zero_one_adam(params: Iterable[Tensor], **options: Any) -> ZeroOneAdam:
+    """The default: no warm-up, a synchronisation in every step."""
+    return ZeroOneAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, **options)
 
 
 def marsit_adam(params: Iterable[Tensor], topology: str, **options: Any) -> MarsitAdam:
     # Only the rounds of one bit: the planner, too, is asked for those.
     rounds = Rounds(full_precision_every=0, global_ratio=1.0)
-    return MarsitAdam(params, LR, BETAS, weight_decay=0.01, topology=topology, rounds=rounds, **options)
+    return MarsitAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, topology=topology, rounds=rounds, **options)
 
 
-def _over_mpi(model: nn.Module) -> OneBit:
+def _over_mpi(model: nn.Module) -> Between:
     from fusedonebit.comm.mpi import MPITransport
 
-    return OneBit(model, onebit_lamb, MPITransport())
+    return Between(model, onebit_lamb, MPITransport())
 
+
+compressing = partial(onebit_adam, warmup=1, faults=UNGUARDED)
 
 METHODS: dict[str, Callable[[nn.Module], Replica]] = {
     "alone": Alone,
     "adamw": Parallel,
     "bf16": lambda model: Parallel(model, Bfloat16()),
+    "int8": lambda model: Parallel(model, Int8()),
     "powersgd": lambda model: Parallel(model, PowerSGD()),
-    "onebit-adam": lambda model: OneBit(model, onebit_adam),
-    "onebit-lamb": lambda model: OneBit(model, onebit_lamb),
-    "marsit-ring": lambda model: OneBit(model, lambda p, **o: marsit_adam(p, "ring", **o)),
-    "marsit-owner": lambda model: OneBit(model, lambda p, **o: marsit_adam(p, "owner", **o)),
+    "onebit-adam": lambda model: Between(model, compressing),
+    "onebit-adam-overlap": lambda model: BetweenOverlapped(model, compressing),
+    "zero-one-adam": lambda model: Silent(model, zero_one_adam),
+    "onebit-lamb": lambda model: Between(model, onebit_lamb),
+    "marsit-ring": lambda model: OneBit(model, partial(marsit_adam, topology="ring")),
+    "marsit-owner": lambda model: OneBit(model, partial(marsit_adam, topology="owner")),
     "onebit-lamb-mpi": _over_mpi,
+    "warm-up": lambda model: Warming(model, partial(onebit_adam, warmup=FAR)),
+    "renewal": lambda model: Renewing(model, compressing),
+    "renewal-overlap": lambda model: RenewingOverlapped(model, compressing),
+    "telling": lambda model: Telling(model, zero_one_adam),
 }
-"""By name; each makes a replica of a model."""
+"""By name; each makes a replica of a model. The last four are stages of whole runs of 1-bit Adam and 0/1 Adam."""
+
+WHOLE: dict[str, Callable[[nn.Module, float, int], Replica]] = {
+    "bf16": lambda model, share, steps: Parallel(model, Bfloat16()),
+    "onebit-adam": lambda model, share, steps: OneBit(model, partial(onebit_adam, warmup=share, total_steps=steps)),
+    "onebit-adam-overlap": lambda model, share, steps: Overlapped(
+        model, partial(onebit_adam, warmup=share, total_steps=steps)
+    ),
+    "zero-one-adam": lambda model, share, steps: OneBit(model, zero_one_adam),
+}
+"""Of whole runs that are timed from their first step to their last: with the warm-up's share and the steps."""

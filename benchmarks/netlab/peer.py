@@ -7,17 +7,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusedonebit import Faults
-
-from .methods import METHODS, OneBit, Parallel, onebit_adam
+from .methods import METHODS, WHOLE
 from .split import WARM_UP, Turn, summarise, whole
 from .task import Task
 
@@ -79,39 +76,45 @@ def link_bytes() -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-def steps(task: Task, methods: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Every method's step by turns: seconds of its parts, bytes, and what the link counted."""
+def steps(task: Task, methods: Mapping[str, int]) -> dict[str, Any]:
+    """Every method's step by turns: seconds of its parts, bytes, and what the link counted.
+
+    Args:
+        task: What is trained.
+        methods: By name, how many steps of each are timed.
+    """
     rank, corpus = dist.get_rank(), task.corpus()
     replicas = {name: METHODS[name](task.model()) for name in methods}
     turns: dict[str, list[Turn]] = {name: [] for name in methods}
     crossed = dict.fromkeys(methods, 0)
-    for i in range(WARM_UP + rounds):
+    for i in range(WARM_UP + max(methods.values())):
         batch = task.batch_of(corpus, i, rank)
         for name, replica in replicas.items():
+            if not WARM_UP - replica.settles <= i < WARM_UP + methods[name]:
+                continue
             before = link_bytes()
             turn = replica.turn(batch)
             if i >= WARM_UP:
                 turns[name].append(turn)
                 crossed[name] += link_bytes() - before
-    for replica in replicas.values():
-        if isinstance(replica, OneBit):
-            assert replica.optimizer.phase in ("compression", "one-bit"), replica.optimizer.phase
+    for name, replica in replicas.items():
+        phase = getattr(replica.optimizer, "phase", "")
+        assert phase in (("warmup",) if name == "warm-up" else ("", "compression", "one-bit")), (name, phase)
     of_all = _of_all_ranks(turns)
-    ddp = [name for name, replica in replicas.items() if isinstance(replica, Parallel)]
-    seconds = summarise({name: _by_round([t[name] for t in of_all]) for name in methods}, ddp)
+    overlapped = [name for name, replica in replicas.items() if replica.overlaps]
+    seconds = summarise({name: _by_round([t[name] for t in of_all]) for name in methods}, overlapped)
     return {
-        name: seconds[name] | {"bytes": replica.sent(), "link_bytes": crossed[name] // rounds}
+        name: seconds[name] | {"bytes": replica.sent(), "link_bytes": crossed[name] // methods[name]}
         for name, replica in replicas.items()
     }
 
 
-def run(task: Task, count: int, freeze_step: int) -> dict[str, Any]:
-    """Whole runs one after the other, the same batches: AdamW behind DDP, and 1-bit Adam with its warm-up."""
+def run(task: Task, count: int, warmup: float) -> dict[str, Any]:
+    """Whole runs one after the other, the same batches, each with whatever its steps do."""
     rank, corpus = dist.get_rank(), task.corpus()
-    frozen_at = partial(onebit_adam, freeze_step=freeze_step, faults=Faults())  # the optimizer's own default
     told = {}
-    for name, make in {"onebit-adam": lambda m: OneBit(m, frozen_at), "adamw": Parallel}.items():
-        replica = make(task.model())
+    for name, make in WHOLE.items():
+        replica = make(task.model(), warmup, count)
         dist.barrier()
         began = time.perf_counter()
         turns, sent = [], 0
@@ -124,8 +127,7 @@ def run(task: Task, count: int, freeze_step: int) -> dict[str, Any]:
         told[name] = {
             "seconds": seconds,
             "bytes": sent,
-            "losses": [statistics.fmean(t.loss for t in ranks) for ranks in rounds],
-            "ended": [max(t.ended for t in ranks) - began for ranks in rounds],
+            "loss": statistics.fmean(t.loss for t in rounds[-1]),
             "steps": [whole(ranks) for ranks in rounds],
         }
     return told
@@ -153,9 +155,9 @@ def main() -> None:
     elif given["what"] == "all_to_all":
         told = all_to_all(given["nbytes"])
     elif given["what"] == "steps":
-        told = steps(task, given["methods"], given["rounds"])
+        told = steps(task, given["methods"])
     else:
-        told = run(task, given["steps"], given["freeze_step"])
+        told = run(task, given["steps"], given["warmup"])
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()

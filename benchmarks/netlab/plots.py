@@ -14,14 +14,17 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from . import model
-from .tables import LIBRARIES, mbit, rate
+from . import goals, model, whole
+from .labels import LIBRARIES, mbit, rate
 
 COLOURS = {
     "adamw": "#4c566a",
     "bf16": "#8a97ab",
+    "int8": "#2a9d8f",
     "powersgd": "#8d6a9f",
     "onebit-adam": "#d1495b",
+    "onebit-adam-overlap": "#f08a97",
+    "zero-one-adam": "#b5179e",
     "onebit-lamb": "#e07a1f",
     "marsit-ring": "#1f77b4",
     "marsit-owner": "#5fb0e0",
@@ -29,8 +32,11 @@ COLOURS = {
 SHORT = {
     "adamw": "AdamW, fp32",
     "bf16": "AdamW, bf16",
+    "int8": "AdamW, int8",
     "powersgd": "PowerSGD",
     "onebit-adam": "1-bit Adam",
+    "onebit-adam-overlap": "1-bit Adam, overlap",
+    "zero-one-adam": "0/1 Adam",
     "onebit-lamb": "1-bit LAMB",
     "marsit-ring": "Marsit, ring",
     "marsit-owner": "Marsit, owner",
@@ -42,15 +48,15 @@ Record = Mapping[str, Any]
 def draw(record: Record, path: Path) -> None:
     """Six panels."""
     figure, axes = plt.subplots(2, 3, figsize=(16.5, 9.4), layout="constrained")
-    _draw_split(axes[0, 0], record, record["rates"][0])
+    _draw_split(axes[0, 0], record, goals.papers(record))
     _draw_throughput(axes[0, 1], record)
-    _draw_speedup(axes[0, 2], record)
-    _draw_run(axes[1, 0], record)
+    _draw_gains(axes[0, 2], record)
+    _draw_losses(axes[1, 0], record)
     _draw_errors(axes[1, 1], record)
     if record["mpi"]:
         _draw_libraries(axes[1, 2], record)
     else:
-        axes[1, 2].axis("off")
+        _draw_speedup(axes[1, 2], record)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
@@ -86,7 +92,7 @@ def _rates(axis: Axes, record: Record) -> list[float]:
     places = [row["megabits"] for row in record["rates"]]
     places.append(places[-1] * 3.2)
     axis.set_xscale("log")
-    axis.set_xticks(places, [mbit(place) for place in places[:-1]] + ["loop-\nback"], fontsize=9)
+    axis.set_xticks(places, [mbit(place) for place in places[:-1]] + ["loop-\nback"], fontsize=8, rotation=60)
     axis.minorticks_off()
     axis.axvline((places[-2] * places[-1]) ** 0.5, color="grey", linewidth=0.8, linestyle=":")
     axis.set_xlabel("Mbit/s of each host's link")
@@ -130,26 +136,40 @@ def _draw_speedup(axis: Axes, record: Record) -> None:
     _title(axis, "Speedup: measured (dots), planner's (lines)")
 
 
-def _draw_run(axis: Axes, record: Record) -> None:
-    run = record["run"]
-    for name, place, side in (("adamw", (0, 9), "right"), ("onebit-adam", (9, -3), "left")):
-        told = run["methods"][name]
-        axis.plot(told["ended"], told["losses"], "-", color=COLOURS[name], label=SHORT[name])
-        end = (told["ended"][-1], told["losses"][-1])
-        axis.plot(*end, "o", color=COLOURS[name])
-        axis.annotate(f"{told['seconds']:.0f} s", end, place, textcoords="offset points", color=COLOURS[name], ha=side)
-    told = run["methods"]["onebit-adam"]
-    freeze = run["freeze_step"] - 1
-    axis.plot(told["ended"][freeze], told["losses"][freeze], "s", color=COLOURS["onebit-adam"], label="freeze")
-    axis.set_xlabel("seconds")
-    axis.set_ylabel("training loss, nats per byte")
+def _draw_gains(axis: Axes, record: Record) -> None:
+    places = _rates(axis, record)
+    styles = dict(zip(whole.RIVALS, ("-", "--", ":"), strict=True))
+    for ours in whole.OURS:
+        for rival, style in styles.items():
+            seen = [whole.gain(record, row, ours, rival) for row in record["rates"]]
+            axis.plot(places[:-1], seen, style, color=COLOURS[ours], marker="o", markersize=4)
+        axis.plot([], [], color=COLOURS[ours], label=SHORT[ours])
+    for rival, style in styles.items():
+        axis.plot([], [], style, color="grey", label=f"over {SHORT[rival]}")
+    axis.axhline(1, color="black", linewidth=0.9, linestyle="--")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("times as fast to equal held-out loss")
+    axis.legend(frameon=False, fontsize=9, loc="upper right")
+    _title(axis, "Whole runs, warm-up included, against each rival")
+
+
+def _draw_losses(axis: Axes, record: Record) -> None:
+    row, runs = goals.papers(record), record["runs"]
+    for name in (*whole.RIVALS, *whole.OURS):
+        told = runs["methods"][whole.TRAINED_AS.get(name, name)]["lengths"][0]
+        steps, losses = zip(*told["curve"], strict=True)
+        seconds = [whole.seconds_of(row, name, told["steps"], runs["warmup"]) * step / told["steps"] for step in steps]
+        axis.plot(seconds, losses, "o-", color=COLOURS[name], label=SHORT[name], markersize=4)
+        axis.annotate(f"{losses[-1]:.3f}", (seconds[-1], losses[-1]), (4, -3), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("seconds, the warm-up spread over the run")
+    axis.set_ylabel("held-out loss, nats per byte")
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=9)
-    _title(axis, f"{run['steps']} whole steps at {rate(run['megabits'])}: {model.end_to_end(record):.1f}x end to end")
+    _title(axis, f"{runs['steps']} steps at {rate(row['megabits'])}")
 
 
 def _draw_errors(axis: Axes, record: Record) -> None:
-    rates = record["rates"]
+    rates = model.held_to(record)
     width = 0.8 / len(model.FAMILY)
     for i, name in enumerate(model.FAMILY):
         places = [k - 0.4 + width * (i + 0.5) for k in range(len(rates))]
@@ -158,7 +178,7 @@ def _draw_errors(axis: Axes, record: Record) -> None:
     for limit in (-100 * model.LARGEST_ERROR, 100 * model.LARGEST_ERROR):
         axis.axhline(limit, color="black", linewidth=0.9, linestyle="--")
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_ylim(-24, 24)
+    axis.set_ylim(-60, 90)
     axis.set_xticks(range(len(rates)), [mbit(row["megabits"]) for row in rates])
     axis.set_xlabel("Mbit/s of each host's link")
     axis.set_ylabel("predicted over measured step, %")

@@ -46,18 +46,18 @@ def parts(turns: Sequence[Turn]) -> tuple[float, float, float]:
     return compute, whole(turns) - compute - communicate, communicate
 
 
-def summarise(steps: dict[str, list[list[Turn]]], synchronised: Sequence[str]) -> dict[str, dict[str, float]]:
+def summarise(steps: dict[str, list[list[Turn]]], overlapped: Sequence[str]) -> dict[str, dict[str, float]]:
     """Medians over rounds, in seconds; one part is what the others leave of the whole step.
 
     Args:
         steps: Of each method, rounds of ranks' turns.
-        synchronised: Methods of DDP: what they compute is what ``alone`` takes in the same rounds.
+        overlapped: Methods that send in the backward pass: what they compute is what ``alone`` takes meanwhile.
     """
     told = {}
     for name, rounds in steps.items():
         seconds = [whole(turns) for turns in rounds]
         found = {"whole": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
-        if name in synchronised:
+        if name in overlapped:
             found["compute"] = statistics.median(map(whole, steps["alone"]))
             found["compress"] = statistics.median(map(_in_hooks, rounds))
             found["communicate"] = found["whole"] - found["compute"] - found["compress"]

@@ -10,7 +10,9 @@ from torch import Tensor
 from fusedonebit.apps.corpus import Corpus, load_text
 from fusedonebit.apps.transformer import ByteTransformer, Size
 
-BETAS, LR = (0.9, 0.99), 1e-3
+BETAS, LR, WEIGHT_DECAY = (0.9, 0.99), 1e-3, 0.01
+HELD_OUT = 64
+"""Sequences of a held-out batch."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,13 @@ class Task:
 
     def batch_of(self, corpus: Corpus, step: int, rank: int) -> Tensor:
         return corpus.batch(self.batch, seed=0, step=step, rank=rank)
+
+    def held_out_loss(self, model: ByteTransformer, corpus: Corpus) -> float:
+        """Nats per byte of about all text that is never trained on."""
+        count = max(1, len(corpus.held_out) // (self.seq_len + 1) // HELD_OUT)
+        with torch.no_grad():
+            losses = [float(model(corpus.held_out_batch(HELD_OUT, i, count))) for i in range(count)]
+        return sum(losses) / count
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
