@@ -11,7 +11,7 @@ from benchmarks.netlab.__main__ import recorded
 from benchmarks.pages import PERFORMANCE
 
 AGAINST_FP32 = 8.0
-MISSED: dict[str, float] = {}
+MISSED: dict[str, float] = {"overlap": 0.88}
 """Goals that the record misses, by name, and what it reaches at least: nothing else may be missed."""
 OF_ITS_STAGES = (0.9, 1.1)
 """Seconds of a run that was timed as a whole, over those of its stages."""
@@ -63,11 +63,14 @@ def test_each_goal_is_met_or_known_to_be_missed(record):
         assert goal.found >= MISSED.get(goal.name, goal.wanted), goal.name
 
 
-def test_the_rate_from_which_on_it_does_not_pay_is_known(record):
+def test_the_rate_from_which_on_it_does_not_pay_is_told_or_beyond_what_was_measured(record):
+    fastest = record["rates"][-1]["megabits"]
     for rival in whole.RIVALS:
         megabits = whole.crossing(record, rival)
-        print(f"whole runs of the best of ours are faster than {rival} below {megabits:.0f} Mbit/s")
-    assert 0 < whole.crossing(record, "bf16") < math.inf
+        upto = f"up to {fastest:,.0f}, the fastest" if math.isinf(megabits) else f"below {megabits:,.0f}"
+        print(f"whole runs of the best of ours are faster than {rival} {upto} Mbit/s")
+        assert megabits > 0
+        assert math.isfinite(megabits) or fastest >= 10_000
 
 
 def test_every_method_was_tuned_on_the_same_grid_and_every_loss_is_told(record):
