@@ -101,6 +101,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.alone  # it takes all cores, and makes network interfaces that others' groups would find
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not network.can_limit(), reason="needs root, ip and tc")
 def test_the_quick_lab_runs_and_leaves_no_namespace():
