@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import lab_page
+from benchmarks.netlab.whole import renewals
 from benchmarks.pages import DOCS
 from benchmarks.shapes import bert_large, sizes
 from fusedonebit.apps.lab import launch, publish, tuning
@@ -19,7 +20,6 @@ from fusedonebit.apps.lab.run import diverged, run
 from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import Messages
 from fusedonebit.comm.squares import Rows
-from fusedonebit.optim.living import LONGEST, SHARE_OF_AGE
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.renewal import SUMS
@@ -113,7 +113,7 @@ def beyond(d: Difference, percent: float) -> bool:
 
 @pytest.mark.parametrize("workers", SEEDS)
 def test_no_task_but_one_is_far_from_adamw(workers):
-    """Modular addition is aimed at 0.15 decades: a quarter of what a frozen variance loses, and missed."""
+    """That one is modular addition, for which 0.15 decades were aimed at."""
     found = {t: difference(RECORDS, View(workers, parents=True), t, "onebit-adam-living") for t in TASKS if t != "gan"}
     far = {task: str(d) for task, d in found.items() if d is None or beyond(d, FAR.get(task, 3.0))}
     print(f"{workers} workers: beyond 3 % (10 % where a module comes late) or 0.15 dec (none aimed at): {far}")
@@ -179,16 +179,6 @@ def test_a_living_variance_sends_little_over_a_whole_run():
         renewed = renewal * renewals(steps - warmup) / steps
         print(f"of which the warm-up {8 * warmup / steps:.3f}, renewals {renewed:.3f}")
         assert large <= (0.8 if share else 0.45)
-
-
-def renewals(steps: int) -> int:
-    """How many there are in so many compressed steps."""
-    since = count = 0
-    for age in range(1, steps + 1):
-        since += 1
-        if since >= min(LONGEST, max(1, age // SHARE_OF_AGE)):
-            since, count = 0, count + 1
-    return count
 
 
 def test_on_rows_that_are_seen_late_0_1_adam_diverges_on_every_seed_where_adam_is_at_its_best():
