@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
 
 from ...comm import SimulatedGroup, Transport
 from .contenders import CONSTANTS, CONTENDERS, settings
+from .gradients import Which, gradients
 from .rivals.frame import Rival
 from .setting import EVALUATED, Setting
 from .tasks import TASKS, Trial
@@ -70,15 +70,10 @@ class Training:
         """Draw all workers' batches, in a step's first call, and form the gradients of one model's parameters."""
         if player == 0:
             self._draw(step)
-        stacked = 0 if self.apart else None
+        which = Which(self.key.task, player, self.key.workers, self.apart)
         params = [self._params(i) for i in range(len(self.trial.models))]
-
-        def loss(own: Mapping[str, Tensor], everyone: list[dict[str, Tensor]], batch: tuple[Tensor, ...]) -> Tensor:
-            return self.trial.loss(player, [*everyone[:player], own, *everyone[player + 1 :]], batch)
-
-        every_worker = vmap(grad_and_value(loss), in_dims=(stacked, stacked, 0))
-        gradients, losses = every_worker(params[player], params, self.batches)
-        self.rows = [{name: each[w] for name, each in gradients.items()} for w in range(self.key.workers)]
+        rows, losses = gradients(which, self.trial, params, self.batches)
+        self.rows = [{name: each[w] for name, each in rows.items()} for w in range(self.key.workers)]
         mean = float(losses.mean())
         if player == 0:
             self.losses.append(0.0)
