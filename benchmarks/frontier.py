@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,19 @@ OURS = (
 )
 PAPERS = ("onebit-adam", "zero-one-adam", "zero-one-adam-16", "marsit-adam")
 """Ours as their papers have them: beside the rivals."""
+CANDIDATE = tuple(name for name in RIVALS if name.startswith("onebit-loco"))
+"""What would be one of ours if it were the best of those that spend least: no verdict counts it on either side."""
 POINTS = (*OURS, *PAPERS, *RIVALS)
+OTHERS = tuple(name for name in POINTS if name not in (*OURS, *CANDIDATE))
+SELDOM = {
+    "1-bit LoCo": CANDIDATE,
+    "0/1 Adam": tuple(name for name in OURS if name.startswith("zero-one-adam")),
+    "DiLoCo": tuple(name for name in RIVALS if name.startswith(("diloco", "local-adamw"))),
+    "SparseLoCo": tuple(name for name in RIVALS if name.startswith("sparseloco")),
+}
+"""Those that synchronise seldom."""
+LEAST = (0.025, 0.05, 0.1)
+"""Budgets that only these afford, as a rule."""
 CEILING = "adamw"
 SEEDS = {4: 3, 16: 5}
 """Paired seeds, by the number of workers."""
@@ -58,11 +70,6 @@ class Point:
     spent: float
     worse: float
     error: float
-
-    @property
-    def ours(self) -> bool:
-        """Tell whether it is one of ours, with today's defaults."""
-        return self.name in OURS
 
 
 def points(records: Records, task: str, workers: int = 4) -> list[Point]:
@@ -87,10 +94,15 @@ def front(found: Sequence[Point]) -> list[Point]:
     return kept
 
 
+def affordable(found: Sequence[Point], budget: float, names: Container[str]) -> Point | None:
+    """Return the best of some that spends no more than a budget."""
+    those = [p for p in found if p.spent <= budget and p.name in names and math.isfinite(p.worse)]
+    return min(those, key=lambda point: point.worse, default=None)
+
+
 def best(found: Sequence[Point], budget: float, ours: bool) -> Point | None:
     """Return the best of ours, or of the others, that spends no more than a budget."""
-    affordable = [p for p in found if p.spent <= budget and p.ours == ours and math.isfinite(p.worse)]
-    return min(affordable, key=lambda point: point.worse, default=None)
+    return affordable(found, budget, OURS if ours else OTHERS)
 
 
 Verdict = Literal["best", "tie", "lost", "unopposed"]
@@ -113,12 +125,12 @@ def verdict(found: Sequence[Point], budget: float) -> Verdict | None:
 
 
 def on_a_front(records: Records) -> list[tuple[str, str]]:
-    """Return tasks and optimizers that are on the front of ours or of the others, with 4 workers."""
+    """Return tasks and optimizers that are on the front of ours, of the candidate or of the others, with 4 workers."""
     cells = []
     for task in TASKS:
         found = points(records, task)
-        for ours in (True, False):
-            cells += [(task, point.name) for point in front([p for p in found if p.ours == ours])]
+        for names in (OURS, CANDIDATE, OTHERS):
+            cells += [(task, point.name) for point in front([p for p in found if p.name in names])]
     return cells
 
 
@@ -157,6 +169,20 @@ def _told(found: Sequence[Point], budget: float) -> str:
     return how.get(verdict(found, budget) or "", "{}").format(told)
 
 
+def seldom(records: Records, workers: int) -> Rows:
+    """Return, by task and least budget, the best of each method that synchronises seldom; the best of them in bold."""
+    table = [["task", "budget", *SELDOM]]
+    for task in TASKS:
+        found = points(records, task, workers)
+        for budget in LEAST:
+            each = [affordable(found, budget, names) for names in SELDOM.values()]
+            least = min((p.worse for p in each if p), default=math.nan)
+            cells = [f"{p.name} {p.worse:+.1f} ± {p.error:.1f} %" if p else "" for p in each]
+            bold = [f"**{cell}**" if p and p.worse == least else cell for p, cell in zip(each, cells, strict=True)]
+            table.append([task, f"{budget:g} B", *bold])
+    return table
+
+
 def every_point(records: Records, workers: int) -> Rows:
     """Return all points: bytes, and how much worse than AdamW, a row for each optimizer."""
     table = [["optimizer", *TASKS]]
@@ -183,11 +209,18 @@ def tables(records: Records) -> str:
         parts.append(f"{title}\n\n{markdown(verdicts(records, workers, BUDGETS))}")
         title = f"{workers} workers, with room for the others' scales:"
         parts.append(f"{title}\n\n{markdown(verdicts(records, workers, NOMINAL))}")
+        parts.append(f"{workers} workers, those that synchronise seldom:\n\n{markdown(seldom(records, workers))}")
     parts.append(f"All points, 4 workers:\n\n{markdown(every_point(records, 4))}")
     return "\n".join(parts)
 
 
-COLOURS = {"ours": "tab:red", "rounds": "tab:green", "every step": "tab:blue", "papers": "tab:gray"}
+COLOURS = {
+    "ours": "tab:red",
+    "1-bit LoCo": "tab:orange",
+    "rounds": "tab:green",
+    "every step": "tab:blue",
+    "papers": "tab:gray",
+}
 SHOWN = (-5.0, 60.0)
 """Percent that the picture has room for."""
 
@@ -196,6 +229,8 @@ def family(name: str) -> str:
     """Return which colour an optimizer has."""
     if name in OURS:
         return "ours"
+    if name in CANDIDATE:
+        return "1-bit LoCo"
     if name in PAPERS:
         return "papers"
     return "rounds" if CONTENDERS[name].local else "every step"
@@ -212,8 +247,8 @@ def draw(records: Records, path: Path) -> None:
             of_kind = [p for p in found if family(p.name) == kind and p.worse <= SHOWN[1]]
             x, y, errors = [p.spent for p in of_kind], [p.worse for p in of_kind], [p.error for p in of_kind]
             axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=colour, label=kind)
-        for ours, colour in ((True, COLOURS["ours"]), (False, "black")):
-            if steps := front([p for p in found if p.ours == ours]):
+        for names, colour in ((OURS, COLOURS["ours"]), (OTHERS, "black")):
+            if steps := front([p for p in found if p.name in names]):
                 x, y = [p.spent for p in steps], [p.worse for p in steps]
                 axis.step([*x, 10.0], [*y, y[-1]], where="post", linewidth=1.2, color=colour, alpha=0.7)
         axis.axhline(0.0, color="black", linewidth=0.6)
@@ -227,7 +262,7 @@ def draw(records: Records, path: Path) -> None:
         axis.set_ylabel("worse than AdamW, %")
     clear(axes.flat)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     save(figure, path, dpi=110)
 
 

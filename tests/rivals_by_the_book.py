@@ -375,3 +375,25 @@ def ef_sgdm(run: Run) -> Iterator[Tensor]:
         server_e, last = p - delta, lr
         x = x - lr * run.weight_decay * x - lr * delta
         yield x
+
+
+def onebit_loco(run: Run, length: int) -> Iterator[Tensor]:
+    """Local AdamW whose differences travel in one bit both ways; 0.95 of what that takes away is added to the next.
+
+    It has no paper; a scale is for 512 elements of a tensor, as in ``quantised``.
+    """
+    theta, xs, server_e = run.x, [run.x] * run.workers, torch.zeros_like(run.x)
+    starts, inner, es = block_starts(run, run.workers, 512), [AdamW() for _ in xs], [torch.zeros_like(x) for x in xs]
+    for t, (gs, lr) in enumerate(zip(run.gradients, run.lrs, strict=True), 1):
+        xs = [opt(x, g, lr, run.weight_decay) for opt, x, g in zip(inner, xs, gs, strict=True)]
+        if t % length == 0:
+            arrived = []
+            for w, x in enumerate(xs):
+                c = theta - x + 0.95 * es[w]
+                arrived.append(scaled_signs(c, starts))
+                es[w] = c - arrived[w]
+            c = sum(arrived) / run.workers + 0.95 * server_e
+            served = scaled_signs(c, starts)
+            server_e, theta = c - served, theta - served
+            xs = [theta] * run.workers
+        yield torch.stack(xs)

@@ -17,6 +17,7 @@ from fusedonebit.apps.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
 from fusedonebit.apps.lab.rivals.frame import Rival
 from fusedonebit.apps.lab.rivals.lion import DistributedLion
 from fusedonebit.apps.lab.rivals.loco import LoCo
+from fusedonebit.apps.lab.rivals.onebit_loco import OneBitLoCo
 from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
 from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
 from fusedonebit.apps.lab.rivals.sparseloco import SparseLoCo
@@ -95,5 +96,6 @@ BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
     "demo": (partial(DeMo, k=100), "demo", {"k": 100}),
     "demo-few": (partial(DeMo, k=2), "demo", {"k": 2}),
     "ef-sgdm": (ErrorFeedbackSGDM, "ef_sgdm", {}),
+    "onebit-loco": (partial(OneBitLoCo, length=3), "onebit_loco", {"length": 3}),
 }
 """Ours, and the transcription's name and arguments."""

@@ -82,3 +82,14 @@ def test_budgets_are_those_that_were_set_before_the_first_run():
     assert BUDGETS == (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
     assert NOMINAL == (0.27, 1.1, 2.1, 4.0)
     assert frontier.SEEDS == {4: 3, 16: 5}
+
+
+def test_those_that_synchronise_seldom_are_set_against_each_other_and_a_candidate_is_on_neither_side(monkeypatch):
+    found = [point("onebit-loco-32", 0.01, 9.0), point("zero-one-adam-own-32", 0.02, 8.0), point("diloco-64", 0.1, 7.0)]
+    monkeypatch.setattr(frontier, "TASKS", ("mlp",))
+    monkeypatch.setattr(frontier, "points", lambda records, task, workers: found)
+    head, least, *_, most = frontier.seldom(None, 4)
+    assert head == ["task", "budget", "1-bit LoCo", "0/1 Adam", "DiLoCo", "SparseLoCo"]
+    assert least[2:] == ["onebit-loco-32 +9.0 ± 0.5 %", "**zero-one-adam-own-32 +8.0 ± 0.5 %**", "", ""]
+    assert most[1:2] + most[4:] == ["0.1 B", "**diloco-64 +7.0 ± 0.5 %**", ""]
+    assert verdict(found[:1], 0.1) is None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from benchmarks.netlab.hooks import Bfloat16, Hook, Int8
 from benchmarks.netlab.quantised import BLOCK, QuantisedLine, decode, encode
 from fusedonebit.apps.lab.rivals.blocks import Blocks
+from fusedonebit.apps.lab.rivals.codes import CodedAllReduce, IntegerCode
 from fusedonebit.apps.lab.rivals.collectives import StackedCollectives
-from fusedonebit.apps.lab.rivals.quantised import QuantisedAllReduce
 from fusedonebit.apps.lab.workers import AlikeTransport
 
 WIDTH, LAYERS, STEPS = 384, 8, 4
@@ -71,7 +71,7 @@ def by_the_lab(rows: list[Tensor]) -> list[Tensor]:
     world_size, numel = rows[0].shape
     filled = -(-numel // (world_size * BLOCK)) * world_size * BLOCK
     wires = StackedCollectives(AlikeTransport(0, world_size))
-    mean_of = QuantisedAllReduce(wires, Blocks([filled], world_size, BLOCK), 8, rows[0])
+    mean_of = CodedAllReduce(wires, IntegerCode(8, Blocks([filled], world_size, BLOCK)), rows[0])
     return [mean_of(nn.functional.pad(step, (0, filled - numel)))[:numel] for step in rows]
 
 

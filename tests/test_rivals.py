@@ -104,6 +104,10 @@ MUTANTS = [
     ("ef-sgdm", "server_e, last = p - delta, lr", "last = lr"),
     ("ef-sgdm", " | set(range(0, numel, ceil(numel / workers)))", ""),
     ("ef-sgdm", "x - lr * run.weight_decay * x - lr * delta", "x - lr * delta"),
+    ("onebit-loco", "0.95 * es[w]", "es[w]"),
+    ("onebit-loco", "0.95 * server_e", "server_e"),
+    ("onebit-loco", "run.workers, 512), [A", "run.workers, 4096), [A"),
+    ("onebit-loco", "es[w] = c - arrived[w]", "pass"),
     ("local-adamw", "xs = [theta] * run.workers", "pass"),
 ]
 

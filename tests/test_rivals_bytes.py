@@ -104,6 +104,7 @@ SENT: dict[str, Callable[[int], int]] = {
     "demo": lambda w: STEPS * demo_bytes(100, w),
     "demo-few": lambda w: STEPS * demo_bytes(2, w),
     "ef-sgdm": lambda w: STEPS * 2 * message_bytes(w, 1),
+    "onebit-loco": lambda w: STEPS // 3 * 2 * message_bytes(w, 1, 512),
 }
 """Bytes that a rank sends in ``STEPS`` steps, by the formula of its message."""
 

@@ -11,12 +11,15 @@ from .diloco import AVERAGE, NESTEROV, SHORT, DiLoCo
 from .ef_sgdm import ErrorFeedbackSGDM
 from .lion import Aggregation, DistributedLion
 from .loco import LoCo
+from .onebit_loco import OneBitLoCo
 from .powersgd import PowerSGD
 from .quantised import BFloat16, Quantised
 from .sparseloco import SparseLoCo
 
 LENGTHS = (8, 16, 32, 64)
 """Steps of the rounds of methods that synchronise seldom."""
+FREQUENT = (4, 8, 16, 32)
+"""Of those that spend little on each."""
 SPARSE = ((2, 128), (8, 1024), (8, 512), (8, 256), (8, 128), (15, 128), (30, 128), (30, 64))
 """SparseLoCo's steps of a round and elements of a chunk that travel."""
 COMPONENTS = (1, 2, 4, 8, 16, 32, 128, 512)
@@ -57,6 +60,7 @@ RIVALS: dict[str, Contender] = {
         for votes in get_args(Aggregation)
     },
     **{f"demo-{k}": of_adam(partial(DeMo, k=k)) for k in COMPONENTS},
+    **{f"onebit-loco-{h}": of_adam(partial(OneBitLoCo, length=h), local=True) for h in FREQUENT},
     "ef-sgdm": of_adam(ErrorFeedbackSGDM, rate=10.0),
 }
 """By name; each a ``Rival``."""

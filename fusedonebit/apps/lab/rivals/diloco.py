@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..setting import Params, Setting
+from .codes import CodedAllReduce, IntegerCode
 from .frame import RoundRival
-from .quantised import BLOCK, QuantisedAllReduce
+from .quantised import BLOCK
 
 NESTEROV = (0.7, 0.9)
 """Learning rate and momentum of the paper's outer optimizer; no schedule touches them."""
@@ -37,11 +38,13 @@ class DiLoCo(RoundRival):
         super().__init__(params, of, length, outer=outer, bits=bits)
         self.outer = outer
         self.momentum = torch.zeros_like(self.anchor)
-        self.quantised = QuantisedAllReduce(self.wires, self.blocks_of(BLOCK), bits, self.anchor) if bits else None
+        self.coded = None
+        if bits:
+            self.coded = CodedAllReduce(self.wires, IntegerCode(bits, self.blocks_of(BLOCK)), self.anchor)
 
     def meet(self, deltas: Tensor) -> None:
         """See ``RoundRival``."""
-        delta = self.quantised(deltas) if self.quantised else self.wires.all_reduce(deltas) / self.workers
+        delta = self.coded(deltas) if self.coded else self.wires.all_reduce(deltas) / self.workers
         lr, momentum = self.outer
         self.momentum.mul_(momentum).add_(delta)  # OuterOpt, as torch.optim.SGD(nesterov=True)
         self.anchor.sub_(delta + momentum * self.momentum, alpha=lr)

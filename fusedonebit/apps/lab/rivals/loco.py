@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..setting import Params, Setting
 from .blocks import Blocks
+from .codes import IntegerCode
 from .frame import Adam, Rival
-from .quantised import BLOCK, BlockCode
+from .quantised import BLOCK
 
 BITS, ERROR_BITS = 4, 8
 ERROR_BETA = 0.8
@@ -36,7 +37,7 @@ class Compensated:
     """Codes chunks [..., W, chunk] in four bits, after adding the moving average of earlier errors."""
 
     def __init__(self, blocks: Blocks, like: Tensor) -> None:
-        self.code, self.stored = BlockCode(BITS, blocks), BlockCode(ERROR_BITS, blocks)
+        self.code, self.stored = IntegerCode(BITS, blocks), IntegerCode(ERROR_BITS, blocks)
         self.error = self.stored.encode(like)
         self.steps = 0
 
