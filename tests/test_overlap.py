@@ -1,4 +1,4 @@
-"""``overlap=True``: the same bits as the same buckets without, whatever happens in a backward pass."""
+"""``overlap="always"``: the same bits as the same buckets without, whatever happens in a backward pass."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dic
         given = dict(CASES[case])
         told, steps = given.pop("train", {}), range(given.pop("steps", STEPS))
         states, phases, sent = [], [], []
-        for overlap in (True, False):
+        for overlap in ("always", False):
             model, optimizer = make(name, overlap=overlap, **given)
             phases.append(train(model, optimizer, rank, steps, **told))
             states.append(whole_state(optimizer))
@@ -184,7 +184,7 @@ def test_overlap_changes_no_bit_on_four_ranks():
 
 def test_overlap_sends_in_the_backward_pass_in_one_process_too():
     states = []
-    for overlap in (True, False):
+    for overlap in ("always", False):
         model, optimizer = make(overlap=overlap)
         train(model, optimizer, 0, range(STEPS))
         states.append(whole_state(optimizer))
@@ -198,7 +198,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
 def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
     """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
-    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap=True))
+    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap="always"))
     copies: list[weakref.ref[Tensor]] = []
     compress = allreduce.momentum_compress
 
@@ -246,7 +246,7 @@ def free(
     """Parameters without a model; the last bucket has the last two of them."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
-    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": True, "precondition": False} | options))
+    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": "always", "precondition": False} | options))
 
 
 def step_on(params: list[nn.Parameter], optimizer: OneBitAdam, gradients: list[Tensor]) -> None:
@@ -299,7 +299,7 @@ def test_a_nan_in_one_bucket_on_one_rank_skips_all_buckets_on_all_ranks_and_noth
 def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
     """Loads, adds a group, and takes steps without a backward pass."""
     ends = []
-    for overlap in (True, False):
+    for overlap in ("always", False):
         params = free(rank)[0]
         gc.collect()  # and the optimizer that comes with them, hooks included
         first = OneBitAdam(params[:2], **objects(**OPTIONS | {"overlap": overlap}))
@@ -313,7 +313,7 @@ def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
         )
         optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
         hooks = [len(p._post_accumulate_grad_hooks or {}) for p in params]
-        assert hooks == [2 * overlap] * 4, f"those of two optimizers, got {hooks}"
+        assert hooks == [2 * bool(overlap)] * 4, f"those of two optimizers, got {hooks}"
         del first
         gc.collect()
         for step in range(FREEZE + 2, STEPS):
@@ -357,7 +357,7 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
         ({"max_grad_norm": 1.0}, "max_grad_norm must be None with Wire(overlap=True), got 1.0"),
         ({"capturable": True}, "capturable must be False with Wire(overlap=True)"),
         ({"buckets": 0}, "buckets must be an int >= 1 or None, got 0"),
-        ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"overlap": 1}, 'overlap must be False, True or "always", got 1'),
     ],
 )
 def test_what_overlap_can_not_do_is_refused(options, text):
