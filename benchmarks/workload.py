@@ -255,7 +255,7 @@ class Workload:
     def adam_update(self) -> partial[None]:
         layout = self.layout
         arguments = (
-            *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
+            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), layout.sizes, layout.block_size),
             *(*self._moments(), self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None, None),
         )
         return partial(ops.adam_update, *arguments)
@@ -268,7 +268,7 @@ class Workload:
     def lamb_update(self) -> partial[None]:
         layout = self.layout
         arguments = (
-            *(self.params, layout.sizes, layout.block_size, torch.randn(layout.numel + TAIL, device=self.device)),
+            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), layout.sizes, layout.block_size),
             *(*self._moments(), False, self.coef, self.block_tensor, self.table.bits, self.table.row),
             *(self.skip, None, self.norms),
         )

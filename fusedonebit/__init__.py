@@ -18,6 +18,7 @@ from .integrations.buffers import broadcast_buffers
 from .integrations.recording import Recorder
 from .optim import policies
 from .optim.adam import OneBitAdam
+from .optim.adamw import AdamW
 from .optim.lamb import Lamb
 from .optim.lion import OneBitLion
 from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbortedStepError",
+    "AdamW",
     "CheckpointError",
     "CollectiveError",
     "DisagreementError",

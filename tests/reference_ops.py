@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import Messages
-from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
+from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Word, folded
 from fusedonebit.triton_kernels.receive import spans_of
@@ -247,7 +247,8 @@ class Problem:
 
     def update_arguments(self, skip: int = 0, sums: bool = True, rounding: Tensor | None = None) -> tuple:
         return (
-            *(self.params, self.layout.sizes, self.layout.block_size, self.normal(self.layout.numel + TAIL)),
+            *(self.params, self.layout.cut(self.normal(self.layout.numel))),
+            *(self.layout.sizes, self.layout.block_size),
             *(self.compensated, self.exp_avg_sq, self.coef, self.block_tensor, self.table.bits, self.table.row),
             torch.tensor([skip], dtype=torch.int32),
             torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
@@ -258,6 +259,11 @@ class Problem:
         *first, coef, block_tensor, bits, row, skipped, v_sums, _ = self.update_arguments(skip, sums)
         norms = torch.full((2, self.layout.n_blocks), torch.nan, dtype=torch.float64)
         return (*first, eps_inside_sqrt, coef, block_tensor, bits, row, skipped, v_sums, norms)
+
+    @staticmethod
+    def flags_found() -> tuple[Tensor, Tensor]:
+        """Flags of a step, and of the one before, in which there were some."""
+        return torch.zeros(1, dtype=torch.int32), torch.full((1,), 64, dtype=torch.int32)
 
     @property
     def layer_start(self) -> Tensor:

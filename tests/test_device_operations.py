@@ -13,7 +13,7 @@ import pytest
 import torch
 from device_operations import counting, without_kernels
 
-from fusedonebit import MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, Wire, ZeroOneAdam
+from fusedonebit import AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, Wire, ZeroOneAdam
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 from fusedonebit.optim.policies import Progress
 from fusedonebit.triton_kernels import using
@@ -95,6 +95,9 @@ CASES = {
     "OneBitLamb, clips, scaler": Case(
         OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), (14, 8), scaler=True
     ),
+    "AdamW": Case(AdamW, {}, 3, "uncompressed", (19, 3), (19, 3)),
+    "AdamW, clips, scaler": Case(AdamW, CLIPS, 3, "uncompressed", (49, 6), (49, 6), scaler=True),
+    "Lamb": Case(Lamb, {}, 3, "uncompressed", (21, 5), (21, 5)),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
     "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), (11, 10), scaler=True),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),

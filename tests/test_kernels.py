@@ -230,6 +230,33 @@ def test_adam_update_equals_eager(sizes, dtype):
             assert_equal_backends("adam_update", make)
 
 
+UNCOUNTED = (torch.nan, torch.inf, -torch.inf, 3e38, -2e19)
+
+
+def with_uncounted(p: Problem, arguments: tuple) -> tuple:
+    """Gradients of any dtype, of which some do not count, also of masked elements; and flags."""
+    grads = [g.to((torch.bfloat16, torch.float32)[i % 2]) for i, g in enumerate(arguments[1])]
+    for i, value in enumerate(UNCOUNTED):
+        for g in grads:
+            if g.numel() > 37 * i:
+                g[37 * i] = value
+    p.exp_avg_sq.mul_(p.live_mask)
+    return (arguments[0], grads, *arguments[2:], *p.flags_found())
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("name", ["adam_update", "lamb_update"])
+def test_what_does_not_count_stays_as_it_is_on_all_backends(name, skip):
+    masks = {0: torch.arange(300) % 3 > 0}
+
+    def make() -> tuple:
+        p = Problem((300, 0, 5, 900, 129), 2, 128, masks=masks)
+        made = p.update_arguments(skip, False) if name == "adam_update" else p.lamb_update_arguments(False, skip, False)
+        return with_uncounted(p, made)
+
+    assert_equal_backends(name, make)
+
+
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @EACH_SIZE

@@ -80,6 +80,9 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
     if name == "lamb_ratio":
         chosen |= {"deepspeed": bool(options), "blend": bool(options), "started": options}
     arguments = getattr(p, f"{name}_arguments")(**chosen)
+    if name == "lamb_update":
+        arguments = (*arguments, *p.flags_found())
+        arguments[1][-1].fill_(torch.nan)
     before = [copies((argument,)) for argument in arguments]
     getattr(ops, name)(*arguments)
     for specified, old, argument in zip(
@@ -97,7 +100,7 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
 def check_lamb_update(p: Problem, inside: bool, sums: bool = True) -> None:
     arguments = p.lamb_update_arguments(inside, sums=sums)
     params = copies((p.params,))
-    grad, v_sums, norms = wide(arguments[3])[: p.layout.numel], arguments[-2], arguments[-1]
+    grad, v_sums, norms = p.flat(arguments[1]), arguments[-2], arguments[-1]
     old_m = wide(p.compensated)
     m, v, x, u, bound = reference.lamb_update(p, grad, old_m, wide(p.exp_avg_sq), inside)
     ops.lamb_update(*arguments)
@@ -137,7 +140,7 @@ def test_masked_elements_of_any_value_enter_no_norm():
         p = Problem(MIXED, masks=MASKS)
         p.params[0][0] = p.params[4][128] = value
         arguments = p.lamb_update_arguments()
-        arguments[3][0] = value
+        arguments[1][0][0] = value
         p.exp_avg_sq[~p.live_mask], p.compensated[~p.live_mask] = 0.0, value
         ops.lamb_update(*arguments)
         p.compensated[~p.live_mask] = 0.0
@@ -152,7 +155,7 @@ def test_no_variance_yet_divides_by_eps():
         p.compensated.fill_(0.5), p.exp_avg_sq.zero_(), p.params[0].zero_()
         p.coef[:, Coef.BETA1], p.coef[:, Coef.UNBIAS1], p.coef[:, Coef.EPS] = 1.0, 1.0, 0.25
         arguments = p.lamb_update_arguments(inside)
-        arguments[3].zero_()
+        arguments[1][0].zero_()
         ops.lamb_update(*arguments)
         assert arguments[-1][:, 0].tolist() == [0.0, 5 * (1.0 if inside else 2.0) ** 2]
 

@@ -83,7 +83,11 @@ def example(name: str) -> list[tuple]:
             p.apply_arguments(digest=torch.tensor([5]), x_squares=p.normal(p.layout.n_blocks)),
             t.apply_arguments(skip=1, digest=torch.tensor([5, -(2**63)])),
         ],
-        "adam_update": [p.update_arguments(), p.update_arguments(0, False, step), p.update_arguments(skip=1)],
+        "adam_update": [
+            p.update_arguments(),
+            p.update_arguments(0, False, step),
+            (*p.update_arguments(skip=1), *p.flags_found()),
+        ],
         "lamb_update": [p.lamb_update_arguments(), p.lamb_update_arguments(True, skip=1, sums=False)],
         "lamb_coefficient": [p.lamb_coefficient_arguments(deepspeed) for deepspeed in (False, True)],
         "lamb_move": [p.lamb_move_arguments(), p.lamb_move_arguments(True, 1), p.lamb_move_arguments(rounding=step)],

@@ -225,7 +225,7 @@ def test_adam_update_moves_no_masked_or_excluded_element(dtype):
 def check_adam_update(sizes: tuple[int, ...], block: int, dtype: torch.dtype, **live: object) -> None:
     p, before = (Problem(sizes, 2, block, dtype=dtype, **live) for _ in range(2))
     arguments = p.update_arguments()
-    grad, sums = wide(arguments[3])[: p.layout.numel], arguments[-2]
+    grad, sums = p.flat(arguments[1]), arguments[-2]
     m, v, x = reference.adam_update(p, grad, wide(p.compensated), wide(p.exp_avg_sq))
     ops.adam_update(*arguments)
     # What blocks without live elements have for moments is nobody's: their tensors move no more.
@@ -247,6 +247,38 @@ def test_padding_never_enters_a_moment():
     ops.adam_update(*p.update_arguments())
     assert not p.compensated[dead].any()
     assert not p.exp_avg_sq[dead].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_whose_gradient_does_not_count_stays_with_its_moments_and_all_others_move(dtype):
+    plain, p, before = (Problem(MIXED, 2, masks=MASKS, dtype=dtype) for _ in range(3))
+    p.coef[:, Coef.GRAD_LIMIT] = plain.coef[:, Coef.GRAD_LIMIT] = 100.0
+    bad = torch.zeros(p.layout.numel, dtype=torch.bool)
+    for i in range(4):
+        bad[p.layout.offset(0) + 7 * i] = True
+    bad &= p.live_mask  # masked ones count for nothing
+    assert bad.any()
+    arguments, (found, found_before) = p.update_arguments(sums=False), p.flags_found()
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf, 101.0)):
+        arguments[1][0][7 * i] = value
+    ops.adam_update(*arguments, found, found_before)
+    ops.adam_update(*plain.update_arguments(sums=False))
+    assert (int(found), int(found_before)) == (64, 0)
+    for name in ("compensated", "exp_avg_sq"):
+        new, other, old = (getattr(each, name) for each in (p, plain, before))
+        assert same_bits(new[bad], old[bad])
+        assert same_bits(new[~bad], other[~bad])
+    x, other, old = (each.flat(each.params) for each in (p, plain, before))
+    assert np.array_equal(x, np.where(bad.numpy(), old, other))
+
+
+def test_nothing_is_found_where_all_gradients_count():
+    p, plain = Problem(MIXED, 2), Problem(MIXED, 2)
+    found, found_before = p.flags_found()
+    ops.adam_update(*p.update_arguments(sums=False), found, found_before)
+    ops.adam_update(*plain.update_arguments(sums=False))
+    assert (int(found), int(found_before)) == (0, 0)
+    assert all(same_bits(a, b) for a, b in zip(p.params, plain.params, strict=True))
 
 
 # ---------------------------------------------------------------- flatten

@@ -17,6 +17,7 @@ from torch import nn
 
 import fusedonebit
 from fusedonebit import (
+    AdamW,
     DisagreementError,
     Faults,
     Freeze,
@@ -38,7 +39,7 @@ from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.state.saving import header_of
 from fusedonebit.integrations.deepspeed import DeepSpeedLayerwise
 
-EVERY = (Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
+EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
 
 
@@ -124,7 +125,7 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
 def test_an_optimizers_own_default_stands_where_an_object_says_none():
     made = {name: make(model_of().parameters(), lr=1e-3).options for name, make in MAKE.items()}
     assert {name: options.bias_correction for name, options in made.items()} == {
-        **dict.fromkeys(("OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
+        **dict.fromkeys(("AdamW", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
         **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
     }
     assert (made["OneBitAdam"].precondition, made["OneBitLamb"].precondition) == (True, False)
@@ -144,6 +145,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
     assert {name: set(header["options"]) for name, header in said.items()} == {
         "OneBitAdam": TOLD | SCALES,
         "OneBitLamb": TOLD | SCALES | {"variant"},
+        "AdamW": TOLD,
         "Lamb": TOLD,
         **dict.fromkeys(("ZeroOneAdam", "ZeroOneAdam, own"), TOLD | SCALES | {"variance_policy", "sync_policy"}),
         "MarsitSGD": TOLD | AGREEMENT,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from optimizers import objects
 
-from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+from fusedonebit import AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from fusedonebit.optim.policies import DoublingVariance, EveryStep
 
 LATE = {"freeze_step": 10_000}
@@ -30,6 +30,7 @@ STAGES: dict[str, tuple[type, dict[str, Any]]] = {
     "OneBitAdam, bits": (OneBitAdam, EARLY),
     "OneBitLamb, warm-up": (OneBitLamb, LATE),
     "OneBitLamb, bits": (OneBitLamb, EARLY),
+    "AdamW, ours": (AdamW, {}),
     "Lamb": (Lamb, {}),
     "ZeroOneAdam, warm-up": (ZeroOneAdam, RENEWS),
     "ZeroOneAdam, bits": (ZeroOneAdam, SENDS),

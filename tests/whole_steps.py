@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedonebit import (
+    AdamW,
     FusedOneBitWarning,
     Lamb,
     MarsitAdam,
@@ -98,6 +99,7 @@ MARSIT_ADAM = Run(by_name(MarsitAdam, full_precision_every=3), steps=7)
 BASES = {
     "OneBitAdam": ADAM,
     "OneBitLamb": LAMB,
+    "AdamW": Run(by_name(AdamW), steps=3),
     "Lamb": PLAIN_LAMB,
     "OneBitLion": LION,
     "ZeroOneAdam": ZERO_ONE,
@@ -133,6 +135,15 @@ OF_ALL: dict[str, dict[str, Any]] = {
     **{f"{name}, W = 1": {"sizes": sizes, "world_size": 1} for name, sizes in LAYOUTS.items()},
 }
 """What is tried of every optimizer that has it."""
+
+ALONE = {
+    f"{what}, W = 1": OF_ALL[what] | {"world_size": 1}
+    for what in (
+        *("bf16", "fp16", "mixed dtypes", "unaligned", "masks", "absent gradients", "a NaN", "a GradScaler"),
+        *("a GradScaler, clipped", "stochastic rounding", "clipped", "maximize"),
+    )
+}
+"""Of those that read gradients where they lie."""
 
 COMPRESSING: dict[str, dict[str, Any]] = {
     "ternary": {"options": {"ternary": True}},
@@ -216,7 +227,9 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
-    "Lamb": {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
+    "AdamW": ALONE | {"capturable": {"options": {"capturable": True}}},
+    "Lamb": ALONE
+    | {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
     "OneBitLion": {
         "mean": {"options": {"aggregation": "mean"}},
         "mean, W = 8": {"options": {"aggregation": "mean"}, "world_size": 8},

@@ -15,6 +15,7 @@ from .rules import COLUMNS
 
 FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
+PARTLY = headers.PARTLY  # the same, where that costs no other element its step
 SUM_LANES = 128  # of ``ordered_sum``
 SUM_LEVELS = 7  # halvings of them
 ALIGNED = 4  # added where all addresses are multiples of 16 bytes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import rules
+from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
 from .tables import FULL_ROW, SPREAD
@@ -136,10 +137,15 @@ def move(
     live: Tensor,
     live_row: Tensor,
     rounding: Tensor | None,
+    still: Tensor | None = None,
 ) -> Tensor:
-    """``rules.moved`` for the elements of a tile that count; returns it for all of them, unrounded."""
+    """``rules.moved`` for the elements of a tile that count; returns it for all of them, unrounded.
+
+    Those that are ``still``, bool [blocks, block_size], stay where they are.
+    """
     x = gather(params, tile, block_size)
     new = rules.moved(x, update, k)
+    new = new if still is None else tl.where(still, x, new)
     write(params, tile, new if rounding is None else new.clone(), x, live, live_row, rounding)
     return new
 
@@ -162,16 +168,29 @@ def write(
 
 
 def moments(
-    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_sq_sums: Tensor | None, tile: Tile, k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Updates m and v of a tile in place, and the sums of v if asked; returns views of both."""
+    g: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_sums: Tensor | None,
+    found: Tensor | None,
+    tile: Tile,
+    k: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Updates m and v of a tile in place, and the sums of v if asked; returns views of both, and what stays.
+
+    Where there is ``found``, elements whose gradient does not count keep both; else, or where there are none: None.
+    """
     b = tile.blocks
     m, v = exp_avg.view(-1, g.shape[1])[b], exp_avg_sq.view(-1, g.shape[1])[b]
-    m.copy_(rules.momentum(m, g, k))
-    v.copy_(rules.variance(v, g, k))
+    new_m, new_v, still = rules.momentum(m, g, k), rules.variance(v, g, k), None
+    if found is not None and not bool((fine := rules.counts(g, k)).all()):
+        found |= int(PARTLY)
+        new_m, new_v, still = tl.where(fine, new_m, m), tl.where(fine, new_v, v), ~fine
+    m.copy_(new_m)
+    v.copy_(new_v)
     if exp_avg_sq_sums is not None:
         exp_avg_sq_sums[b] = v.sum(1, dtype=torch.float64)
-    return m, v
+    return m, v, still
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:

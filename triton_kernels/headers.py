@@ -54,6 +54,8 @@ STEP, DIGEST, TAG, FLAGS, SIGNAL = Word.STEP, Word.DIGEST, Word.TAG, Word.FLAGS,
 WORDS = len(Word)
 NONFINITE, MISMATCH, VETO = Flag.NONFINITE, Flag.MISMATCH, Flag.VETO
 KNOWN = len(Flag)  # bits
+PARTLY = 1 << KNOWN
+"""A flag in no header: a gradient had NaN or Inf elements, which alone did not move; the step counts."""
 RANKS = 16  # headers that a program compares together
 BITS = 5  # that count up to RANKS
 

@@ -34,7 +34,7 @@ from .op import (
     op,
 )
 from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
-from .update import moments_kernel, moved_kernel
+from .update import forget_kernel, moments_kernel, moved_kernel
 
 PER_LAYER: Derived = {
     "programs": ("i32", lambda coef: len(coef)),
@@ -45,28 +45,32 @@ PER_LAYER: Derived = {
 
 @jit()
 def lamb_update_kernel(
-    params_table, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, norms, norms_stride,
-    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
+    exp_avg_sq_sums, norms, norms_stride, found, found_before,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x, 4 for g, 8 for m, 8 for v."""
+    """Grid: blocks. Bytes per element: x, g, 8 for m, 8 for v."""
     b = tl.program_id(0).to(tl.int64)
+    forget_kernel(b, found_before)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
+        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found
+        m, v, _, _ = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
         io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
 
 
-@op(lamb_update_kernel, writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms"))
+@op(lamb_update_kernel, writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "found", "found_before"))
 def lamb_update(
-    params: Tensors, sizes: Sizes, block_size: int, grad: PerElement, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
     eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
-    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles,
+    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
+    found_before: Flag | None = None,
 ) -> None:  # fmt: skip
     """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
 
@@ -79,12 +83,14 @@ def lamb_update(
         eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
         norms: float64 [2, B], written: sums of x^2 and of u^2; those of padding stay as they are.
     """
+    if found_before is not None:
+        found_before.zero_()
     if skip:
         return
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
-        g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
-        m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
+        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, tile, k)
         x = only_live(gather(params, tile, block_size), live, live_row, tile)
         u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), live, live_row, tile)
         for row, values in enumerate((x, u)):

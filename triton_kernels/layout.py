@@ -129,6 +129,11 @@ class FlatLayout:
         """Flat index of a tensor's first element."""
         return self.first_block[tensor] * self.block_size
 
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """Returns views of a line [>= P] of the index space, one of each tensor's elements, [size]."""
+        firsts = map(self.offset, range(len(self.sizes)))
+        return [flat[first : first + size] for first, size in zip(firsts, self.sizes, strict=True)]
+
     def part(self, index: int, count: int) -> FlatLayout:
         """Returns the ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
 

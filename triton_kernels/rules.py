@@ -124,6 +124,12 @@ def counted(g, k):
 
 
 @rule
+def counts(g, k) -> bool:
+    """Neither too large to count nor NaN."""
+    return tl.abs(g) <= of(k, GRAD_LIMIT)
+
+
+@rule
 def clip_factor(norm, most):
     """What brings a gradient of ``norm`` down to ``most``, as torch's ``clip_grad_norm_`` makes it; 0 if infinite."""
     factor = tl.div_rn(1.0, norm + CLIP_EPS) * most

@@ -36,17 +36,34 @@ def moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS: tl.constex
 
 
 @jit()
-def moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE: tl.constexpr):
-    """Updates m and v of a block, and the sum of v where asked; returns both."""
+def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, b, i, k, mask, row,
+                   GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Updates m and v of a block, and the sum of v where asked; returns both, and what then moves: mask and row.
+
+    Where there is ``found``, elements whose gradient does not count keep both, and do not move.
+    """
     at = b * BLOCK_SIZE + i
-    g = io.only_active(tl.load(grad + at), mask, row)
-    m = rules.momentum(tl.load(exp_avg + at), g, k)
-    v = rules.variance(tl.load(exp_avg_sq + at), g, k)
+    g = io.load_user(place, i, mask, row, GRADS)
+    m_before, v_before = tl.load(exp_avg + at), tl.load(exp_avg_sq + at)
+    m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
+    if found is not None:
+        fine = rules.counts(g, k)
+        if io.any_of(~fine) != 0:
+            tl.atomic_or(found, io.PARTLY)
+            m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
+            mask, row = mask & fine, 2  # neither all nor none
     tl.store(exp_avg + at, m)
     tl.store(exp_avg_sq + at, v)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
-    return m, v
+    return m, v, mask, row
+
+
+@jit()
+def forget_kernel(b, found_before):
+    """Clears, by the first program, what the last step has found: the host has seen it, or has a copy."""
+    if found_before is not None and b == 0:
+        tl.store(found_before, 0)
 
 
 @jit()
@@ -151,44 +168,55 @@ def apply_momentum(
 
 @jit()
 def adam_update_kernel(
-    params_table, tensors, grad, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
+    exp_avg_sq_sums, rounding, found, found_before,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, 4 for g, 8 for m, 8 for v."""
+    """Grid: blocks. Bytes per element: x twice, g, 8 for m, 8 for v."""
     b = tl.program_id(0).to(tl.int64)
+    forget_kernel(b, found_before)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        m, v = moments_kernel(grad, exp_avg, exp_avg_sq, exp_avg_sq_sums, b, i, k, mask, row, BLOCK_SIZE)
+        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found
+        m, v, mask, row = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
 
 
-@op(adam_update_kernel, writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums"))
+@op(adam_update_kernel, writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before"))
 def adam_update(
-    params: Tensors, sizes: Sizes, block_size: int, grad: PerElement, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
-    exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None,
+    exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
+    found_before: Flag | None = None,
 ) -> None:  # fmt: skip
-    """Takes one step of AdamW on averaged gradients, the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
+    """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
     Other arguments as for ``apply_momentum``.
 
     Args:
-        grad: Averaged gradients, float32 [>= P].
+        grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
         exp_avg, exp_avg_sq: m and v, float32 [P], read and written; of blocks where nothing counts they may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
+        found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
+            and its moments stay as they are. None: all count.
+        found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
     """
+    if found_before is not None:
+        found_before.zero_()
     if skip:
         return
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
-        g = only_live(grad[tile.start : tile.start + tile.numel].view(-1, block_size), live, live_row, tile)
-        m, v = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, tile, k)
-        move(params, tile, block_size, rules.preconditioned(m, v, k, False), k, live, live_row, rounding)
+        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, tile, k)
+        update = rules.preconditioned(m, v, k, False)
+        move(params, tile, block_size, update, k, live, live_row, rounding, still)
 
 
 @jit()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit import (
+    AdamW,
     Lamb,
     MarsitAdam,
     MarsitSGD,
@@ -50,6 +51,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     ),
     "MarsitSGD": partial(MarsitSGD, momentum=0.9, rounds=ROUNDS),
     "MarsitAdam": partial(MarsitAdam, rounds=ROUNDS),
+    "AdamW": AdamW,
     "Lamb": Lamb,
 }
 CAPTURABLE = ("OneBitAdam", "OneBitAdam-frozen", "OneBitLamb", "OneBitLamb-frozen")

@@ -202,7 +202,7 @@ class DistributedOptimizer(Keeper):
                 'a step can only be captured in a CUDA graph with Wire(capturable=True) and Faults(nonfinite="skip"): '
                 "what changes from step to step must lie on the device; construct the optimizer so"
             )
-        if self._phase != "compression":
+        if not self._can_capture:
             raise RuntimeError(
                 f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
                 'until optimizer.phase == "compression"'
@@ -213,6 +213,11 @@ class DistributedOptimizer(Keeper):
                 "parameters in it: take an uncaptured step first"
             )
         return True
+
+    @property
+    def _can_capture(self) -> bool:
+        """Tell whether the coming step could be captured in a CUDA graph."""
+        return self._phase == "compression"
 
     def begin_step(self, captured: bool = False) -> None:
         """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
@@ -330,7 +335,8 @@ class DistributedOptimizer(Keeper):
         """Return where training stands. Waits for the device.
 
         Returns:
-            phase; step (updates done); skipped_steps; backend; transport; world_size; parameters and
+            phase; step (updates done); skipped_steps; partial_steps (those in which elements alone stayed as they were
+            whose gradient was no number, or too large); backend; transport; world_size; parameters and
             padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
             others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP averages
             gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside (of the
@@ -343,6 +349,7 @@ class DistributedOptimizer(Keeper):
             "phase": self.phase,
             "step": self.outcomes.updates,
             "skipped_steps": self.outcomes.skipped,
+            "partial_steps": self.outcomes.partial,
             "freeze_step": None,
             "backend": backend(self.device),
             "transport": repr(transport),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm import Flag
 from ..errors import AbortedStepError, NonFiniteGradientError, OutOfStepError, warn
+from ..triton_kernels.headers import PARTLY
 from .telemetry import HostMirror
 
 Describe = Callable[[Flag], str]
@@ -27,6 +28,7 @@ class Outcomes:
     def __init__(self, device: torch.device, nonfinite: str) -> None:
         self.attempts = 0  # steps begun
         self.skipped = 0  # those known to have been skipped
+        self.partial = 0  # steps in which elements stayed that did not count
         self.vetoed = 0  # those of them that the divergence guard refused
         self.veto_at: int | None = None  # the first that it refused since somebody set this to None
         self._arrived = 0
@@ -120,6 +122,8 @@ class Outcomes:
 
     def _count(self, flags: int) -> None:
         self._arrived += 1
+        self.partial += flags & PARTLY != 0
+        flags &= ~PARTLY
         self.skipped += flags != 0
         if flags:
             self._skips.append(self._arrived)
@@ -129,6 +133,9 @@ class Outcomes:
 
     def _act(self, flags: int, describe: Describe) -> None:
         self._count(flags)
+        if flags == PARTLY:
+            self._warn_of_elements()
+        flags &= ~PARTLY
         if not flags:
             return
         if flags & Flag.ABORT:
@@ -158,6 +165,14 @@ class Outcomes:
             warn(
                 "a GradScaler found infinite gradients on some ranks only; every rank skipped the step, but only those "
                 "will lower their loss scale. Use fusedonebit.amp.GradScaler, which lowers it on all"
+            )
+
+    def _warn_of_elements(self) -> None:
+        """Warn of the 1st, 2nd, 4th, 8th ... of such steps."""
+        if self.partial & (self.partial - 1) == 0:
+            warn(
+                f"elements of a gradient were not finite, or too large, in update {self.updates}: they alone stayed as "
+                f"they were, with their moments ({self.partial} such steps so far)"
             )
 
     def _act_on_nonfinite(self) -> None:

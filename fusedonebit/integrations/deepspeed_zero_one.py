@@ -114,5 +114,5 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._rebuild(None, None, None, False, coef, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value
-        self._update(self._anchor, self.coefficients.still(coef, self._absent), reducer.flags)
+        self._update(self.layout.cut(self._anchor), self.coefficients.still(coef, self._absent), reducer.flags)
         self._end_round(self._round)

@@ -1,7 +1,8 @@
 """Optimizers that average gradients over the ranks by themselves.
 
 ``AveragingOptimizer`` is all of one but its update: a subclass says with ``_update`` what one update
-from averaged gradients is. ``lamb.Lamb`` is one.
+from averaged gradients is. ``adamw.AdamW`` and ``lamb.Lamb`` are. A rank alone has nothing to average: its update
+reads gradients where they lie.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
+from ..comm.absent import absence
 from ..comm.message import OUT_OF_STEP
 from ..core.handshake import Handshake, HandshakeWord
 from ..core.optimizer import DistributedOptimizer
-from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
+from ..core.scaling import LossScale, Scaling, clip_factor, gradient_norm, overflow_flags
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
-from ..triton_kernels.tables import tables_of
+from ..triton_kernels.scaling import SQUARES
+from ..triton_kernels.tables import Listed, tables_of
 
 
 class AveragingOptimizer(DistributedOptimizer):
@@ -31,17 +34,74 @@ class AveragingOptimizer(DistributedOptimizer):
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
     )
     exp_avg_sq: Tensor
+    _found: Tensor
+    _found_before: Tensor
+    _no_flags: Tensor
+    reads_gradients: ClassVar[bool] = False
+    """Whether a rank alone updates from gradients where they lie, of which elements that do not count stay as they are;
+    else it flattens them first, and skips a step of which any does not count."""
 
     def build(self) -> None:
         self._grad: Tensor | None = None
+        self._cut: tuple[Tensor, Listed] | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
         self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
+        # Flags of this step's elements that did not count, and of the last one's; and none.
+        self._found, self._found_before, self._no_flags = torch.zeros(3, 1, dtype=torch.int32, device=self.device)
+        self._each_bit = torch.arange(8, dtype=torch.uint8, device=self.device)
+        self._alone_scales: Scaling | None = None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Tell whether this rank updates from gradients where they lie. Who wants errors looks at all of them first."""
+        single = self.transport.world_size == self.shards.count == 1
+        return self.reads_gradients and single and self.options.nonfinite == "skip"
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        return self._average(grads, coef, abort)
+        return (self._update_alone if self._is_alone else self._average)(grads, coef, abort)
+
+    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """Do what ``_exchange`` says where there is nobody else: the update is the only launch that reads gradients.
+
+        But for their norm, if they are clipped. Coefficients take up what they are multiplied with.
+        """
+        if abort:
+            return torch.full_like(self._no_flags, int(Flag.ABORT))
+        scale, most, hold = LossScale.of(self), self.options.max_grad_norm, self._no_flags
+        if scale.scale is not None or scale.found_inf is not None or most is not None:
+            if self._alone_scales is None:
+                self._alone_scales = Scaling(self.layout, SQUARES, self.device)
+            agreed = self._alone_scales.agree(grads, coef, scale, most, self.transport, self.shards)
+            coef = agreed.coef
+            if agreed.hold is not None and agreed.overflowed is not None:
+                hold, self.overflowed = agreed.hold, agreed.overflowed
+            if agreed.grad_norm is not None:
+                self._grad_norm = agreed.grad_norm
+        self._absent = self._mask_of(self._missing) if self._missing else None
+        if not self._captures:  # replays would clear one flag again and again, and never look at it
+            self._found, self._found_before = self._found_before, self._found
+        found = (self._found, None if self._captures else self._found_before)
+        self._update(grads, self.coefficients.still(coef, self._absent), hold, *found)
+        return hold
+
+    def _mask_of(self, missing: Sequence[int]) -> Tensor:
+        """Return which tensors are ``missing``: bool [tensors], uploaded only where they are others than before."""
+        bits = absence(self.layout, missing, self.device).bits
+        return (bits[:, None] >> self._each_bit & 1).view(-1)[: len(self.layout.sizes)].bool()
+
+    def _known(self, flags: Tensor) -> Tensor | int:
+        """See ``DistributedOptimizer``. What was found in an update that was made comes with it."""
+        if not self._is_alone:
+            return flags
+        return self._found if flags is self._no_flags else flags | self._found
+
+    @property
+    def _can_capture(self) -> bool:
+        """See ``DistributedOptimizer``; what is averaged is divided, and compared, by the host's numbers."""
+        return super()._can_capture or (self._is_alone and self._phase == "uncompressed")
 
     def _average(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Do what ``_exchange`` says by one all-reduce, or none where DDP has averaged."""
@@ -67,8 +127,14 @@ class AveragingOptimizer(DistributedOptimizer):
         if self.options.max_grad_norm is not None:
             self._grad_norm = gradient_norm([values], self._flat, self.shards)
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
-        self._update(self._grad, self.coefficients.still(coef, self._absent), flags)
+        self._update(self._averages(self._grad), self.coefficients.still(coef, self._absent), flags)
         return flags
+
+    def _averages(self, grad: Tensor) -> Listed:
+        """Return the averaged gradients in ``grad``, one of each tensor."""
+        if self._cut is None or self._cut[0] is not grad:
+            self._cut = grad, Listed.of(self.layout.cut(grad))
+        return self._cut[1]
 
     def _make_handshake(self, skips: bool = False) -> Handshake:
         tag = self.coefficients.tag ^ self.layout.fingerprint
@@ -116,8 +182,11 @@ class AveragingOptimizer(DistributedOptimizer):
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _held(self) -> list[Tensor]:
-        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs)
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, self._found)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
+
+    def _scratch(self) -> list[Tensor]:
+        return [] if self._alone_scales is None else self._alone_scales.memory()
 
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake()
@@ -132,14 +201,17 @@ class AveragingOptimizer(DistributedOptimizer):
             )
         return self._say_where(f"number of steps ({OUT_OF_STEP})" if steps else what)
 
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
-        """Make one update from averaged gradients ``grad`` float32 [>= P]; none where ``skip`` is set."""
+    def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
+        """Make one update from averaged gradients, one of each tensor; none where ``skip`` is set.
+
+        ``found``: Flags of this update, for elements that do not count, and of the last one; else all do.
+        """
         raise NotImplementedError
 
 
 class AdamUpdate(AveragingOptimizer):
     """One whose update is AdamW's."""
 
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+    def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        adam_update(dense, *self._places, grad, m, v, coef, *self._tables, skip, sums, self._rounding)
+        adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, self._rounding, *found)

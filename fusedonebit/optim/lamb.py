@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,10 +48,10 @@ class LambUpdate(AveragingOptimizer):
     def _scratch(self) -> list[Tensor]:
         return [self._norms]
 
-    def _update(self, grad: Tensor, coef: Tensor, skip: Tensor) -> None:
+    def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
         where, sums = (coef, *self._tables, skip), self._exp_avg_sq_sums
-        lamb_update(dense, *self._places, grad, m, v, inside, *where, sums, self._norms)
+        lamb_update(dense, grads, *self._places, m, v, inside, *where, sums, self._norms, *found)
         norms, start = self._by_layer(self._norms)
         with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
@@ -143,6 +143,7 @@ class Lamb(LambUpdate):
 
     settings: ClassVar[type[Options]] = LambOptions
     compresses: ClassVar = False
+    reads_gradients: ClassVar = True
 
     def __init__(
         self,

@@ -285,7 +285,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         dead = DeadCoordinates(layout, self._block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
         keep = options.dead_coordinates == "keep"
         self._before_compression()
-        self._grad = None
+        self._grad = self._cut = None
         self._warming = False
         self.coefficients.freeze_variance(self._taken)
         if self.living is not None:

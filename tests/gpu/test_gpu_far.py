@@ -176,13 +176,15 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.adam_update(
-            *(params, a.layout.sizes, BLOCK, out, m, v, a.coef, a.block_tensor, a.live, a.live_row, a.skip, None, None)
+            *(params, a.layout.cut(out), a.layout.sizes, BLOCK, m, v, a.coef, a.block_tensor, a.live, a.live_row),
+            *(a.skip, None, None),
         )
     owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         with using("plain"):
             triton_kernels.adam_update(
-                *(old, sizes, BLOCK, flat(out, blocks), old_m, old_v, a.coef, owner, a.live, a.live_row[blocks]),
+                *(old, FlatLayout(sizes, 1, BLOCK).cut(flat(out, blocks)), sizes, BLOCK, old_m, old_v, a.coef, owner),
+                *(a.live, a.live_row[blocks]),
                 *(a.skip, None, None),
             )
         compare(flat(m, blocks), old_m)
@@ -199,13 +201,14 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
     rest = (a.coef, a.block_tensor, a.live, a.live_row, a.skip)
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.lamb_update(params, a.layout.sizes, BLOCK, grad, m, v, False, *rest, None, norms)
+        triton_kernels.lamb_update(params, a.layout.cut(grad), a.layout.sizes, BLOCK, m, v, False, *rest, None, norms)
     owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         some = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
         with using("plain"):
-            triton_kernels.lamb_update(old, sizes, BLOCK, flat(grad, blocks), old_m, old_v, False, *tables, None, some)
+            grads = FlatLayout(sizes, 1, BLOCK).cut(flat(grad, blocks))
+            triton_kernels.lamb_update(old, grads, sizes, BLOCK, old_m, old_v, False, *tables, None, some)
         compare(flat(m, blocks), old_m)
         compare(flat(v, blocks), old_v)
         compare(norms[:, blocks].clone(), some)

@@ -154,7 +154,7 @@ static void only_live(float *restrict x, const uint8_t *restrict live, int64_t r
     }
 }
 
-static int counts(const uint8_t *live, int64_t row, int64_t i, int64_t n)
+static int is_live(const uint8_t *live, int64_t row, int64_t i, int64_t n)
 {
     return row == FULL || (live[row * (n / 8) + i / 8] >> i % 8 & 1);
 }
@@ -196,7 +196,7 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
 {
     if (!at.base || row != FULL) {
         for (int64_t i = 0; i < n; i++)
-            x[i] = at.base && counts(live, row, i, n) ? load_one(at, i) : 0.0f;
+            x[i] = at.base && is_live(live, row, i, n) ? load_one(at, i) : 0.0f;
     } else if (at.kind == FP32) {
         const float *from = (const float *)at.base + at.start;
         EACH_LINE(i, n) {
@@ -261,7 +261,7 @@ static void store_user(struct place at, const float *restrict x, int64_t b, cons
         carries(more, x, b, rounding, n);
     if (row != FULL) {
         for (int64_t i = 0; i < n; i++)
-            if (counts(live, row, i, n))
+            if (is_live(live, row, i, n))
                 store_one(at, i, x[i], more[i]);
     } else if (at.kind == FP32) {
         memcpy((float *)at.base + at.start, x, n * sizeof *x);

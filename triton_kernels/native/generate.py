@@ -75,7 +75,7 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
         f"enum {{ {of_groups}, GROUP_COLUMNS }}; /* of a group's row */",
         f"enum {{ {layers} }}; /* rows of a table of layers */",
         f"enum {{ {words}, WORDS, CHECKED = {headers.CHECKED} }}; /* of a message's header */",
-        f"enum {{ {flags}, KNOWN = {headers.KNOWN} }}; /* why a step is skipped */",
+        f"enum {{ {flags}, KNOWN = {headers.KNOWN}, PARTLY = {headers.PARTLY} }}; /* why a step is skipped */",
         *_rules(RULES.read_text()),
     ]
     for name, parameters in kernels.items():

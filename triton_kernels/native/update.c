@@ -43,15 +43,12 @@ static inline void move_by_bits(float *restrict x, const uint8_t *restrict bits,
 }
 
 /* m and v of a block, in place, and the sum of v if asked. */
-static void moments(float *restrict m, float *restrict v, const float *restrict grad,
-                    const float *coefficients, double *sum, const uint8_t *live, int64_t row, int64_t n)
+static void moments(float *restrict m, float *restrict v, const float *restrict g, const float *coefficients,
+                    double *sum, int64_t n)
 {
-    float g[MOST];
     KEEP(k, coefficients);
-    memcpy(g, grad, n * sizeof *g);
-    only_live(g, live, row, n);
     EACH_LINE(i, n) {
-        PREFETCH(grad + i, n);
+        PREFETCH(g + i, n);
         PREFETCH(m + i, n);
         LANES {
             m[i + j] = momentum(m[i + j], g[i + j], k);
@@ -60,6 +57,44 @@ static void moments(float *restrict m, float *restrict v, const float *restrict 
     }
     if (sum)
         *sum = sum_of(v, n);
+}
+
+/* Which elements of a block move: as the table says, or, where gradients do not count, a row of its own. */
+struct moving {
+    const uint8_t *live;
+    int64_t row;
+    uint8_t fine[3 * MOST / 8]; /* behind those of FULL and EMPTY */
+};
+
+/* `moments`, but for elements whose gradient does not count: these keep both, and do not move. */
+static void moments_that_count(float *m, float *v, const float *g, const float *coefficients, double *sum,
+                               int32_t *found, struct moving *moving, int64_t n)
+{
+    float m_before[MOST], v_before[MOST];
+    int32_t bad = 0;
+    KEEP(k, coefficients);
+    for (int64_t i = 0; found && i < n; i++)
+        bad |= !counts(g[i], k);
+    if (!bad) {
+        moments(m, v, g, coefficients, sum, n);
+        return;
+    }
+    __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
+    memcpy(m_before, m, n * sizeof *m);
+    memcpy(v_before, v, n * sizeof *v);
+    moments(m, v, g, coefficients, NULL, n);
+    uint8_t set[MOST];
+    for (int64_t i = 0; i < n; i++) {
+        int fine = counts(g[i], k);
+        m[i] = fine ? m[i] : m_before[i];
+        v[i] = fine ? v[i] : v_before[i];
+        set[i] = fine && is_live(moving->live, moving->row, i, n);
+    }
+    if (sum)
+        *sum = sum_of(v, n);
+    store_set(moving->fine + 2 * (n / 8), set, n);
+    moving->live = moving->fine;
+    moving->row = 2;
 }
 
 KERNEL(apply_momentum)
@@ -98,14 +133,18 @@ KERNEL(apply_momentum)
 
 KERNEL(adam_update)
 {
-    float update[MOST];
+    float update[MOST], room[MOST];
+    if (found_before && begin == 0)
+        *found_before = 0;
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
+        struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
+        struct moving moving = {live, live_row[b]};
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
-        moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
-                BLOCK_SIZE);
+        const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
+        moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
-        move(at, update, b, rounding, live, live_row[b], NULL, BLOCK_SIZE);
+        move(at, update, b, rounding, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
 }
 
@@ -124,12 +163,16 @@ KERNEL(add_values)
 
 KERNEL(lamb_update)
 {
-    float x[MOST], u[MOST];
+    float x[MOST], u[MOST], room[MOST];
+    if (found_before && begin == 0)
+        *found_before = 0;
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
+        struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
+        struct moving moving = {live, live_row[b]};
         float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
-        moments(m, v, grad + b * BLOCK_SIZE, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, live, live_row[b],
-                BLOCK_SIZE);
+        const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
+        moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         KEEP(k, at.k);
         EACH_LINE(i, BLOCK_SIZE) {

@@ -27,7 +27,7 @@ static int blend(float *restrict new_m, float *restrict c, const float *restrict
         good &= finite(new_m[i]) & finite(c[i]);
     for (int64_t i = 0; !good && i < n; i++)
         if (!finite(new_m[i]) || !finite(c[i])) {
-            bad |= counts(live, row, i, n);
+            bad |= is_live(live, row, i, n);
             new_m[i] = c[i] = m[i];
         }
     return bad;
@@ -53,6 +53,6 @@ KERNEL(NAME)
         only_live(c, live, live_row[b], BLOCK_SIZE);
         store_bits(packed, 0, c, 0, BLOCK_SIZE);
         for (int64_t i = 0; !*hold && i < BLOCK_SIZE; i++)
-            m[i] = counts(live, live_row[b], i, BLOCK_SIZE) ? new_m[i] : m[i];
+            m[i] = is_live(live, live_row[b], i, BLOCK_SIZE) ? new_m[i] : m[i];
     }
 }

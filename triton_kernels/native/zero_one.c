@@ -86,7 +86,7 @@ KERNEL(local_step)
             denominators(d, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++) {
             fine[i] = 1;
-            takes[i] = !*hold && counts(live, row, i, BLOCK_SIZE);
+            takes[i] = !*hold && is_live(live, row, i, BLOCK_SIZE);
         }
         EACH_LINE(i, BLOCK_SIZE)
             LANES c[i + j] = residual(c[i + j], scale, 0);

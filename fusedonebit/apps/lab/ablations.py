@@ -64,8 +64,7 @@ class NaiveOneBitAdam(AveragedAdam):
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         self._reducer(grads, abort=abort)
-        grad = torch.nn.functional.pad(self._reducer.result(), (0, TAIL))
-        self._update(grad, coef, self._reducer.flags)
+        self._update(self.layout.cut(self._reducer.result()), coef, self._reducer.flags)
         return self._reducer.flags
 
 

@@ -1,0 +1,219 @@
+"""``AdamW`` is torch's, in two launches; a rank alone reads gradients where they lie, and takes them as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizers import objects
+from torch import Tensor, nn
+
+from fusedonebit import AdamW, Faults, FusedOneBitWarning, Lamb, NonFiniteGradientError, amp
+from fusedonebit.comm import SimulatedGroup
+from fusedonebit.triton_kernels.op import launches
+
+SHAPES = ((7,), (33, 40), (), (1, 3), (0,), (5, 300))
+STEPS = 30
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes]
+
+
+def gradients(params: list[nn.Parameter], step: int, rank: int = 0) -> None:
+    draw = torch.Generator().manual_seed(1 + step + 1000 * rank)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=draw).to(p.dtype) * 10.0 ** (min(i, 5) - 2)
+        p.grad = None if step % 5 == 4 and i == 1 else g
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:2], "lr": 3e-2, "weight_decay": 0.1}, {"params": params[2:], "betas": (0.8, 0.99)}]
+
+
+def furthest(one: list[nn.Parameter], other: list[nn.Parameter]) -> float:
+    pairs = zip(one, other, strict=True)
+    return max(float((p.detach().double() - q.detach().double()).abs().max()) for p, q in pairs if p.numel())
+
+
+def both(make: Callable[..., Any], reference: Callable[..., Any], before: Callable[..., None] | None = None) -> float:
+    """Train both on the same gradients; return how far apart they end, as a share of the way."""
+    mine, theirs, start = parameters(), parameters(), parameters()
+    optimizer, other = make(groups(mine)), reference(groups(theirs))
+    for step in range(STEPS):
+        for params in (mine, theirs):
+            gradients(params, step)
+        if before is not None:
+            before(theirs)
+        optimizer.step()
+        other.step()
+    return furthest(mine, theirs) / furthest(mine, start)
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-2}, {"maximize": True}, {"weight_decay": 0.0}, {"amount": True}])
+def test_it_is_torchs_adamw(options):
+    lr = torch.tensor(1e-2) if options.pop("amount", False) else 1e-2
+    ours = lambda params: AdamW(params, lr, **objects(**options))  # noqa: E731
+    apart = both(ours, lambda params: torch.optim.AdamW(params, lr, **options))
+    print(f"{apart:.1e} of the way apart from torch's after {STEPS} steps")
+    assert apart < 2e-6
+
+
+def test_clipping_is_torchs():
+    def clip(params: list[nn.Parameter]) -> None:
+        torch.nn.utils.clip_grad_norm_(params, 0.7)
+
+    apart = both(lambda params: AdamW(params, 1e-2, max_grad_norm=0.7), torch.optim.AdamW, clip)
+    assert apart > 1e-2  # another lr
+    assert both(lambda p: AdamW(p, 1e-2, max_grad_norm=0.7), lambda p: torch.optim.AdamW(p, 1e-2), clip) < 2e-6
+
+
+def test_parameters_of_16_bits_are_torchs_to_a_rounding_each_step():
+    mine, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer, other = AdamW(mine, 1e-2), torch.optim.AdamW(theirs, 1e-2)
+    for step in range(3):
+        for params, each in ((mine, optimizer), (theirs, other)):
+            gradients(params, step)
+            each.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=4 * torch.finfo(torch.bfloat16).eps, atol=1e-2)
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+def test_several_ranks_are_one_that_has_their_mean_gradient(norm):
+    def run(rank: int, transport: Any) -> list[nn.Parameter]:
+        params = parameters()
+        optimizer = AdamW(groups(params), 1e-2, max_grad_norm=norm, process_group=transport)
+        for step in range(STEPS):
+            gradients(params, step, rank)
+            optimizer.step()
+        return params
+
+    ranks = SimulatedGroup(2).run(run)
+    alone = parameters()
+    optimizer = AdamW(groups(alone), 1e-2, max_grad_norm=norm)
+    for step in range(STEPS):
+        each = []
+        for rank in range(2):
+            gradients(alone, step, rank)
+            each.append([p.grad for p in alone])
+        for p, *both_ranks in zip(alone, *each, strict=True):
+            p.grad = None if both_ranks[0] is None else sum(both_ranks) / 2
+        optimizer.step()
+    assert furthest(*ranks) == 0.0
+    assert furthest(ranks[0], alone) < 1e-5
+
+
+def test_a_step_is_two_launches_whatever_the_number_of_tensors_and_four_with_clipping():
+    for norm, further in ((None, ()), (1.0, ("gradient_squares", "scale_coefficients"))):
+        params = parameters(shapes=((3, 5),) * 302)
+        optimizer = AdamW(params, max_grad_norm=norm)
+        for step in range(2):
+            gradients(params, step)
+            launches.clear()
+            optimizer.step()
+        assert launches == dict.fromkeys(("adam_update", "advance", *further), 1)
+
+
+def test_it_keeps_two_moments_and_no_gradient():
+    params = parameters(shapes=((1000, 1024),))
+    optimizer = AdamW(params)
+    gradients(params, 0)
+    optimizer.step()
+    held = optimizer.stats()["state_bytes"] / params[0].numel()
+    print(f"{held:.2f} bytes of state for each parameter")
+    assert 8.0 <= held < 8.1
+
+
+def spoilt(params: list[nn.Parameter]) -> Tensor:
+    """Give gradients of which some elements do not count; return these of the last parameter."""
+    gradients(params, 0)
+    grad = params[-1].grad
+    assert grad is not None
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf, 1e20)):
+        grad[i, 7 * i] = value
+    return ~(grad.abs() < 1e19)
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_elements_that_do_not_count_stay_and_all_others_move(norm):
+    params, plain = parameters(), parameters()
+    optimizer, other = (AdamW(each, 1e-2, max_grad_norm=norm) for each in (params, plain))
+    for each, taking in ((params, optimizer), (plain, other)):
+        gradients(each, 1)
+        taking.step()
+    before = [p.detach().clone() for p in params], {k: v.clone() for k, v in optimizer.state[params[-1]].items()}
+    bad = spoilt(params)
+    spoilt(plain)
+    plain[-1].grad[bad] = 0.0
+    with pytest.warns(FusedOneBitWarning, match="elements of a gradient were not finite, or too large, in update 2"):
+        optimizer.step()
+    other.step()
+    for p, q, was in zip(params, plain, before[0], strict=True):
+        stays = bad if p is params[-1] else torch.zeros_like(p, dtype=torch.bool)
+        assert torch.equal(p[stays], was[stays])
+        assert torch.equal(p[~stays], q[~stays])
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[params[-1]][name][bad], before[1][name][bad])
+    told = optimizer.stats()
+    assert (told["step"], told["skipped_steps"], told["partial_steps"]) == (2, 0, 1)
+    gradients(params, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert optimizer.stats()["partial_steps"] == 1
+
+
+def test_who_wants_an_error_gets_one_and_nothing_moves():
+    params = parameters()
+    optimizer = AdamW(params, faults=Faults(nonfinite="raise"))
+    spoilt(params)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(params, before, strict=True))
+    assert optimizer.stats()["step"] == 0
+
+
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, amp.GradScaler])
+def test_a_scaler_unscales_and_skips(kind, scaler):
+    scaled, plain = parameters(), parameters()
+    optimizer, other = kind(scaled, 1e-2), kind(plain, 1e-2)
+    scaling = scaler("cpu", init_scale=256.0)
+    scaling.scale(torch.ones(()))  # makes its tensors
+    for step in range(6):
+        for params in (scaled, plain):
+            gradients(params, step)
+        if step == 2:
+            scaled[0].grad[0] = torch.inf
+        else:
+            other.step()
+        for p in scaled:
+            p.grad = None if p.grad is None else p.grad * scaling.get_scale()
+        scaling.step(optimizer)
+        scaling.update()
+    assert scaling.get_scale() == 128.0
+    assert optimizer.stats()["skipped_steps"] == 1
+    assert furthest(scaled, plain) < 1e-6
+
+
+def test_a_state_goes_to_torchs_adamw_and_back():
+    ends = []
+    for kinds in ((AdamW, AdamW), (AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)):
+        params = parameters()
+        optimizer = kinds[0](params, 1e-2)
+        for step in range(6):
+            if step == 3:
+                saved = optimizer.state_dict()
+                optimizer = kinds[1](params, 1e-2)
+                optimizer.load_state_dict(saved)
+            gradients(params, step)
+            optimizer.step()
+        ends.append(params)
+    assert furthest(ends[0], ends[1]) < 1e-6
+    assert furthest(ends[0], ends[2]) < 1e-6
