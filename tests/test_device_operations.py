@@ -13,7 +13,18 @@ import pytest
 import torch
 from device_operations import counting, without_kernels
 
-from fusedonebit import AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, Wire, ZeroOneAdam
+from fusedonebit import (
+    AdamW,
+    Lamb,
+    MarsitAdam,
+    MarsitSGD,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitLion,
+    Rounds,
+    Wire,
+    ZeroOneAdam,
+)
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 from fusedonebit.optim.policies import Progress
 from fusedonebit.triton_kernels import using
@@ -128,7 +139,7 @@ CASES = {
     "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2), (2, 2)),
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
-MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
+MADE_ANEW = ("AdamW", "AdamW, clips, scaler", "Lamb", "ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
 MADE_ANEW += tuple(name for name in CASES if "own variances" in name)
 """Where a learning rate has changed there is an upload; in these steps, and Marsit's, the table is made anew as well.
 
