@@ -73,7 +73,7 @@ UNGUARDED: dict[str, Any] = {"guard": "off"}
 MAKE: dict[str, Callable[..., Any]] = {
     "OneBitAdam": by_name(OneBitAdam, freeze_step=2, guard="off"),
     "OneBitLamb": by_name(OneBitLamb, freeze_step=2, guard="off"),
-    "AdamW": by_name(AdamW),
+    "AdamW, ours": by_name(AdamW),
     "Lamb": by_name(Lamb),
     "ZeroOneAdam": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
     "ZeroOneAdam, own": by_name(ZeroOneAdam),

@@ -10,7 +10,8 @@ from optimizers import FROZEN, UNGUARDED, construct, objects
 from ranks import run_ranks
 from tape import capturing, in_a_capture
 
-from fusedonebit import Lamb, OneBitAdam, Wire
+from fusedonebit import AdamW, Lamb, OneBitAdam, Wire
+from fusedonebit.comm import SimulatedGroup, Transport
 
 SHAPES = ((7,), (33, 40), (1024,), (3, 5, 7))
 FREEZE, STEPS = 12, 30
@@ -132,12 +133,34 @@ def test_what_cannot_be_captured_says_so(options, steps, message):
     assert torch.equal(p, before)
 
 
-def test_a_step_of_lamb_cannot_be_captured():
-    p = torch.nn.Parameter(torch.ones(64))
-    p.grad = torch.ones(64)
-    optimizer = Lamb([p], 1e-2, wire=Wire(capturable=True))
-    with in_a_capture(), pytest.raises(RuntimeError, match="not in 'uncompressed'"):
-        optimizer.step()
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+def test_a_step_of_ranks_that_average_cannot_be_captured(kind):
+    def run(rank: int, transport: Transport) -> str:
+        p = torch.nn.Parameter(torch.ones(64))
+        p.grad = torch.ones(64)
+        optimizer = kind([p], 1e-2, wire=Wire(capturable=True), process_group=transport)
+        with in_a_capture(), pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    assert all("not in 'uncompressed'" in text for text in SimulatedGroup(2).run(run))
+
+
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+def test_a_step_of_a_rank_alone_that_averages_nothing_is_captured(kind):
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
+    captured, plain = (kind([p], 1e-2, wire=Wire(capturable=True)) for p in params)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.full((64,), 1.0 + step)
+        plain.step()
+        if step == 0:
+            captured.step()
+            continue
+        with in_a_capture():
+            captured.step()
+    assert torch.equal(*params)
+    assert captured.stats()["step"] == 4
 
 
 def test_hyper_parameters_that_change_at_the_capture_say_so():

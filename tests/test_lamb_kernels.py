@@ -295,7 +295,8 @@ def train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Ten
             optimizer.step()
         stats = optimizer.stats(layers=True)
     assert ("Triton" in stats["backend"]) == (backend == "triton")
-    assert (stats["step"], stats["skipped_steps"]) == (29, 1)
+    partly = kind == "uncompressed" and world_size == 1  # one element alone stays
+    assert (stats["step"], stats["skipped_steps"], stats["partial_steps"]) == ((30, 0, 1) if partly else (29, 1, 0))
     assert stats["phase"] == ("uncompressed" if kind == "uncompressed" else "compression")
     return [p.detach() for p in params], stats["layers"]
 
@@ -336,7 +337,7 @@ def test_30_steps_through_the_kernels_on_two_ranks_give_identical_parameters():
 
 COMPRESSED = {"momentum_compress": 1, "finish_alone": 1, "apply_momentum": 1}
 LAUNCHES = {
-    "uncompressed": {"flatten": 1, "lamb_update": 1, "lamb_coefficient": 1, "lamb_move": 1, "advance": 1},
+    "uncompressed": {"lamb_update": 1, "lamb_coefficient": 1, "lamb_move": 1, "advance": 1},
     "adaptive": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "deepspeed": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},
     "defaults": COMPRESSED | {"lamb_ratio": 1, "lamb_rescale": 1},

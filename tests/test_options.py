@@ -125,7 +125,7 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
 def test_an_optimizers_own_default_stands_where_an_object_says_none():
     made = {name: make(model_of().parameters(), lr=1e-3).options for name, make in MAKE.items()}
     assert {name: options.bias_correction for name, options in made.items()} == {
-        **dict.fromkeys(("AdamW", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
+        **dict.fromkeys(("AdamW, ours", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
         **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
     }
     assert (made["OneBitAdam"].precondition, made["OneBitLamb"].precondition) == (True, False)
@@ -145,7 +145,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
     assert {name: set(header["options"]) for name, header in said.items()} == {
         "OneBitAdam": TOLD | SCALES,
         "OneBitLamb": TOLD | SCALES | {"variant"},
-        "AdamW": TOLD,
+        "AdamW, ours": TOLD,
         "Lamb": TOLD,
         **dict.fromkeys(("ZeroOneAdam", "ZeroOneAdam, own"), TOLD | SCALES | {"variance_policy", "sync_policy"}),
         "MarsitSGD": TOLD | AGREEMENT,

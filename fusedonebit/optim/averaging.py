@@ -182,7 +182,7 @@ class AveragingOptimizer(DistributedOptimizer):
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _held(self) -> list[Tensor]:
-        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, self._found)
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, self._found if self._is_alone else None)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
     def _scratch(self) -> list[Tensor]:
