@@ -29,6 +29,8 @@ HALF_FOLLOWED = {"worker_sq": "*bf16", "rounding": "*i64"}
 SIDE = dict.fromkeys(("compensated", "scale", "settled"), "*fp32") | {"exp_avg_sq": "*fp32"}
 CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": True}
 STOCHASTIC = {"rounding": "*i64"}
+FOUND = dict.fromkeys(("found", "found_before"), "*i32")
+HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i64"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
 SUMS = {"digest": "*i64"}
@@ -145,6 +147,12 @@ CASES = {
     "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16 | SUMS),
     "apply_momentum, ternary": Case("apply_momentum", VARIANCE | SUMS | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
+    "adam_update, alone": Case("adam_update", FOUND),
+    "adam_update, alone, bf16": Case("adam_update", FOUND | BF16),
+    "adam_update, alone, moments in bf16": Case("adam_update", FOUND | HALF_MOMENTS, halves=2),
+    "adam_update, alone, bf16, moments in bf16": Case(
+        "adam_update", FOUND | BF16 | HALF_MOMENTS | STOCHASTIC, halves=2
+    ),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, *[0] * 9), halves=1, num_warps=1),
     "finish_alone": Case("finish_alone", ALONE, loops=(0, 0, 1, 1, 0, 0, 1, *[0] * 4), num_warps=1),
     "receive": Case("receive", loops=(1, 1, 0, 0), share=128, cached=HEADERS, num_warps=1),

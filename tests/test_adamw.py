@@ -11,7 +11,7 @@ import torch
 from optimizers import objects
 from torch import Tensor, nn
 
-from fusedonebit import AdamW, Faults, FusedOneBitWarning, Lamb, NonFiniteGradientError, amp
+from fusedonebit import AdamW, Faults, FusedOneBitWarning, Lamb, NonFiniteGradientError, Numerics, amp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.triton_kernels.op import launches
 
@@ -217,3 +217,83 @@ def test_a_state_goes_to_torchs_adamw_and_back():
         ends.append(params)
     assert furthest(ends[0], ends[1]) < 1e-6
     assert furthest(ends[0], ends[2]) < 1e-6
+
+
+# ---------------------------------------------------------------- moments in bfloat16
+
+HALF = Numerics(state="bf16")
+
+
+def test_moments_in_bfloat16_take_half_the_bytes_and_are_where_torch_has_them():
+    params = parameters(shapes=((1000, 1024),))
+    optimizer = AdamW(params, numerics=HALF)
+    gradients(params, 0)
+    optimizer.step()
+    held = optimizer.stats()["state_bytes"] / params[0].numel()
+    print(f"{held:.2f} bytes of state for each parameter")
+    assert 4.0 <= held < 4.1
+    state = optimizer.state[params[0]]
+    assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [torch.bfloat16] * 2
+    assert optimizer.momentum(params[0]).dtype is torch.float32
+
+
+def test_a_variance_in_bfloat16_does_not_stand_still():
+    p = nn.Parameter(torch.zeros(4096))
+    optimizer = AdamW([p], 0.0, betas=(0.9, 0.999), numerics=HALF)
+    p.grad = torch.ones_like(p)
+    for _ in range(2000):
+        optimizer.step()
+    v, m = optimizer.state[p]["exp_avg_sq"].double(), optimizer.state[p]["exp_avg"].double()
+    expected = 1 - 0.999**2000
+    print(f"v is {float(v.mean() / expected):.4f} times the exact one after 2000 steps, to nearest it would be 0.22")
+    assert abs(float(v.mean()) / expected - 1) < 2e-3
+    assert abs(float(m.mean()) - 1) < 2e-3
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits_and_from_torchs_and_float32():
+    ends = []
+    for stop in (None, 3):
+        params = parameters()
+        optimizer = AdamW(params, 1e-2, numerics=HALF)
+        for step in range(6):
+            if step == stop:
+                saved = optimizer.state_dict()
+                optimizer = AdamW(params, 1e-2, numerics=HALF)
+                optimizer.load_state_dict(saved)
+            gradients(params, step)
+            optimizer.step()
+        ends.append(params)
+    assert furthest(*ends) == 0.0
+    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {})):
+        params, full = parameters(), parameters()
+        other, exact = kind(params, 1e-2, **options), kind(full, 1e-2, **options)
+        for step in range(6):
+            if step == 3:
+                optimizer = AdamW(params, 1e-2, numerics=HALF)
+                optimizer.load_state_dict(other.state_dict())
+                other = optimizer
+            for each, taking in ((params, other), (full, exact)):
+                gradients(each, step)
+                taking.step()
+        assert 0.0 < furthest(params, full) < 1e-3
+
+
+def test_ranks_round_alike():
+    def run(rank: int, transport: Any) -> tuple[list[nn.Parameter], dict[Any, Any]]:
+        params = parameters()
+        optimizer = AdamW(params, 1e-2, numerics=HALF, process_group=transport)
+        for step in range(5):
+            gradients(params, step, rank)
+            optimizer.step()
+        return params, [optimizer.state[p]["exp_avg_sq"] for p in params]
+
+    (one, v), (other, same) = SimulatedGroup(2).run(run)
+    assert furthest(one, other) == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(v, same, strict=True))
+
+
+def test_who_keeps_no_moments_so_refuses_it():
+    with pytest.raises(ValueError, match="state must be 'fp32' with Lamb, got 'bf16': it has no such option"):
+        Lamb(parameters(), numerics=HALF)
+    with pytest.raises(ValueError, match="state must be .*fp32.*bf16.*, got 'fp8'"):
+        AdamW(parameters(), numerics=Numerics(state="fp8"))

@@ -244,6 +244,23 @@ def with_uncounted(p: Problem, arguments: tuple) -> tuple:
     return (arguments[0], grads, *arguments[2:], *p.flags_found())
 
 
+@pytest.mark.long(but=4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("uncounted", [False, True])
+@EACH_SIZE
+def test_adam_update_of_moments_in_bfloat16_equals_eager(sizes, uncounted, dtype):
+    def make() -> tuple:
+        p = problem(sizes, 2, block_of(sizes), dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if uncounted else None)
+        p.exp_avg_sq.mul_(p.live_mask)
+        p.compensated, p.exp_avg_sq = p.compensated.bfloat16(), p.exp_avg_sq.bfloat16()
+        arguments = (*p.update_arguments(sums=False), *p.flags_found())
+        if uncounted:
+            arguments = with_uncounted(p, arguments[:-2])
+        return *arguments, torch.tensor(12_345)
+
+    assert_equal_backends("adam_update", make)
+
+
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("name", ["adam_update", "lamb_update"])
 def test_what_does_not_count_stays_as_it_is_on_all_backends(name, skip):

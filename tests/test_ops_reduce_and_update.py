@@ -272,6 +272,37 @@ def test_an_element_whose_gradient_does_not_count_stays_with_its_moments_and_all
     assert np.array_equal(x, np.where(bad.numpy(), old, other))
 
 
+def test_moments_in_bfloat16_are_neighbours_of_exact_ones_and_exact_on_average():
+    exact, halves = Problem(MIXED, 2), Problem(MIXED, 2)
+    halves.compensated, halves.exp_avg_sq = halves.compensated.bfloat16(), halves.exp_avg_sq.bfloat16()
+    exact.compensated.copy_(halves.compensated)
+    exact.exp_avg_sq.copy_(halves.exp_avg_sq)
+    start = halves.compensated.clone(), halves.exp_avg_sq.clone()
+    arguments, drawn = halves.update_arguments(sums=False), torch.zeros((), dtype=torch.int64)
+    grads = [g.clone() for g in arguments[1]]
+    ops.adam_update(*exact.update_arguments(sums=False))
+    totals = [torch.zeros(exact.layout.numel, dtype=torch.float64) for _ in range(2)]
+    draws = 400
+    for draw in range(draws):
+        halves.compensated.copy_(start[0])
+        halves.exp_avg_sq.copy_(start[1])
+        drawn.fill_(draw)
+        for g, was in zip(arguments[1], grads, strict=True):
+            g.copy_(was)
+        ops.adam_update(*arguments, *halves.flags_found(), drawn)
+        for total, found in zip(totals, (halves.compensated, halves.exp_avg_sq), strict=True):
+            total += found.double()
+    for total, kept, wanted in zip(
+        totals, (halves.compensated, halves.exp_avg_sq), (exact.compensated, exact.exp_avg_sq), strict=True
+    ):
+        unit = wanted.abs().double() * 2.0**-7  # an upper bound of what lies between two neighbours
+        assert ((kept.double() - wanted.double()).abs() <= unit).all()
+        live = torch.from_numpy(exact.live) & (wanted != 0)
+        off = ((total / draws - wanted.double()) / unit)[live]
+        assert off.abs().max() < 6 * 0.5 / draws**0.5  # of each element
+        assert abs(float(off.mean())) < 5 * 0.5 / (draws * len(off)) ** 0.5
+
+
 def test_nothing_is_found_where_all_gradients_count():
     p, plain = Problem(MIXED, 2), Problem(MIXED, 2)
     found, found_before = p.flags_found()

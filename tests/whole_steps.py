@@ -144,6 +144,16 @@ ALONE = {
     )
 }
 """Of those that read gradients where they lie."""
+OF_STATE: dict[str, dict[str, Any]] = {
+    "moments in bf16": {"options": {"state": "bf16"}},
+    "moments in bf16, W = 1": {"options": {"state": "bf16"}, "world_size": 1},
+    "moments in bf16, mixed dtypes": {"options": {"state": "bf16"}, "dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
+    "moments in bf16, stochastic rounding": {
+        "options": {"state": "bf16", "stochastic_rounding": True},
+        "dtypes": (BFLOAT16,),
+        "world_size": 1,
+    },
+}
 
 COMPRESSING: dict[str, dict[str, Any]] = {
     "ternary": {"options": {"ternary": True}},
@@ -227,7 +237,7 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
-    "AdamW": ALONE | {"capturable": {"options": {"capturable": True}}},
+    "AdamW": ALONE | OF_STATE | {"capturable": {"options": {"capturable": True}}},
     "Lamb": ALONE
     | {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
     "OneBitLion": {

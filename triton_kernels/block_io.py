@@ -194,15 +194,23 @@ def rounded(x, words, dtype: tl.constexpr):
     By hand for bfloat16: Triton's interpreter would cut the bits off.
     """
     if dtype == tl.bfloat16:
-        u = x.to(tl.uint32, bitcast=True)
         if words is None:
-            carry = rules.half(u)
+            carry = rules.half(x.to(tl.uint32, bitcast=True))
         else:
             carry = rules.random_bits(words[0], words[1])
-        up = rules.bfloat16(u, carry)
-        return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return carried(x, carry, dtype)
     else:
         return x.to(dtype)
+
+
+@jit()
+def carried(x, carry, dtype: tl.constexpr):
+    """Rounds to bfloat16 by what carries into the bits that are kept; float32 stays as it is."""
+    if dtype == tl.bfloat16:
+        up = rules.bfloat16(x.to(tl.uint32, bitcast=True), carry)
+        return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x
 
 
 @jit()
@@ -252,6 +260,14 @@ def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
         lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
         done = tl.load(lower).to(tl.uint32, bitcast=True)
         return first.to(tl.uint32) + i.to(tl.uint32), rules.block_seed((first >> 32).to(tl.uint32), done)
+
+
+@jit()
+def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
+    """16 random bits for each element's moments, of the updates done."""
+    half = BLOCK_SIZE // 2
+    words = random_words(drawn, b, i % half, BLOCK_SIZE)
+    return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
 
 
 # ---------------------------------------------------------------- sums

@@ -173,24 +173,32 @@ def moments(
     exp_avg_sq: Tensor,
     exp_avg_sq_sums: Tensor | None,
     found: Tensor | None,
+    drawn: Tensor | None,
     tile: Tile,
     k: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Updates m and v of a tile in place, and the sums of v if asked; returns views of both, and what stays.
+    """Updates m and v of a tile in place, and the sums of v if asked; returns both in float32, and what stays.
 
     Where there is ``found``, elements whose gradient does not count keep both; else, or where there are none: None.
+    Where there is ``drawn`` they are kept in bfloat16, rounded by random bits.
     """
     b = tile.blocks
-    m, v = exp_avg.view(-1, g.shape[1])[b], exp_avg_sq.view(-1, g.shape[1])[b]
-    new_m, new_v, still = rules.momentum(m, g, k), rules.variance(v, g, k), None
+    kept_m, kept_v = (kept.view(-1, g.shape[1])[b] for kept in (exp_avg, exp_avg_sq))
+    m, v, still = kept_m.float(), kept_v.float(), None
+    new_m, new_v = rules.momentum(m, g, k), rules.variance(v, g, k)
     if found is not None and not bool((fine := rules.counts(g, k)).all()):
         found |= int(PARTLY)
         new_m, new_v, still = tl.where(fine, new_m, m), tl.where(fine, new_v, v), ~fine
-    m.copy_(new_m)
-    v.copy_(new_v)
+    if drawn is None:
+        kept_m.copy_(new_m)
+        kept_v.copy_(new_v)
+    else:
+        bits = moment_bits(drawn, tile, g.shape[1])
+        kept_m.copy_(stochastic(new_m, bits))
+        kept_v.copy_(stochastic(new_v, bits))
     if exp_avg_sq_sums is not None:
-        exp_avg_sq_sums[b] = v.sum(1, dtype=torch.float64)
-    return m, v, still
+        exp_avg_sq_sums[b] = new_v.sum(1, dtype=torch.float64)
+    return new_m, new_v, still
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
@@ -199,9 +207,20 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     A function of the number of updates and of the element's place in the flat index space, nothing
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
-    index = torch.arange(tile.start, tile.start + tile.numel, device=rounding.device).view(-1, block_size)
-    seed = rules.block_seed(index[:, :1] >> 32, rounding & rules.WORD)
-    return rules.random_bits(index & rules.WORD, seed).int()
+    return rules.random_bits(*_index_and_seed(rounding, tile, block_size)).int()
+
+
+def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:
+    """16 bits for each element's moments, int32 [blocks, block_size], of the same."""
+    index, seed = _index_and_seed(drawn, tile, block_size)
+    half = block_size // 2
+    second = torch.arange(block_size, device=drawn.device) // half
+    return rules.half_of(rules.moments_word(index[:, :half], seed).repeat(1, 2), second).int()
+
+
+def _index_and_seed(done: Tensor, tile: Tile, block_size: int) -> tuple[Tensor, Tensor]:
+    index = torch.arange(tile.start, tile.start + tile.numel, device=done.device).view(-1, block_size)
+    return index & rules.WORD, rules.block_seed(index[:, :1] >> 32, done & rules.WORD)
 
 
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:

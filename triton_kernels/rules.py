@@ -569,6 +569,18 @@ def random_bits(low: int, seed: int) -> int:
 
 
 @rule
+def moments_word(low: int, seed: int) -> int:
+    """32 bits that are no parameter's, for two elements' moments half a block apart: m and v have 16 in common."""
+    return mixed(low ^ mixed(seed))
+
+
+@rule
+def half_of(word: int, second: int) -> int:
+    """The 16 bits of one of the two: ``second`` is 0 or 1."""
+    return (word >> (second * 16)) & 0xFFFF
+
+
+@rule
 def untied(c, bits: int):
     """c, or -1 where it is 0 and the lowest random bit is 0: a vote has no zero, and 0 is taken for positive."""
     return tl.where((c == 0) & ((bits & 1) == 0), -1.0, c)

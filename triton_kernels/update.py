@@ -17,6 +17,7 @@ from .op import (
     Flag,
     Floats,
     Indices,
+    Moment,
     PerBlock,
     PerElement,
     Sizes,
@@ -27,36 +28,44 @@ from .op import (
 
 
 @jit()
-def moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Moves the elements of a block that count; returns where to, unrounded."""
+def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Moves the elements of a block that count, and are ``fine`` if that is given; returns where to, unrounded."""
     words = io.random_words(rounding, b, i, BLOCK_SIZE)
-    x = rules.moved(io.load_user(place, i, mask, row, PARAMS), update, k)
+    before = io.load_user(place, i, mask, row, PARAMS)
+    x = rules.moved(before, update, k)
+    if fine is not None:
+        x = tl.where(fine, x, before)
     io.store_user(place, i, x, words, mask, row, PARAMS)
     return x
 
 
 @jit()
-def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, b, i, k, mask, row,
+def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, b, i, k, mask, row,
                    GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Updates m and v of a block, and the sum of v where asked; returns both, and what then moves: mask and row.
+    """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
 
-    Where there is ``found``, elements whose gradient does not count keep both, and do not move.
+    Where there is ``found``, elements whose gradient does not keep both.
     """
     at = b * BLOCK_SIZE + i
     g = io.load_user(place, i, mask, row, GRADS)
-    m_before, v_before = tl.load(exp_avg + at), tl.load(exp_avg_sq + at)
+    m_before, v_before = tl.load(exp_avg + at).to(tl.float32), tl.load(exp_avg_sq + at).to(tl.float32)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
+    fine = rules.counts(g, k)
     if found is not None:
-        fine = rules.counts(g, k)
-        if io.any_of(~fine) != 0:
+        bad = io.any_of(~fine)
+        if bad != 0:
             tl.atomic_or(found, io.PARTLY)
-            m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
-            mask, row = mask & fine, 2  # neither all nor none
-    tl.store(exp_avg + at, m)
-    tl.store(exp_avg_sq + at, v)
+        m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
+    if drawn is None:
+        tl.store(exp_avg + at, m)
+        tl.store(exp_avg_sq + at, v)
+    else:
+        bits = io.moment_bits(drawn, b, i, BLOCK_SIZE)
+        tl.store(exp_avg + at, io.carried(m, bits, exp_avg.dtype.element_ty))
+        tl.store(exp_avg_sq + at, io.carried(v, bits, exp_avg_sq.dtype.element_ty))
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
-    return m, v, mask, row
+    return m, v, fine
 
 
 @jit()
@@ -92,7 +101,7 @@ def apply_momentum_kernel(
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
             place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            x = moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+            x = moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
             if x_squares is not None:
                 io.store_norm(x_squares, b, io.only_active(x, mask, row))
         if digest is not None:  # at the end: no load waits for this sum
@@ -169,10 +178,10 @@ def apply_momentum(
 @jit()
 def adam_update_kernel(
     params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, found, found_before,
+    exp_avg_sq_sums, rounding, found, found_before, drawn,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, g, 8 for m, 8 for v."""
+    """Grid: blocks. Bytes per element: x twice, g, 8 or 4 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
     row = tl.load(live_row + b)
@@ -181,19 +190,22 @@ def adam_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found
-        m, v, mask, row = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
+        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn
+        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moved_kernel(place, rounding, b, i, update, k, mask, row, PARAMS, BLOCK_SIZE)
+        if found is None:
+            moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
+        else:
+            moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS, BLOCK_SIZE)
 
 
 @op(adam_update_kernel, writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before"))
 def adam_update(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
-    found_before: Flag | None = None,
+    found_before: Flag | None = None, drawn: Counters | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -201,11 +213,14 @@ def adam_update(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        exp_avg, exp_avg_sq: m and v, float32 [P], read and written; of blocks where nothing counts they may stay.
+        exp_avg, exp_avg_sq: m and v, float32 or bfloat16 [P], read and written; of blocks where nothing counts they
+            may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
         found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
             and its moments stay as they are. None: all count.
         found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
+        drawn: int64 [], the updates done, with which moments in bfloat16 are rounded stochastically: to nearest, v
+            would stand still. None: they are float32.
     """
     if found_before is not None:
         found_before.zero_()
@@ -214,7 +229,7 @@ def adam_update(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, tile, k)
+        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, tile, k)
         update = rules.preconditioned(m, v, k, False)
         move(params, tile, block_size, update, k, live, live_row, rounding, still)
 

@@ -16,7 +16,7 @@ class AdamWOptions(Options):
     """Settings of ``AdamW``."""
 
     bias_correction: bool = True
-    takes: ClassVar = Options.takes - {"eps_inside_sqrt"}
+    takes: ClassVar = Options.takes - {"eps_inside_sqrt"} | {"state"}
 
 
 class AdamW(AdamUpdate):

@@ -25,13 +25,15 @@ from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
 from ..triton_kernels.scaling import SQUARES
 from ..triton_kernels.tables import Listed, tables_of
 
+DTYPE = "options.moments_dtype"
+
 
 class AveragingOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer on averaged gradients; see the module's docstring and ``Lamb``."""
 
     kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", published=True),
-        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg", "element", "exp_avg", published=True, kept_in=DTYPE),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, kept_in=DTYPE),
     )
     exp_avg_sq: Tensor
     _found: Tensor
@@ -214,4 +216,10 @@ class AdamUpdate(AveragingOptimizer):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, self._rounding, *found)
+        how = self._rounding, *(found or (None, None)), self._drawn
+        adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
+
+    @property
+    def _drawn(self) -> Tensor | None:
+        """Return what moments in bfloat16 are rounded by; None where they are float32."""
+        return None if self.options.state == "fp32" else self.updates

@@ -131,18 +131,120 @@ KERNEL(apply_momentum)
     }
 }
 
+static int32_t any_of(const int32_t *lanes)
+{
+    int32_t any = 0;
+    for (int j = 0; j < LINE; j++)
+        any |= lanes[j];
+    return any;
+}
+
+/* Moves a block by its gradient, in one pass; returns whether any of that does not count, and so stays. */
+static int32_t move_by_gradient(float *restrict x, float *restrict m, float *restrict v, const float *restrict g,
+                                const float *row, int64_t n)
+{
+    int32_t bad[LINE] = {0};
+    KEEP(k, row);
+    EACH_LINE(i, n) {
+        PREFETCH(x + i, n);
+        PREFETCH(m + i, n);
+        PREFETCH(v + i, n);
+        PREFETCH(g + i, n);
+        LANES {
+            float new_m = momentum(m[i + j], g[i + j], k), new_v = variance(v[i + j], g[i + j], k);
+            float to = moved(x[i + j], preconditioned(new_m, new_v, k, 0), k);
+            int32_t fine = counts(g[i + j], k);
+            m[i + j] = fine ? new_m : m[i + j];
+            v[i + j] = fine ? new_v : v[i + j];
+            x[i + j] = fine ? to : x[i + j];
+            bad[j] |= !fine;
+        }
+    }
+    return any_of(bad);
+}
+
+/* Writes back moments that were widened, rounded by bits that are drawn for their elements. */
+static void narrow_moments(void *exp_avg, void *exp_avg_sq, const float *m, const float *v, int64_t b, int64_t done,
+                           int64_t n)
+{
+    uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
+    uint64_t first = (uint64_t)b * n;
+    uint32_t seed = block_seed(first >> 32, done), word[MOST / 2];
+    for (int64_t i = 0; i < n / 2; i++)
+        word[i] = moments_word(first + i, seed);
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
+            uint32_t bits = half_of(word[i], half);
+            to_m[at] = to_bf16(m[at], bits);
+            to_v[at] = to_bf16(v[at], bits);
+        }
+}
+
+/* A line of `move_by_gradient` on moments in bfloat16. */
+static inline void move_line(float *restrict x, uint16_t *restrict m, uint16_t *restrict v, const float *restrict g,
+                             const uint32_t *restrict word, int64_t second, int32_t *restrict bad, const float *k)
+{
+    LANES {
+        float new_m = momentum(from_bf16(m[j]), g[j], k), new_v = variance(from_bf16(v[j]), g[j], k);
+        float to = moved(x[j], preconditioned(new_m, new_v, k, 0), k);
+        uint32_t bits = half_of(word[j], second);
+        int32_t fine = counts(g[j], k);
+        x[j] = fine ? to : x[j];
+        m[j] = fine ? bfloat16(bits_of(new_m), bits) : m[j];
+        v[j] = fine ? bfloat16(bits_of(new_v), bits) : v[j];
+        bad[j] |= !fine;
+    }
+}
+
+/* `move_by_gradient` on moments in bfloat16, two lines half a block apart at a time. */
+static int32_t move_and_narrow(float *restrict x, void *exp_avg, void *exp_avg_sq, const float *restrict g,
+                               const float *row, int64_t b, int64_t done, int64_t n)
+{
+    int32_t bad[LINE] = {0};
+    uint16_t *m = (uint16_t *)exp_avg + b * n, *v = (uint16_t *)exp_avg_sq + b * n;
+    uint64_t first = (uint64_t)b * n;
+    uint32_t seed = block_seed(first >> 32, done), word[LINE];
+    KEEP(k, row);
+    EACH_LINE(i, n / 2) {
+        LANES word[j] = moments_word(first + i + j, seed);
+        for (int64_t second = 0, at = i; second < 2; second++, at += n / 2) {
+            PREFETCH(x + at, n);
+            PREFETCH(m + at, n);
+            PREFETCH(v + at, n);
+            PREFETCH(g + at, n);
+            move_line(x + at, m + at, v + at, g + at, word, second, bad, k);
+        }
+    }
+    return any_of(bad);
+}
+
 KERNEL(adam_update)
 {
-    float update[MOST], room[MOST];
+    float update[MOST], room[MOST], wide_m[MOST], wide_v[MOST];
     if (found_before && begin == 0)
         *found_before = 0;
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
-        float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
+        float *m = exp_avg_kind == FP32 ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
+        float *v = exp_avg_sq_kind == FP32 ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
+        if (found && !exp_avg_sq_sums && is_plain(at, live_row[b])) {
+            float *x = (float *)at.base + at.start;
+            int32_t bad = drawn ? move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, *drawn, BLOCK_SIZE)
+                                : move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
+            if (bad)
+                __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
+            continue;
+        }
+        if (drawn) {
+            variance_of(exp_avg, exp_avg_kind, b, wide_m, BLOCK_SIZE);
+            variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide_v, BLOCK_SIZE);
+        }
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
+        if (drawn)
+            narrow_moments(exp_avg, exp_avg_sq, m, v, b, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
         move(at, update, b, rounding, moving.live, moving.row, NULL, BLOCK_SIZE);
     }

@@ -44,6 +44,7 @@ class StateSpec:
         optional: Whether the checkpoint of another optimizer may lack it.
         holds_parameters: Whether it is a copy of parameters, which a mask leaves as they are.
         not_negative: Whether its values are at least 0; or a key of the header that must be true for that.
+        kept_in: The attribute that has its dtype, of elements; "": they are float32.
     """
 
     name: str
@@ -61,6 +62,7 @@ class StateSpec:
     optional: bool = False
     holds_parameters: bool = False
     not_negative: bool | str = False
+    kept_in: str = ""
 
     @property
     def by_parameter(self) -> bool:
@@ -95,7 +97,8 @@ class StateSpec:
             return
         tensors = len(layout.sizes)
         shape = (layout.numel,) if self.per == "element" else (self.rows, tensors) if self.rows else (tensors,)
-        setattr(owner, self.at, torch.zeros(shape if self.wanted(owner) else 0, device=device))
+        dtype = attrgetter(self.kept_in)(owner) if self.kept_in else torch.float32
+        setattr(owner, self.at, torch.zeros(shape if self.wanted(owner) else 0, dtype=dtype, device=device))
 
     def is_in(self, header: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint with this header has it."""
