@@ -31,6 +31,7 @@ CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": Tru
 STOCHASTIC = {"rounding": "*i64"}
 FOUND = dict.fromkeys(("found", "found_before"), "*i32")
 HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i64"}
+CODED_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8") | {"drawn": "*i64"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
 SUMS = {"digest": "*i64"}
@@ -150,6 +151,10 @@ CASES = {
     "adam_update, alone": Case("adam_update", FOUND),
     "adam_update, alone, bf16": Case("adam_update", FOUND | BF16),
     "adam_update, alone, moments in bf16": Case("adam_update", FOUND | HALF_MOMENTS, halves=2),
+    "adam_update, alone, moments in codes": Case("adam_update", FOUND | CODED_MOMENTS, halves=2),
+    "adam_update, alone, bf16, moments in codes": Case(
+        "adam_update", FOUND | BF16 | CODED_MOMENTS | STOCHASTIC, halves=2
+    ),
     "adam_update, alone, bf16, moments in bf16": Case(
         "adam_update", FOUND | BF16 | HALF_MOMENTS | STOCHASTIC, halves=2
     ),

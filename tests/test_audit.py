@@ -38,6 +38,25 @@ def test_no_number_of_any_kernel_got_worse(printed: str):
     assert "nothing got worse" in printed
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "moments", "limit"),
+    [
+        ("", "", 28.1),
+        (", bf16", "", 22.1),
+        ("", ", moments in bf16", 20.1),
+        (", bf16", ", moments in bf16", 14.1),
+        ("", ", moments in codes", 16.1),
+        (", bf16", ", moments in codes", 10.2),
+    ],
+)
+def test_adamw_alone_moves_few_bytes(dtypes: str, moments: str, limit: float):
+    limits = json.loads((ROOT / "benchmarks" / "limits.json").read_text())
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        found = limits[target][f"adam_update, alone{dtypes}{moments}"]["bytes_per_element"]
+        print(f"{target}, AdamW alone{dtypes or ', fp32'}{moments}: {found:.2f} bytes per parameter and step")
+        assert found <= limit
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("numerics", ["preconditioned", "plain"])
 @pytest.mark.parametrize(("name", "limit"), [("1-bit Adam", 24.7), ("1-bit LAMB", 37.15), ("1-bit LAMB, frozen", 24.7)])
@@ -132,6 +151,8 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
     tells += ["tell_level", "tell_level, bf16"]
     stores = dict.fromkeys(("pack", *tells), (0,)) | {"gradient_squares": (0, 64)}
     stores |= dict.fromkeys(majority, (64, 128)) | dict.fromkeys(averages, (0, 64))
+    codes = {"adam_update, alone, moments in codes": (32, 64)}  # a byte for each of a thread's elements
+    loads, stores = loads | codes, stores | codes
     for kernels in limits.values():
         for name, numbers in kernels.items():
             assert numbers["spill_bytes"] == 0

@@ -22,6 +22,7 @@ from fusedonebit.triton_kernels import (
     Coef,
     using,
 )
+from fusedonebit.triton_kernels.eager import encode
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import Word, unfolded
 from fusedonebit.triton_kernels.op import OPS, launches
@@ -244,19 +245,33 @@ def with_uncounted(p: Problem, arguments: tuple) -> tuple:
     return (arguments[0], grads, *arguments[2:], *p.flags_found())
 
 
-@pytest.mark.long(but=4)
+def in_fewer_bits(x: Tensor, *octaves: Tensor, signed: bool) -> Tensor:
+    """In bfloat16, or in codes of these ``octaves``, which are written."""
+    if not octaves:
+        return x.bfloat16()
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    encode(x.view(len(octaves[0]), -1), codes.view(len(octaves[0]), -1), *octaves, signed)
+    return codes
+
+
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("uncounted", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
 @EACH_SIZE
-def test_adam_update_of_moments_in_bfloat16_equals_eager(sizes, uncounted, dtype):
+def test_adam_update_of_moments_in_fewer_bits_equals_eager(sizes, coded, uncounted, dtype):
     def make() -> tuple:
         p = problem(sizes, 2, block_of(sizes), dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if uncounted else None)
         p.exp_avg_sq.mul_(p.live_mask)
-        p.compensated, p.exp_avg_sq = p.compensated.bfloat16(), p.exp_avg_sq.bfloat16()
+        octaves = (torch.zeros(2, p.layout.n_blocks, dtype=torch.uint8),) if coded else ()
+        p.compensated, p.exp_avg_sq = (
+            in_fewer_bits(x, *(tops[i] for tops in octaves), signed=i == 0)
+            for i, x in enumerate((p.compensated, p.exp_avg_sq))
+        )
         arguments = (*p.update_arguments(sums=False), *p.flags_found())
         if uncounted:
             arguments = with_uncounted(p, arguments[:-2])
-        return *arguments, torch.tensor(12_345)
+        return *arguments, torch.tensor(12_345), *octaves
 
     assert_equal_backends("adam_update", make)
 

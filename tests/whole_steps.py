@@ -148,6 +148,9 @@ OF_STATE: dict[str, dict[str, Any]] = {
     "moments in bf16": {"options": {"state": "bf16"}},
     "moments in bf16, W = 1": {"options": {"state": "bf16"}, "world_size": 1},
     "moments in bf16, mixed dtypes": {"options": {"state": "bf16"}, "dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
+    "moments in codes": {"options": {"state": "8bit"}},
+    "moments in codes, W = 1": {"options": {"state": "8bit"}, "world_size": 1},
+    "moments in codes, bf16, W = 1": {"options": {"state": "8bit"}, "dtypes": (BFLOAT16,), "world_size": 1},
     "moments in bf16, stochastic rounding": {
         "options": {"state": "bf16", "stochastic_rounding": True},
         "dtypes": (BFLOAT16,),

@@ -58,7 +58,7 @@ def lamb_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, None
+        moments = place, exp_avg, exp_avg_sq, None, 0, exp_avg_sq_sums, found, None
         m, v, _ = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
@@ -90,7 +90,7 @@ def lamb_update(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, None, tile, k)
+        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, None, None, tile, k)
         x = only_live(gather(params, tile, block_size), live, live_row, tile)
         u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), live, live_row, tile)
         for row, values in enumerate((x, u)):

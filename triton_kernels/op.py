@@ -54,8 +54,8 @@ PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
 """float32 [B]: one for each block."""
 Variance = Annotated[Tensor, Spec(None, "element")]
 """float32 or bfloat16 [P]."""
-Moment = Variance
-"""The same, written where it is kept in either."""
+Moment = Annotated[Tensor, Spec(None, "element", others=(torch.uint8,))]
+"""The same, or codes in uint8."""
 AnyFloats = Annotated[Tensor, Spec(None)]
 Doubles = Annotated[Tensor, Spec(torch.float64)]
 DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]

@@ -106,6 +106,8 @@ HALF_STEP = 0x80000  # of these
 INFINITE_STEP = 0x7F800000
 LARGEST_STEP = 0x7F700000  # of finite numbers
 LOGARITHMS = 255  # above zero; 8 of them are an octave
+SIGNED_LOGARITHMS = 127  # the same, beside a sign
+SIGN = 128  # of a byte
 
 
 # ---------------------------------------------------------------- what counts
@@ -539,6 +541,38 @@ def bits_above(log: int, octave: int) -> int:
     """The 32 bits of the number of which ``below`` is ``log``."""
     inside = (log > 0) & (log + octave * 8 > LOGARITHMS)
     return tl.where(inside, (log + octave * 8 - LOGARITHMS) << MANTISSA, 0)
+
+
+@rule
+def drawn_steps(u: int, bits: int) -> int:
+    """Rounds as ``rounded_steps``, up or down with the odds of what is cut off, by 16 random bits."""
+    return tl.where(u < LARGEST_STEP, u + bits * 16 + 8, LARGEST_STEP) >> MANTISSA
+
+
+@rule
+def code_of(steps: int, octave: int, most: int) -> int:
+    """Tells as ``below`` where a number lies, in 1 to ``most``; 0 if it is smaller."""
+    return tl.where(steps + most > octave * 8, steps + most - octave * 8, 0)
+
+
+@rule
+def least_code_of(steps: int, octave: int, most: int) -> int:
+    """The same, but 1 if it is smaller and not 0: nothing is divided by a variance that only seems to be 0."""
+    code = code_of(steps, octave, most)
+    return tl.where((steps > 0) & (code < 1), 1, code)
+
+
+@rule
+def signed_code(code: int, negative: int) -> int:
+    """A code with a sign, which 0 has not: ``negative`` is 0 or 1."""
+    return tl.where(code > 0, code + negative * SIGN, code)
+
+
+@rule
+def bits_of_code(code: int, octave: int, most: int) -> int:
+    """The 32 bits of the number that has this code."""
+    inside = (code > 0) & (code + octave * 8 > most)
+    return tl.where(inside, (code + octave * 8 - most) << MANTISSA, 0)
 
 
 # ---------------------------------------------------------------- random bits

@@ -40,7 +40,7 @@ def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS: tl.c
 
 
 @jit()
-def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, b, i, k, mask, row,
+def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums, found, drawn, b, i, k, mask, row,
                    GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
 
@@ -48,7 +48,11 @@ def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, b,
     """
     at = b * BLOCK_SIZE + i
     g = io.load_user(place, i, mask, row, GRADS)
-    m_before, v_before = tl.load(exp_avg + at).to(tl.float32), tl.load(exp_avg_sq + at).to(tl.float32)
+    if octaves is None:
+        m_before, v_before = tl.load(exp_avg + at).to(tl.float32), tl.load(exp_avg_sq + at).to(tl.float32)
+    else:
+        m_before = io.load_code(exp_avg, octaves, b, i, True, BLOCK_SIZE)
+        v_before = io.load_code(exp_avg_sq, octaves + stride, b, i, False, BLOCK_SIZE)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
     fine = rules.counts(g, k)
     if found is not None:
@@ -61,8 +65,12 @@ def moments_kernel(place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, b,
         tl.store(exp_avg_sq + at, v)
     else:
         bits = io.moment_bits(drawn, b, i, BLOCK_SIZE)
-        tl.store(exp_avg + at, io.carried(m, bits, exp_avg.dtype.element_ty))
-        tl.store(exp_avg_sq + at, io.carried(v, bits, exp_avg_sq.dtype.element_ty))
+        if octaves is None:
+            tl.store(exp_avg + at, io.carried(m, bits, exp_avg.dtype.element_ty))
+            tl.store(exp_avg_sq + at, io.carried(v, bits, exp_avg_sq.dtype.element_ty))
+        else:
+            io.store_code(exp_avg, octaves, b, i, m, bits, True, BLOCK_SIZE)
+            io.store_code(exp_avg_sq, octaves + stride, b, i, v, bits, False, BLOCK_SIZE)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
     return m, v, fine
@@ -178,10 +186,10 @@ def apply_momentum(
 @jit()
 def adam_update_kernel(
     params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, found, found_before, drawn,
+    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, g, 8 or 4 for m and for v."""
+    """Grid: blocks. Bytes per element: x twice, g, 8, 4 or 2 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
     row = tl.load(live_row + b)
@@ -190,7 +198,7 @@ def adam_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn
+        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
@@ -200,12 +208,15 @@ def adam_update_kernel(
             moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS, BLOCK_SIZE)
 
 
-@op(adam_update_kernel, writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before"))
+@op(
+    adam_update_kernel,
+    writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before", "octaves"),
+)
 def adam_update(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
-    found_before: Flag | None = None, drawn: Counters | None = None,
+    found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -213,14 +224,15 @@ def adam_update(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        exp_avg, exp_avg_sq: m and v, float32 or bfloat16 [P], read and written; of blocks where nothing counts they
-            may stay.
+        exp_avg, exp_avg_sq: m and v, float32, bfloat16, or codes in uint8 [P] (``eager.decoded``), read and written;
+            of blocks where nothing counts they may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
         found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
             and its moments stay as they are. None: all count.
         found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
-        drawn: int64 [], the updates done, with which moments in bfloat16 are rounded stochastically: to nearest, v
-            would stand still. None: they are float32.
+        drawn: int64 [], the updates done, with which moments that are not float32 are rounded stochastically: to
+            nearest, v would stand still. None: they are float32.
+        octaves: uint8 [2, B], written: of each block, where codes of m and of v lie; None: there are no codes.
     """
     if found_before is not None:
         found_before.zero_()
@@ -229,7 +241,7 @@ def adam_update(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, tile, k)
+        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)
         update = rules.preconditioned(m, v, k, False)
         move(params, tile, block_size, update, k, live, live_row, rounding, still)
 

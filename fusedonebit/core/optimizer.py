@@ -391,7 +391,8 @@ class DistributedOptimizer(Keeper):
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         i = self._index(param)
-        return self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).to(torch.float32, copy=True)
+        (spec,) = (spec for spec in self.kept if spec.name == "exp_avg")
+        return self.part_of(spec, i).to(torch.float32, copy=True)
 
     def _index(self, param: Tensor) -> int:
         for i, p in enumerate(self.parameters.owners):

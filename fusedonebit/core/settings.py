@@ -25,7 +25,7 @@ Ranks = dist.ProcessGroup | Transport | DeviceMesh | None
 ScaleNorm = Literal["contractive", "relaxed", "l1", "l2"]
 Guard = Literal["rewarm", "warn", "off"]
 DeadCoordinates = Literal["mean", "keep"]
-StateKind = Literal["fp32", "bf16"]
+StateKind = Literal["fp32", "bf16", "8bit"]
 
 VARIANCE_FLOOR = 0.01
 """Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
@@ -80,8 +80,10 @@ class Numerics:
             which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
             2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
             after a resumption. float32 parameters are not rounded; float16 ones are refused.
-        state: ``"bf16"`` keeps moments in bfloat16, 4 bytes a parameter instead of 8, and moves as many fewer in each
-            step; they are rounded stochastically, with bits that depend on the number of updates and the element alone.
+        state: ``"bf16"`` keeps moments in bfloat16, 4 bytes a parameter instead of 8; ``"8bit"`` in a byte each,
+            eighths of an octave in a block's range. A step moves twice as many bytes fewer. They are rounded
+            stochastically, with bits that depend on the number of updates and the element alone; checkpoints have codes
+            in float32.
         maximize: Ascend instead of descend. Groups may set it.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves, nor enters a norm.
     """
@@ -292,8 +294,8 @@ class Options(Numerics, Wire, Faults):
 
     @property
     def moments_dtype(self) -> torch.dtype:
-        """Return in which dtype moments are kept."""
-        return torch.bfloat16 if self.state == "bf16" else torch.float32
+        """Return in which dtype moments are kept; in uint8 they are codes."""
+        return {"bf16": torch.bfloat16, "8bit": torch.uint8}.get(self.state, torch.float32)
 
     @property
     def bucket_count(self) -> int:

@@ -22,6 +22,7 @@ from ..core.scaling import LossScale, Scaling, clip_factor, gradient_norm, overf
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
+from ..triton_kernels.eager import decoded, encode
 from ..triton_kernels.scaling import SQUARES
 from ..triton_kernels.tables import Listed, tables_of
 
@@ -46,8 +47,11 @@ class AveragingOptimizer(DistributedOptimizer):
     def build(self) -> None:
         self._grad: Tensor | None = None
         self._cut: tuple[Tensor, Listed] | None = None
+        self._octaves: Tensor | None = None  # of codes of both moments, by block
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
+        if self.options.state == "8bit":
+            self._octaves = torch.zeros(2, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
         self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
@@ -179,12 +183,37 @@ class AveragingOptimizer(DistributedOptimizer):
                 "after each backward pass"
             )
 
+    def part_of(self, spec: StateSpec, i: int) -> Tensor:
+        """See ``Keeper``; a copy of what is kept in codes."""
+        if self._octaves is None or spec.per != "element" or not spec.kept_in:
+            return super().part_of(spec, i)
+        codes, octaves = self._codes_of(spec, i)
+        x = decoded(codes, octaves, not spec.not_negative).view(-1)
+        return self.parameters.shaped(x, i, 0).clone()
+
+    def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
+        """See ``Keeper``; codes stand for what is nearest."""
+        if self._octaves is None or spec.per != "element" or not spec.kept_in:
+            return
+        codes, octaves = self._codes_of(spec, i)
+        x = torch.zeros(codes.shape, device=self.device)
+        self.parameters.shaped(x.view(-1), i, 0).copy_(part)
+        encode(x, codes, octaves, not spec.not_negative)
+
+    def _codes_of(self, spec: StateSpec, i: int) -> tuple[Tensor, Tensor]:
+        """Return the blocks of one parameter: codes uint8 [blocks, block_size], and their octaves."""
+        assert self._octaves is not None
+        blocks = slice(*self.layout.first_block[i : i + 2])
+        codes = spec.tensor(self).view(self.layout.n_blocks, -1)[blocks]
+        return codes, self._octaves[1 if spec.not_negative else 0, blocks]
+
     def _make_grad(self) -> Tensor:
         """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _held(self) -> list[Tensor]:
-        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, self._found if self._is_alone else None)
+        found = self._found if self._is_alone else None
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, found, self._octaves)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
     def _scratch(self) -> list[Tensor]:
@@ -216,7 +245,7 @@ class AdamUpdate(AveragingOptimizer):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        how = self._rounding, *(found or (None, None)), self._drawn
+        how = self._rounding, *(found or (None, None)), self._drawn, self._octaves
         adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
 
     @property

@@ -137,8 +137,8 @@ def _kind(kind: str) -> Any:
 
 def _check_tensor(parameter: Parameter, spec: Spec, tensor: Tensor, least: int) -> None:
     name = parameter.name
-    if tensor.dtype not in ((spec.dtype,) if spec.dtype else (torch.float32, torch.bfloat16)):
-        raise TypeError(f"{name} must be {spec.dtype or 'torch.float32 or torch.bfloat16'}, got {tensor.dtype}")
+    if tensor.dtype not in spec.dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, spec.dtypes))}, got {tensor.dtype}")
     if spec.dense and tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise ValueError(f"{name} must be dense along its last dimension, got strides {tensor.stride()}")
     if tensor.numel() < least:

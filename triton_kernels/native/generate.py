@@ -33,6 +33,12 @@ class Spec(NamedTuple):
     dtype: torch.dtype | None  # None where it is float32 or bfloat16: C kernels are told which
     per: Literal["", "element", "block"] = ""  # what it has at least one of each for
     dense: bool = True  # along its last dimension
+    others: tuple[torch.dtype, ...] = ()  # that it may be in besides; C kernels see it from other arguments
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Returns those that it may have."""
+        return ((self.dtype,) if self.dtype else (torch.float32, torch.bfloat16)) + self.others
 
     @property
     def pointer(self) -> str:

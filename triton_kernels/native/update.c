@@ -163,16 +163,46 @@ static int32_t move_by_gradient(float *restrict x, float *restrict m, float *res
     return any_of(bad);
 }
 
+/* A block of a moment of which `codes` are, see eager.decoded. */
+static void decode_moment(float *restrict x, const uint8_t *restrict codes, uint8_t octave, int is_signed, int64_t n)
+{
+    uint32_t most = is_signed ? SIGNED_LOGARITHMS : LOGARITHMS;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = bits_of_code(codes[i] & most, octave, most) | (uint32_t)(is_signed && codes[i] >= SIGN) << 31;
+        memcpy(x + i, &u, 4);
+    }
+}
+
+/* Writes it, rounded by random bits. */
+static void encode_moment(uint8_t *restrict codes, uint8_t *octave, const float *restrict x, const uint32_t *restrict word,
+                   int is_signed, int64_t n)
+{
+    uint32_t steps[MOST], most = 0;
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
+            steps[at] = drawn_steps(bits_of(x[at]) & 0x7FFFFFFF, half_of(word[i], half));
+    for (int64_t i = 0; i < n; i++)
+        most = steps[i] > most ? steps[i] : most;
+    *octave = octave_above(most);
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = is_signed ? signed_code(code_of(steps[i], *octave, SIGNED_LOGARITHMS), x[i] < 0)
+                             : least_code_of(steps[i], *octave, LOGARITHMS);
+}
+
 /* Writes back moments that were widened, rounded by bits that are drawn for their elements. */
-static void narrow_moments(void *exp_avg, void *exp_avg_sq, const float *m, const float *v, int64_t b, int64_t done,
-                           int64_t n)
+static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, int64_t stride, const float *m,
+                           const float *v, int64_t b, int64_t done, int64_t n)
 {
     uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
     uint64_t first = (uint64_t)b * n;
     uint32_t seed = block_seed(first >> 32, done), word[MOST / 2];
     for (int64_t i = 0; i < n / 2; i++)
         word[i] = moments_word(first + i, seed);
-    for (int64_t half = 0; half < 2; half++)
+    if (octaves) {
+        encode_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
+        encode_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
+    }
+    for (int64_t half = 0; !octaves && half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
             uint32_t bits = half_of(word[i], half);
             to_m[at] = to_bf16(m[at], bits);
@@ -228,9 +258,9 @@ KERNEL(adam_update)
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
-        float *m = exp_avg_kind == FP32 ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
-        float *v = exp_avg_sq_kind == FP32 ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
-        if (found && !exp_avg_sq_sums && is_plain(at, live_row[b])) {
+        float *m = exp_avg_kind == FP32 && !octaves ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
+        float *v = exp_avg_sq_kind == FP32 && !octaves ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
+        if (found && !exp_avg_sq_sums && !octaves && is_plain(at, live_row[b])) {
             float *x = (float *)at.base + at.start;
             int32_t bad = drawn ? move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, *drawn, BLOCK_SIZE)
                                 : move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
@@ -238,13 +268,16 @@ KERNEL(adam_update)
                 __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
             continue;
         }
-        if (drawn) {
+        if (octaves) {
+            decode_moment(wide_m, (uint8_t *)exp_avg + b * BLOCK_SIZE, octaves[b], 1, BLOCK_SIZE);
+            decode_moment(wide_v, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE, octaves[octaves_stride + b], 0, BLOCK_SIZE);
+        } else if (drawn) {
             variance_of(exp_avg, exp_avg_kind, b, wide_m, BLOCK_SIZE);
             variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide_v, BLOCK_SIZE);
         }
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
         if (drawn)
-            narrow_moments(exp_avg, exp_avg_sq, m, v, b, *drawn, BLOCK_SIZE);
+            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
         move(at, update, b, rounding, moving.live, moving.row, NULL, BLOCK_SIZE);
     }

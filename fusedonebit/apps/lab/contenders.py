@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from ... import (
+    AdamW,
     Faults,
     MarsitAdam,
     Numerics,
@@ -21,7 +22,7 @@ from ... import (
     policies,
 )
 from ...comm import Topology
-from ...core.settings import VARIANCE_FLOOR
+from ...core.settings import VARIANCE_FLOOR, StateKind
 from ..averaged import Averaged
 from .ablations import AveragedAdam, FreezableLamb, FrozenVariance, LivingAdam, NaiveOneBitAdam
 from .baseline_reducers import Coding
@@ -42,6 +43,10 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
 def _adam(params: Params, of: Setting, kind: type[AveragedAdam] = AveragedAdam, **frozen: Any) -> Any:
     defaults = {"lr": of.lr, "betas": BETAS, "eps": EPS, "weight_decay": of.weight_decay}
     return _frozen(kind(params, defaults, of.transport), of, **frozen)
+
+
+def _ours(params: Params, of: Setting, **options: Any) -> Any:
+    return AdamW(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **options)
 
 
 def _lamb(params: Params, of: Setting, **frozen: Any) -> Any:
@@ -143,6 +148,8 @@ of_adam = partial(Contender, parent="adamw", alike=True)
 of_lamb = partial(Contender, parent="lamb", lamb=True, alike=True)
 apart = partial(Contender, parent="adamw", rate=0.3)
 
+STATES: tuple[StateKind, ...] = ("bf16", "8bit")
+"""In which ours keeps AdamW's moments, besides float32, in which it is torch's."""
 LENGTHS = (4, 8, 16, 32)
 """Of long rounds of 0/1 Adam."""
 
@@ -156,6 +163,7 @@ CONTENDERS: dict[str, Contender] = {
     "zero-one-adam-own": of_adam(_own_variance, local=True),
     "zero-one-adam-own-2": of_adam(partial(_own_variance, length=2), local=True),
     **{f"zero-one-adam-own-{h}": of_adam(partial(_long_rounds, length=h), local=True) for h in LENGTHS},
+    **{f"adamw-{state}": of_adam(partial(_ours, numerics=Numerics(state=state))) for state in STATES},
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
@@ -204,10 +212,33 @@ CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
 """What settings follow from besides."""
 
 
+LATER = {"state": "fp32"}
+"""Options that came after the first recorded runs, and what those were made with."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Options as recorded runs have them."""
+
+    options: Any
+
+    def __repr__(self) -> str:
+        """Tell them as their own ``repr`` would, but for later ones that change nothing."""
+        told = {field.name: getattr(self.options, field.name) for field in fields(self.options) if field.repr}
+        said = [f"{key}={value!r}" for key, value in told.items() if key not in LATER or value != LATER[key]]
+        return f"{type(self.options).__qualname__}({', '.join(said)})"
+
+
 def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:
     """Return what an optimizer was made with, and what it then has: the package's defaults among it."""
     make = CONTENDERS[name].make
     made = make([torch.nn.Parameter(torch.zeros(1))], Setting(1.0, steps, weight_decay, 0, AlikeTransport(0, 4)))
     given = {key: made.defaults[key] for key in ("betas", "eps", "global_ratio") if key in made.defaults}
     frozen = [getattr(made, attribute, None) for attribute in ("freeze_step", "floor")]
-    return given, getattr(made, "options", None), frozen, make.keywords if isinstance(make, partial) else {}
+    given_here = make.keywords if isinstance(make, partial) else {}
+    told = {key: _told(value) for key, value in given_here.items()}
+    return given, _told(getattr(made, "options", None)), frozen, told
+
+
+def _told(value: Any) -> Any:
+    return Told(value) if is_dataclass(value) and not isinstance(value, type) else value

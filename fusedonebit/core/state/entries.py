@@ -113,6 +113,8 @@ def take(keeper: Keeper, spec: StateSpec, i: int, state: State, header: Header) 
     elif part is not None:
         target = _here(keeper, spec, i)
         target.copy_(part.to(target.device).view(target.shape))
+        if spec.per == "element":
+            keeper.keep_part(spec, i, target)
     elif spec.taken_by:
         _here(keeper, spec, i).zero_()
 
@@ -127,9 +129,9 @@ def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
         return keeper.rows.rank()
     if spec.name == "master":
         return keeper.parameters.dense[i]
-    kept = spec.tensor(keeper)
     if spec.per == "element":
-        return keeper.parameters.shaped(kept, i, keeper.layout.offset(i))
+        return keeper.part_of(spec, i)
+    kept = spec.tensor(keeper)
     return kept[..., i] if spec.per == "tensor" else kept
 
 

@@ -204,10 +204,18 @@ class Keeper(torch.optim.Optimizer):
                 masks[i] = ordered.copy_(local(self.masks[owner])).as_strided((p.numel(),), (1,))
         return live_table(self.layout, masks, excluded).to(self.device)
 
+    def part_of(self, spec: StateSpec, i: int) -> Tensor:
+        """Return what is kept of parameter ``i``'s elements, of its shape: where it is kept, but for codes."""
+        return self.parameters.shaped(spec.tensor(self), i, self.layout.offset(i))
+
+    def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
+        """Keep ``part``, which is what ``part_of`` has returned, and was filled."""
+
     def publish_state(self) -> None:
         """Put views of the flat buffers into ``self.state``, under torch's names; leave what others keep there."""
         shown = [spec for spec in self.kept if spec.per == "element" and spec.shown(self.compressed)]
-        visible = {spec.name: spec.tensor(self) for spec in shown if spec.applies(self, self.compressed)}
+        found = {spec.name: spec.tensor(self) for spec in shown if spec.applies(self, self.compressed)}
+        visible = {name: tensor for name, tensor in found.items() if tensor.dtype is not torch.uint8}  # no codes
         before, self.published = self.published, {"step", "master", *visible}
         for i, p in enumerate(self.parameters.owners):
             parts = {name: self.parameters.shaped(flat, i, self.layout.offset(i)) for name, flat in visible.items()}
