@@ -56,10 +56,10 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
     fine = rules.counts(g, k)
     if found is not None:
-        bad = io.any_of(~fine)
+        m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
+        bad = io.any_of(~fine)  # here: no register holds it further
         if bad != 0:
             tl.atomic_or(found, io.PARTLY)
-        m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
     if drawn is None:
         tl.store(exp_avg + at, m)
         tl.store(exp_avg_sq + at, v)
