@@ -151,7 +151,7 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
     tells += ["tell_level", "tell_level, bf16"]
     stores = dict.fromkeys(("pack", *tells), (0,)) | {"gradient_squares": (0, 64)}
     stores |= dict.fromkeys(majority, (64, 128)) | dict.fromkeys(averages, (0, 64))
-    codes = {"adam_update, alone, moments in codes": (32, 64)}  # a byte for each of a thread's elements
+    codes = {"adam_update, alone, moments in codes": (32, 64, 128)}  # a byte for each of a thread's elements
     loads, stores = loads | codes, stores | codes
     for kernels in limits.values():
         for name, numbers in kernels.items():

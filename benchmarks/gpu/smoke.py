@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "MarsitSGD": partial(MarsitSGD, momentum=0.9, rounds=ROUNDS),
     "MarsitAdam": partial(MarsitAdam, rounds=ROUNDS),
     "AdamW": AdamW,
+    "AdamW-8bit": partial(AdamW, numerics=Numerics(state="8bit")),
     "Lamb": Lamb,
 }
 CAPTURABLE = ("OneBitAdam", "OneBitAdam-frozen", "OneBitLamb", "OneBitLamb-frozen")
