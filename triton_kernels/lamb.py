@@ -34,7 +34,7 @@ from .op import (
     op,
 )
 from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
-from .update import forget_kernel, moments_kernel, moved_kernel
+from .update import forget_kernel, moments_kernel, moved_kernel, tell_kernel
 
 PER_LAYER: Derived = {
     "programs": ("i32", lambda coef: len(coef)),
@@ -59,7 +59,8 @@ def lamb_update_kernel(
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         moments = place, exp_avg, exp_avg_sq, None, 0, exp_avg_sq_sums, found, None
-        m, v, _ = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
+        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
+        tell_kernel(found, fine)
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
         io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))

@@ -57,9 +57,6 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     fine = rules.counts(g, k)
     if found is not None:
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
-        bad = io.any_of(~fine)  # here: no register holds it further
-        if bad != 0:
-            tl.atomic_or(found, io.PARTLY)
     if drawn is None:
         tl.store(exp_avg + at, m)
         tl.store(exp_avg_sq + at, v)
@@ -74,6 +71,15 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
     return m, v, fine
+
+
+@jit()
+def tell_kernel(found, fine):
+    """Tells of gradients that do not count; a caller does so where fewest registers are in use."""
+    if found is not None:
+        bad = io.any_of(~fine)
+        if bad != 0:
+            tl.atomic_or(found, io.PARTLY)
 
 
 @jit()
@@ -206,6 +212,7 @@ def adam_update_kernel(
             moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
         else:
             moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS, BLOCK_SIZE)
+        tell_kernel(found, fine)
 
 
 @op(
