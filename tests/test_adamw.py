@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import objects
+from optimizers import MAKE, objects
 from torch import Tensor, nn
 
 from fusedonebit import AdamW, Faults, FusedOneBitWarning, Lamb, NonFiniteGradientError, Numerics, amp
@@ -151,7 +151,10 @@ def test_elements_that_do_not_count_stay_and_all_others_move(norm):
     bad = spoilt(params)
     spoilt(plain)
     plain[-1].grad[bad] = 0.0
-    with pytest.warns(FusedOneBitWarning, match="elements of a gradient were not finite, or too large, in update 2"):
+    with pytest.warns(
+        FusedOneBitWarning,
+        match="elements of a gradient were not finite, or too large, in update 2: they alone were left out",
+    ):
         optimizer.step()
     other.step()
     for p, q, was in zip(params, plain, before[0], strict=True):
@@ -325,3 +328,41 @@ def test_who_keeps_no_moments_so_refuses_it():
         Lamb(parameters(), numerics=Numerics(state="bf16"))
     with pytest.raises(ValueError, match=r"state must be .*fp32.*bf16.*8bit.*, got 'fp8'"):
         AdamW(parameters(), numerics=Numerics(state="fp8"))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "AdamW, ours"])
+def test_no_other_optimizer_takes_it(name):
+    with pytest.raises(ValueError, match=r"state must be 'fp32' with .*, got '8bit': it has no such option"):
+        MAKE[name](parameters(), state="8bit")
+
+
+@EACH_STATE
+def test_a_further_group_leaves_moments_as_they_are(state):
+    params = parameters()
+    optimizer = AdamW(params[:3], 1e-2, numerics=Numerics(state=state))
+    for step in range(3):
+        gradients(params, step)
+        optimizer.step()
+    before = [optimizer.momentum(p) for p in params[:3]]
+    optimizer.add_param_group({"params": params[3:]})
+    assert all(torch.equal(optimizer.momentum(p), m) for p, m in zip(params[:3], before, strict=True))
+
+
+def test_steps_that_fail_and_graphs_that_are_replayed_count_no_elements_again():
+    params = parameters()
+    optimizer = AdamW(params, 1e-2)
+    spoilt(params)
+    with pytest.warns(FusedOneBitWarning, match="they alone were left out"):
+        optimizer.step()
+    for p in params:
+        p.requires_grad_(False)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no longer requires gradients"):
+            optimizer.step()
+    for p in params:
+        p.requires_grad_(True)
+    optimizer._found_in_replays.fill_(64)  # as a replay on such gradients leaves it
+    for step in range(2):
+        gradients(params, step)
+        optimizer.step()
+    assert optimizer.stats()["partial_steps"] == 1

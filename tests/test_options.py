@@ -145,7 +145,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
     assert {name: set(header["options"]) for name, header in said.items()} == {
         "OneBitAdam": TOLD | SCALES,
         "OneBitLamb": TOLD | SCALES | {"variant"},
-        "AdamW, ours": TOLD,
+        "AdamW, ours": TOLD | {"state"},
         "Lamb": TOLD,
         **dict.fromkeys(("ZeroOneAdam", "ZeroOneAdam, own"), TOLD | SCALES | {"variance_policy", "sync_policy"}),
         "MarsitSGD": TOLD | AGREEMENT,

@@ -37,7 +37,6 @@ def steps(trial: OverlapTrial, clock: list[float], overlapped: float, after: flo
         clock[0] += 100.0  # between the end of a step and the next one's first gradient
         trial.begin_step()
         clock[0] += (overlapped if trial.overlaps else after) + (first if step < SETTLES else 0.0)
-        trial.begin_step()  # further gradients
         assert trial.end_step(LocalTransport()) == (step == TRIED - 1)
     return told
 
@@ -125,3 +124,14 @@ def test_what_was_decided_outlives_a_loaded_state(clock):
     train(model, optimizer, 0, range(2))
     backward(model, 0, 3)
     assert optimizer.reducer.under_way == set()
+
+
+def test_what_is_wrong_with_a_backward_pass_is_wrong_where_none_overlaps(clock):
+    model, optimizer = make(overlap=True)
+    train(model, optimizer, 0, range(FREEZE))
+    steps(optimizer.reducer.trial, clock, 3.0, 2.0)
+    train(model, optimizer, 0, range(1))
+    for step in range(2):
+        backward(model, 0, step)
+    with pytest.raises(RuntimeError, match="in a second backward pass before step"):
+        optimizer.step()

@@ -55,7 +55,7 @@ WORDS = len(Word)
 NONFINITE, MISMATCH, VETO = Flag.NONFINITE, Flag.MISMATCH, Flag.VETO
 KNOWN = len(Flag)  # bits
 PARTLY = 1 << KNOWN
-"""A flag in no header: a gradient had NaN or Inf elements, which alone did not move; the step counts."""
+"""A flag in no header: a gradient had elements that did not count, and they alone were left out; the step counts."""
 RANKS = 16  # headers that a program compares together
 BITS = 5  # that count up to RANKS
 

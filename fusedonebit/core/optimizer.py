@@ -205,7 +205,7 @@ class DistributedOptimizer(Keeper):
         if not self._can_capture:
             raise RuntimeError(
                 f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
-                'until optimizer.phase == "compression"'
+                'until optimizer.phase == "compression"; several ranks of AdamW and Lamb have no such stage'
             )
         if self.just_loaded:
             raise RuntimeError(
@@ -335,13 +335,13 @@ class DistributedOptimizer(Keeper):
         """Return where training stands. Waits for the device.
 
         Returns:
-            phase; step (updates done); skipped_steps; partial_steps (those in which elements alone stayed as they were
-            whose gradient was no number, or too large); backend; transport; world_size; parameters and
-            padding (elements); collectives_step, bytes_step and bytes_total (sent by this rank to
-            others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP averages
-            gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside (of the
-            last step, between ranks that hold other shards, or are of one node); state_bytes (allocated); freeze_step
-            (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
+            phase; step (updates done); skipped_steps; partial_steps (those of this process, but for replays of CUDA
+            graphs, in which elements alone were left out whose gradient was no number, or too large); backend;
+            transport; world_size; parameters and padding (elements); collectives_step, bytes_step and bytes_total (sent
+            by this rank to others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP
+            averages gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside
+            (of the last step, between ranks that hold other shards, or are of one node); state_bytes (allocated);
+            freeze_step (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
         """
         self.catch_up()
         transport, layout = self.transport, self.layout

@@ -28,9 +28,9 @@ class Outcomes:
     def __init__(self, device: torch.device, nonfinite: str) -> None:
         self.attempts = 0  # steps begun
         self.skipped = 0  # those known to have been skipped
-        self.partial = 0  # steps in which elements stayed that did not count
         self.vetoed = 0  # those of them that the divergence guard refused
         self.veto_at: int | None = None  # the first that it refused since somebody set this to None
+        self.partial = 0  # steps, not skipped, in which elements were left out that did not count
         self._arrived = 0
         self._skips: deque[int] = deque(maxlen=4)  # the last attempts that were
         self._warned_at = 0
@@ -171,8 +171,8 @@ class Outcomes:
         """Warn of the 1st, 2nd, 4th, 8th ... of such steps."""
         if self.partial & (self.partial - 1) == 0:
             warn(
-                f"elements of a gradient were not finite, or too large, in update {self.updates}: they alone stayed as "
-                f"they were, with their moments ({self.partial} such steps so far)"
+                f"elements of a gradient were not finite, or too large, in update {self.updates}: they alone were left "
+                f"out, and their moments stayed as they were ({self.partial} such steps so far)"
             )
 
     def _act_on_nonfinite(self) -> None:

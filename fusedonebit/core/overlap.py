@@ -152,10 +152,6 @@ class OverlappedAllReduce(BucketedAllReduce):
         optimizer.begin_step()
         if optimizer.phase != "compression":
             return
-        if self.trial is not None:
-            self.trial.begin_step()
-            if not self.trial.overlaps:
-                return
         if i in self._seen:
             self._found = self._found or RuntimeError(
                 f"the gradient of {optimizer.parameters.names[i]} has changed in a second backward pass before step(): "
@@ -164,7 +160,11 @@ class OverlappedAllReduce(BucketedAllReduce):
             return
         if not self._seen:
             _after_backward(weakref.WeakMethod(self._note_versions))
+            if self.trial is not None:
+                self.trial.begin_step()
         self._seen.add(i)
+        if self.trial is not None and not self.trial.overlaps:
+            return  # what is wrong with a backward pass is so either way
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:

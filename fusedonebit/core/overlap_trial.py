@@ -16,7 +16,7 @@ import torch
 from ..comm import Transport
 
 SETTLES, EACH = 4, 12
-"""Steps that count for nothing, the first of their kind, and then of each kind."""
+"""The first steps, which count for nothing; then steps of each kind."""
 
 
 Clock = Any
@@ -62,7 +62,7 @@ class OverlapTrial:
 
     def begin_step(self) -> None:
         """Take the time, at a step's first gradient."""
-        if self._began is None and not self.is_over:
+        if not self.is_over:
             self._began = self._now()
 
     def end_step(self, transport: Transport) -> bool:

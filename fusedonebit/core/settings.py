@@ -80,10 +80,12 @@ class Numerics:
             which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
             2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
             after a resumption. float32 parameters are not rounded; float16 ones are refused.
-        state: ``"bf16"`` keeps moments in bfloat16, 4 bytes a parameter instead of 8; ``"8bit"`` in a byte each,
-            eighths of an octave in a block's range. A step moves twice as many bytes fewer. They are rounded
-            stochastically, with bits that depend on the number of updates and the element alone; checkpoints have codes
-            in float32.
+        state: In what ``AdamW`` keeps its moments: ``"bf16"``, 4 bytes a parameter instead of 8, or ``"8bit"``, 2:
+            floats with three bits of mantissa, v in 32 octaves below its block's largest, m in 16. A step moves 8 or 12
+            bytes fewer. They are rounded stochastically, with bits that depend on the number of updates and the element
+            alone. With 8 bits an element whose gradients are below a ten-thousandth of its block's largest hardly
+            moves, and an outlier of 1e7 times the others holds up its block: pass ``max_grad_norm``. Checkpoints have
+            float32.
         maximize: Ascend instead of descend. Groups may set it.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves, nor enters a norm.
     """
@@ -135,9 +137,9 @@ class Wire:
             ``overlap``.
         block_size: Elements per block of the layout; None chooses.
         broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        capturable: Steps can be captured in CUDA graphs in the compression stage; learning rates become tensors on the
-            device, which schedulers fill in place, and are no longer compared between ranks. A living variance is
-            renewed in steps between replays: take one in each 50.
+        capturable: Steps can be captured in CUDA graphs in the compression stage, of one rank's ``AdamW`` and ``Lamb``
+            always; learning rates become tensors on the device, which schedulers fill in place, and are no longer
+            compared between ranks. A living variance is renewed in steps between replays: take one in each 50.
     """
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
@@ -166,8 +168,9 @@ class Faults:
 
     Args:
         nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or the round, or ``"raise"``, at a
-            round's end. Where workers move by themselves, what they have added up is kept for the next round, but for
-            elements that are not finite.
+            round's end. ``AdamW`` and ``Lamb`` on one rank alone leave such elements out, and take the step. Where
+            workers move by themselves, what they have added up is kept for the next round, but for elements that are
+            not finite.
         guard: A compressed update whose norm is 10 times (300 where momentum is not preconditioned, and its scales are
             not by block) that of the last uncompressed one, or of noise, is skipped on all ranks
             (``guard.DivergenceGuard``); then ``"rewarm"``: warm up again, without what goes beyond a step of Adam's.

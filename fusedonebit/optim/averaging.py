@@ -22,7 +22,6 @@ from ..core.scaling import LossScale, Scaling, clip_factor, gradient_norm, overf
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
-from ..triton_kernels.eager import decoded, encode
 from ..triton_kernels.scaling import SQUARES
 from ..triton_kernels.tables import Listed, tables_of
 
@@ -39,24 +38,24 @@ class AveragingOptimizer(DistributedOptimizer):
     exp_avg_sq: Tensor
     _found: Tensor
     _found_before: Tensor
+    _found_in_replays: Tensor
     _no_flags: Tensor
     reads_gradients: ClassVar[bool] = False
-    """Whether a rank alone updates from gradients where they lie, of which elements that do not count stay as they are;
-    else it flattens them first, and skips a step of which any does not count."""
+    """Whether a rank alone updates from gradients where they lie, and leaves out elements that do not count; else it
+    flattens them first, and skips a step of which any does not count."""
 
     def build(self) -> None:
         self._grad: Tensor | None = None
         self._cut: tuple[Tensor, Listed] | None = None
-        self._octaves: Tensor | None = None  # of codes of both moments, by block
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
-        if self.options.state == "8bit":
-            self._octaves = torch.zeros(2, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
         self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
-        # Flags of this step's elements that did not count, and of the last one's; and none.
-        self._found, self._found_before, self._no_flags = torch.zeros(3, 1, dtype=torch.int32, device=self.device)
+        # Flags of this step's elements that did not count, of the last one's, of replays, which nobody reads; and none.
+        words = torch.zeros(4, 1, dtype=torch.int32, device=self.device)
+        self._found, self._found_before, self._found_in_replays, self._no_flags = words
+        self._is_found = False  # whether this step's update has been made
         self._each_bit = torch.arange(8, dtype=torch.uint8, device=self.device)
         self._alone_scales: Scaling | None = None
 
@@ -74,6 +73,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
         But for their norm, if they are clipped. Coefficients take up what they are multiplied with.
         """
+        self._is_found = not abort
         if abort:
             return torch.full_like(self._no_flags, int(Flag.ABORT))
         scale, most, hold = LossScale.of(self), self.options.max_grad_norm, self._no_flags
@@ -87,9 +87,10 @@ class AveragingOptimizer(DistributedOptimizer):
             if agreed.grad_norm is not None:
                 self._grad_norm = agreed.grad_norm
         self._absent = self._mask_of(self._missing) if self._missing else None
-        if not self._captures:  # replays would clear one flag again and again, and never look at it
+        found: tuple[Tensor | None, ...] = self._found_in_replays, None
+        if not self._captures:
             self._found, self._found_before = self._found_before, self._found
-        found = (self._found, None if self._captures else self._found_before)
+            found = self._found, self._found_before
         self._update(grads, self.coefficients.still(coef, self._absent), hold, *found)
         return hold
 
@@ -100,7 +101,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _known(self, flags: Tensor) -> Tensor | int:
         """See ``DistributedOptimizer``. What was found in an update that was made comes with it."""
-        if not self._is_alone:
+        if not self._is_alone or not self._is_found:
             return flags
         return self._found if flags is self._no_flags else flags | self._found
 
@@ -183,37 +184,13 @@ class AveragingOptimizer(DistributedOptimizer):
                 "after each backward pass"
             )
 
-    def part_of(self, spec: StateSpec, i: int) -> Tensor:
-        """See ``Keeper``; a copy of what is kept in codes."""
-        if self._octaves is None or spec.per != "element" or not spec.kept_in:
-            return super().part_of(spec, i)
-        codes, octaves = self._codes_of(spec, i)
-        x = decoded(codes, octaves, not spec.not_negative).view(-1)
-        return self.parameters.shaped(x, i, 0).clone()
-
-    def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
-        """See ``Keeper``; codes stand for what is nearest."""
-        if self._octaves is None or spec.per != "element" or not spec.kept_in:
-            return
-        codes, octaves = self._codes_of(spec, i)
-        x = torch.zeros(codes.shape, device=self.device)
-        self.parameters.shaped(x.view(-1), i, 0).copy_(part)
-        encode(x, codes, octaves, not spec.not_negative)
-
-    def _codes_of(self, spec: StateSpec, i: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of one parameter: codes uint8 [blocks, block_size], and their octaves."""
-        assert self._octaves is not None
-        blocks = slice(*self.layout.first_block[i : i + 2])
-        codes = spec.tensor(self).view(self.layout.n_blocks, -1)[blocks]
-        return codes, self._octaves[1 if spec.not_negative else 0, blocks]
-
     def _make_grad(self) -> Tensor:
         """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
         return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
 
     def _held(self) -> list[Tensor]:
         found = self._found if self._is_alone else None
-        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, found, self._octaves)
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, found)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
     def _scratch(self) -> list[Tensor]:
@@ -245,10 +222,10 @@ class AdamUpdate(AveragingOptimizer):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        how = self._rounding, *(found or (None, None)), self._drawn, self._octaves
+        how = self._rounding, *(found or (None, None)), *self._kept_in
         adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
 
     @property
-    def _drawn(self) -> Tensor | None:
-        """Return what moments in bfloat16 are rounded by; None where they are float32."""
-        return None if self.options.state == "fp32" else self.updates
+    def _kept_in(self) -> tuple[Tensor | None, ...]:
+        """Return what moments that are not float32 are rounded by, and the octaves of their codes."""
+        return ()

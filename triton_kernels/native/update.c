@@ -193,7 +193,6 @@ static void encode_moment(uint8_t *restrict codes, uint8_t *octave, const float 
 static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, int64_t stride, const float *m,
                            const float *v, int64_t b, int64_t done, int64_t n)
 {
-    uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
     uint64_t first = (uint64_t)b * n;
     uint32_t seed = block_seed(first >> 32, done), word[MOST / 2];
     for (int64_t i = 0; i < n / 2; i++)
@@ -201,8 +200,10 @@ static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, in
     if (octaves) {
         encode_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
         encode_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
+        return;
     }
-    for (int64_t half = 0; !octaves && half < 2; half++)
+    uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
+    for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
             uint32_t bits = half_of(word[i], half);
             to_m[at] = to_bf16(m[at], bits);

@@ -315,6 +315,8 @@ class Keeper(torch.optim.Optimizer):
         kept = {
             p: {k: v.clone() for k, v in self.state[p].items() if k in self.published} for p in self.parameters.owners
         }
+        coded = [spec for spec in self.specs() if spec.per == "element" and spec.tensor(self).dtype is torch.uint8]
+        decoded = {id(p): [self.part_of(s, i) for s in coded] for i, p in enumerate(self.parameters.owners)}
         specs = [spec for spec in self.specs() if spec.per == "tensor"]
         tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
         before = self.parameters, list(self.param_groups)
@@ -330,6 +332,8 @@ class Keeper(torch.optim.Optimizer):
         for i, p in enumerate(self.parameters.owners):
             for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
                 spec.tensor(self)[..., i] = column
+            for spec, part in zip(coded, decoded.get(id(p), ()), strict=False):
+                self.keep_part(spec, i, part)
         for p, state in kept.items():
             for key, value in state.items():
                 self.state[p][key].copy_(value)
