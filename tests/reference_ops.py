@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
-from fusedonebit.triton_kernels.headers import CHECKED, Word, folded
+from fusedonebit.triton_kernels.headers import CHECKED, PARTLY, Word, folded
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -263,7 +263,7 @@ class Problem:
     @staticmethod
     def flags_found() -> tuple[Tensor, Tensor]:
         """Flags of a step, and of the one before, in which there were some."""
-        return torch.zeros(1, dtype=torch.int32), torch.full((1,), 64, dtype=torch.int32)
+        return torch.zeros(1, dtype=torch.int32), torch.full((1,), PARTLY, dtype=torch.int32)
 
     @property
     def layer_start(self) -> Tensor:

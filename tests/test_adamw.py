@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fusedonebit import AdamW, Faults, FusedOneBitWarning, Lamb, NonFiniteGradientError, Numerics, amp
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.triton_kernels.eager import decoded, encode
+from fusedonebit.triton_kernels.codes import decode, encode
+from fusedonebit.triton_kernels.headers import PARTLY
 from fusedonebit.triton_kernels.op import launches
 
 SHAPES = ((7,), (33, 40), (), (1, 3), (0,), (5, 300))
@@ -55,11 +56,13 @@ def both(make: Callable[..., Any], reference: Callable[..., Any], before: Callab
     return furthest(mine, theirs) / furthest(mine, start)
 
 
-@pytest.mark.parametrize("options", [{}, {"eps": 1e-2}, {"maximize": True}, {"weight_decay": 0.0}, {"amount": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"eps": 1e-2}, {"maximize": True}, {"weight_decay": 0.0}, {"lr": torch.tensor(1e-2)}]
+)
 def test_it_is_torchs_adamw(options):
-    lr = torch.tensor(1e-2) if options.pop("amount", False) else 1e-2
-    ours = lambda params: AdamW(params, lr, **objects(**options))  # noqa: E731
-    apart = both(ours, lambda params: torch.optim.AdamW(params, lr, **options))
+    options = {"lr": 1e-2} | options
+    ours = lambda params: AdamW(params, **objects(**options))  # noqa: E731
+    apart = both(ours, lambda params: torch.optim.AdamW(params, **options))
     print(f"{apart:.1e} of the way apart from torch's after {STEPS} steps")
     assert apart < 2e-6
 
@@ -268,10 +271,11 @@ def test_what_codes_stand_for_is_coded_alike_and_a_variance_is_never_zero_by_rou
     for signed in (True, False):
         values = x if signed else x.square()
         codes, octaves = torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
-        encode(values, codes, octaves, signed)
-        found = decoded(codes, octaves, signed)
+        how = {"signed": signed, "nonzero": not signed}
+        encode(values, codes, octaves, **how)
+        found = decode(codes, octaves, signed=signed)
         again = torch.empty_like(codes), torch.empty_like(octaves)
-        encode(found, *again, signed)
+        encode(found, *again, **how)
         assert torch.equal(again[0], codes)
         assert torch.equal(again[1], octaves)
         inside = values.abs() > values.abs().amax(1, keepdim=True) * 2.0 ** (-14 if signed else -30)
@@ -361,7 +365,7 @@ def test_steps_that_fail_and_graphs_that_are_replayed_count_no_elements_again():
             optimizer.step()
     for p in params:
         p.requires_grad_(True)
-    optimizer._found_in_replays.fill_(64)  # as a replay on such gradients leaves it
+    optimizer._found_in_replays.fill_(PARTLY)  # as a replay on such gradients leaves it
     for step in range(2):
         gradients(params, step)
         optimizer.step()

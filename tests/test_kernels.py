@@ -22,7 +22,6 @@ from fusedonebit.triton_kernels import (
     Coef,
     using,
 )
-from fusedonebit.triton_kernels.eager import encode
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import Word, unfolded
 from fusedonebit.triton_kernels.op import OPS, launches
@@ -213,80 +212,6 @@ def test_apply_momentum_equals_eager(sizes, dtype):
                     return p.apply_arguments(None if preconditioned else p.exp_avg_sq, inside, skip)
 
                 assert_equal_backends("apply_momentum", make)
-
-
-@pytest.mark.long(but=2)
-@pytest.mark.parametrize("dtype", DTYPES)
-@EACH_SIZE
-def test_adam_update_equals_eager(sizes, dtype):
-    for skip in (0, 1):
-        for sums in (False, True):
-
-            def make(skip=skip, sums=sums) -> tuple:
-                arguments = problem(sizes, 2, block_of(sizes), dtype).update_arguments(skip, sums)
-                if sums:
-                    arguments[-2].zero_()  # blocks that are all padding are not written
-                return arguments
-
-            assert_equal_backends("adam_update", make)
-
-
-UNCOUNTED = (torch.nan, torch.inf, -torch.inf, 3e38, -2e19)
-
-
-def with_uncounted(p: Problem, arguments: tuple) -> tuple:
-    """Gradients of any dtype, of which some do not count, also of masked elements; and flags."""
-    grads = [g.to((torch.bfloat16, torch.float32)[i % 2]) for i, g in enumerate(arguments[1])]
-    for i, value in enumerate(UNCOUNTED):
-        for g in grads:
-            if g.numel() > 37 * i:
-                g[37 * i] = value
-    p.exp_avg_sq.mul_(p.live_mask)
-    return (arguments[0], grads, *arguments[2:], *p.flags_found())
-
-
-def in_fewer_bits(x: Tensor, *octaves: Tensor, signed: bool) -> Tensor:
-    """In bfloat16, or in codes of these ``octaves``, which are written."""
-    if not octaves:
-        return x.bfloat16()
-    codes = torch.empty(x.shape, dtype=torch.uint8)
-    encode(x.view(len(octaves[0]), -1), codes.view(len(octaves[0]), -1), *octaves, signed)
-    return codes
-
-
-@pytest.mark.long(but=8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("uncounted", [False, True])
-@pytest.mark.parametrize("coded", [False, True])
-@EACH_SIZE
-def test_adam_update_of_moments_in_fewer_bits_equals_eager(sizes, coded, uncounted, dtype):
-    def make() -> tuple:
-        p = problem(sizes, 2, block_of(sizes), dtype, masks={0: torch.arange(sizes[0]) % 3 > 0} if uncounted else None)
-        p.exp_avg_sq.mul_(p.live_mask)
-        octaves = (torch.zeros(2, p.layout.n_blocks, dtype=torch.uint8),) if coded else ()
-        p.compensated, p.exp_avg_sq = (
-            in_fewer_bits(x, *(tops[i] for tops in octaves), signed=i == 0)
-            for i, x in enumerate((p.compensated, p.exp_avg_sq))
-        )
-        arguments = (*p.update_arguments(sums=False), *p.flags_found())
-        if uncounted:
-            arguments = with_uncounted(p, arguments[:-2])
-        return *arguments, torch.tensor(12_345), *octaves
-
-    assert_equal_backends("adam_update", make)
-
-
-@pytest.mark.parametrize("skip", [0, 1])
-@pytest.mark.parametrize("name", ["adam_update", "lamb_update"])
-def test_what_does_not_count_stays_as_it_is_on_all_backends(name, skip):
-    masks = {0: torch.arange(300) % 3 > 0}
-
-    def make() -> tuple:
-        p = Problem((300, 0, 5, 900, 129), 2, 128, masks=masks)
-        made = p.update_arguments(skip, False) if name == "adam_update" else p.lamb_update_arguments(False, skip, False)
-        return with_uncounted(p, made)
-
-    assert_equal_backends(name, make)
 
 
 @pytest.mark.long(but=2)

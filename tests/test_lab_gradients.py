@@ -15,9 +15,9 @@ WORKERS = 4
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("task", TASKS)
 def test_graph_has_the_bits_of_what_it_was_traced_from_on_another_seed(task: str, apart: bool) -> None:
-    for seed in (0, 1):  # it is traced on the first
+    for seed, each in ((0, 1), (1, 1), (1, 2)):  # it is traced on the first, and for another batch anew
         trial, draw = TASKS[task].make(seed), torch.Generator().manual_seed(seed)
-        drawn = [trial.batch(draw, TASKS[task].batch_size // WORKERS, 0.7) for _ in range(WORKERS)]
+        drawn = [trial.batch(draw, each * TASKS[task].batch_size // WORKERS, 0.7) for _ in range(WORKERS)]
         batches = tuple(map(torch.stack, zip(*drawn, strict=True)))
         params = [{name: p.detach() for name, p in model.named_parameters()} for model in trial.models]
         if apart:
@@ -26,7 +26,7 @@ def test_graph_has_the_bits_of_what_it_was_traced_from_on_another_seed(task: str
                 for each in params
             ]
         for player in range(len(params)):
-            which = Which(task, player, WORKERS, apart)
+            which = Which(task, player, apart)
             found, losses = gradients(which, trial, params, batches)
             expected, expected_losses = untraced(which, trial)(params[player], params, batches)
             assert torch.equal(losses, expected_losses)

@@ -204,5 +204,5 @@ def test_the_root_of_eager_is_correctly_rounded_with_numpy_and_without():
 
 def test_sources_travel_with_the_package():
     folder = Path(native.__file__).parent
-    included = {"block_io.h", "clock.h", "sums.h", "vote.c"}
+    included = {"block_io.h", "clock.h", "codes.h", "sums.h", "vote.c"}
     assert {path.name for path in folder.glob("*.[ch]")} == {*included, *native.SOURCES}

@@ -13,7 +13,6 @@ from torch import Tensor
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.headers import Flag, Word
-from fusedonebit.triton_kernels.tables import EMPTY_ROW
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 MIXED = (300, 0, 128, 1, 129)
@@ -206,110 +205,6 @@ def test_a_skipped_step_moves_nothing(flag):
     for name in ("compensated", "exp_avg_sq"):
         assert same_bits(getattr(p, name), getattr(before, name))
     assert all(same_bits(a, b) for a, b in zip(p.params, before.params, strict=True))
-
-
-# ---------------------------------------------------------------- adam_update
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_size
-def test_adam_update_is_its_formula_rounded_once(sizes, block, dtype):
-    check_adam_update(sizes, block, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adam_update_moves_no_masked_or_excluded_element(dtype):
-    check_adam_update(MIXED, 128, dtype, masks=MASKS, excluded=[2])
-
-
-def check_adam_update(sizes: tuple[int, ...], block: int, dtype: torch.dtype, **live: object) -> None:
-    p, before = (Problem(sizes, 2, block, dtype=dtype, **live) for _ in range(2))
-    arguments = p.update_arguments()
-    grad, sums = p.flat(arguments[1]), arguments[-2]
-    m, v, x = reference.adam_update(p, grad, wide(p.compensated), wide(p.exp_avg_sq))
-    ops.adam_update(*arguments)
-    # What blocks without live elements have for moments is nobody's: their tensors move no more.
-    in_use = p.table.row.numpy() != EMPTY_ROW
-    used = in_use.repeat(block)
-    size = np.abs(wide(before.compensated)) + np.abs(grad)
-    assert (np.abs(wide(p.compensated) - m)[used] <= 8 * EPS32 * size[used]).all()
-    np.testing.assert_allclose(wide(p.exp_avg_sq)[used], v[used], rtol=8 * EPS32)
-    update = p.column(Coef.STEP_SIZE) * size / reference.denom(p, v, False)
-    check_moved(p, before, x, np.abs(before.flat(before.params)) + update)
-    expected = wide(p.exp_avg_sq).reshape(-1, block).sum(1)
-    np.testing.assert_allclose(sums.numpy()[in_use], expected[in_use], rtol=1e-13)
-
-
-def test_padding_never_enters_a_moment():
-    p = Problem(MIXED, 3, masks=MASKS)
-    dead = torch.from_numpy(~p.live)
-    p.exp_avg_sq[dead] = 0.0
-    ops.adam_update(*p.update_arguments())
-    assert not p.compensated[dead].any()
-    assert not p.exp_avg_sq[dead].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_element_whose_gradient_does_not_count_stays_with_its_moments_and_all_others_move(dtype):
-    plain, p, before = (Problem(MIXED, 2, masks=MASKS, dtype=dtype) for _ in range(3))
-    p.coef[:, Coef.GRAD_LIMIT] = plain.coef[:, Coef.GRAD_LIMIT] = 100.0
-    bad = torch.zeros(p.layout.numel, dtype=torch.bool)
-    for i in range(4):
-        bad[p.layout.offset(0) + 7 * i] = True
-    bad &= p.live_mask  # masked ones count for nothing
-    assert bad.any()
-    arguments, (found, found_before) = p.update_arguments(sums=False), p.flags_found()
-    for i, value in enumerate((torch.nan, torch.inf, -torch.inf, 101.0)):
-        arguments[1][0][7 * i] = value
-    ops.adam_update(*arguments, found, found_before)
-    ops.adam_update(*plain.update_arguments(sums=False))
-    assert (int(found), int(found_before)) == (64, 0)
-    for name in ("compensated", "exp_avg_sq"):
-        new, other, old = (getattr(each, name) for each in (p, plain, before))
-        assert same_bits(new[bad], old[bad])
-        assert same_bits(new[~bad], other[~bad])
-    x, other, old = (each.flat(each.params) for each in (p, plain, before))
-    assert np.array_equal(x, np.where(bad.numpy(), old, other))
-
-
-def test_moments_in_bfloat16_are_neighbours_of_exact_ones_and_exact_on_average():
-    exact, halves = Problem(MIXED, 2), Problem(MIXED, 2)
-    halves.compensated, halves.exp_avg_sq = halves.compensated.bfloat16(), halves.exp_avg_sq.bfloat16()
-    exact.compensated.copy_(halves.compensated)
-    exact.exp_avg_sq.copy_(halves.exp_avg_sq)
-    start = halves.compensated.clone(), halves.exp_avg_sq.clone()
-    arguments, drawn = halves.update_arguments(sums=False), torch.zeros((), dtype=torch.int64)
-    grads = [g.clone() for g in arguments[1]]
-    ops.adam_update(*exact.update_arguments(sums=False))
-    totals = [torch.zeros(exact.layout.numel, dtype=torch.float64) for _ in range(2)]
-    draws = 400
-    for draw in range(draws):
-        halves.compensated.copy_(start[0])
-        halves.exp_avg_sq.copy_(start[1])
-        drawn.fill_(draw)
-        for g, was in zip(arguments[1], grads, strict=True):
-            g.copy_(was)
-        ops.adam_update(*arguments, *halves.flags_found(), drawn)
-        for total, found in zip(totals, (halves.compensated, halves.exp_avg_sq), strict=True):
-            total += found.double()
-    for total, kept, wanted in zip(
-        totals, (halves.compensated, halves.exp_avg_sq), (exact.compensated, exact.exp_avg_sq), strict=True
-    ):
-        unit = wanted.abs().double() * 2.0**-7  # an upper bound of what lies between two neighbours
-        assert ((kept.double() - wanted.double()).abs() <= unit).all()
-        live = torch.from_numpy(exact.live) & (wanted != 0)
-        off = ((total / draws - wanted.double()) / unit)[live]
-        assert off.abs().max() < 6 * 0.5 / draws**0.5  # of each element
-        assert abs(float(off.mean())) < 5 * 0.5 / (draws * len(off)) ** 0.5
-
-
-def test_nothing_is_found_where_all_gradients_count():
-    p, plain = Problem(MIXED, 2), Problem(MIXED, 2)
-    found, found_before = p.flags_found()
-    ops.adam_update(*p.update_arguments(sums=False), found, found_before)
-    ops.adam_update(*plain.update_arguments(sums=False))
-    assert (int(found), int(found_before)) == (0, 0)
-    assert all(same_bits(a, b) for a, b in zip(p.params, plain.params, strict=True))
 
 
 # ---------------------------------------------------------------- flatten

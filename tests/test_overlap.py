@@ -128,21 +128,24 @@ OF_LAMB = ("plain", "scope layer, several groups", "gradient accumulation", "unu
 
 
 def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dict[str, Any]:
-    """Trains with overlap and without; returns where the states part."""
+    """Trains with overlap, in turns with and without, and without; returns where the states part."""
     warnings.simplefilter("ignore", FusedOneBitWarning)
     found = {}
     for case in cases:
         given = dict(CASES[case])
         told, steps = given.pop("train", {}), range(given.pop("steps", STEPS))
         states, phases, sent = [], [], []
-        for overlap in ("always", False):
+        for overlap in ("always", True, False):
             model, optimizer = make(name, overlap=overlap, **given)
             phases.append(train(model, optimizer, rank, steps, **told))
             states.append(whole_state(optimizer))
             sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "collectives_step", "skipped_steps")})
-        one, other = states
-        unequal = [key for key in one if not np.array_equal(np.ravel(one[key]), np.ravel(other[key]))]
-        found[case] = (unequal, phases[0] == phases[1], sent[0] == sent[1], phases[0], states[0]["x"], sent[0])
+        *others, one = states
+        unequal = [
+            key for key in one for other in others if not np.array_equal(np.ravel(one[key]), np.ravel(other[key]))
+        ]
+        alike = [each[:-1] == [each[-1]] * 2 for each in (phases, sent)]
+        found[case] = (unequal, *alike, phases[0], states[0]["x"], sent[0])
     return found
 
 

@@ -10,9 +10,10 @@ from renewal_arguments import average_arguments, level_arguments, renew_argument
 from torch import Tensor
 
 from fusedonebit.triton_kernels import Coef, average_squares, renew, renew_levels, tell_squares, unpack
+from fusedonebit.triton_kernels.codes import decode
 from fusedonebit.triton_kernels.headers import Flag
 from fusedonebit.triton_kernels.projections import Projections
-from fusedonebit.triton_kernels.squares import decode, random_signs
+from fusedonebit.triton_kernels.squares import random_signs
 
 SIZES = (300, 0, 5, 2048, 129)
 MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}

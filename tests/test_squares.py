@@ -13,8 +13,9 @@ from fusedonebit.comm import Messages, TorchTransport, Transport
 from fusedonebit.comm.squares import Looks, SharedSquares
 from fusedonebit.optim.living import LONGEST
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
+from fusedonebit.triton_kernels.codes import decode, encode
 from fusedonebit.triton_kernels.projections import Projections
-from fusedonebit.triton_kernels.squares import decode, encode, random_signs
+from fusedonebit.triton_kernels.squares import random_signs
 
 SHAPES = [(128,), (129,), (150,), (300,), (12, 12, 3), (500,), (700,), (1000,), (31, 33), (1500,), (2048,), (3000,)]
 SHAPES += [(4096,), (70, 71), (7000,), (9999,), (128, 130), (20_000,), (30_000,), (66_000,)]
@@ -91,7 +92,7 @@ def test_signs_are_fair_and_differ_from_step_to_step_and_from_place_to_place():
 
 def coded(x: Tensor, blocks: int) -> Tensor:
     logs, tops = (torch.empty(n, dtype=torch.uint8) for n in (x.numel(), blocks))
-    encode(x.view(blocks, -1), tops, logs.view(blocks, -1))
+    encode(x.view(blocks, -1), logs.view(blocks, -1), tops)
     return decode(logs.view(blocks, -1), tops).view_as(x)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from . import headers, rules
 from .jit import jit, tl
-from .rules import COLUMNS, LOGARITHMS, SIGN, SIGNED_LOGARITHMS
+from .rules import COLUMNS
 
 FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
@@ -268,34 +268,6 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
     half = BLOCK_SIZE // 2
     words = random_words(drawn, b, i % half, BLOCK_SIZE)
     return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
-
-
-# ---------------------------------------------------------------- moments in a byte
-
-
-@jit()
-def load_code(codes, octaves, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Loads a block of what ``store_code`` has stored, float32."""
-    code = tl.load(codes + b * BLOCK_SIZE + i).to(tl.int32)
-    octave = tl.load(octaves + b).to(tl.int32)
-    if SIGNED:
-        x = rules.bits_of_code(code & SIGNED_LOGARITHMS, octave, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
-        return tl.where(code >= SIGN, rules.negative(x), x)
-    else:
-        return rules.bits_of_code(code, octave, LOGARITHMS).to(tl.float32, bitcast=True)
-
-
-@jit()
-def store_code(codes, octaves, b, i, x, bits, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Stores a block in a byte for each element, eighths of octaves below the block's own; rounded by random bits."""
-    steps = rules.drawn_steps(tl.abs(x).to(tl.int32, bitcast=True), bits.to(tl.int32))
-    octave = rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
-    if SIGNED:
-        code = rules.signed_code(rules.code_of(steps, octave, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
-    else:
-        code = rules.least_code_of(steps, octave, LOGARITHMS)
-    tl.store(codes + b * BLOCK_SIZE + i, code.to(tl.uint8))
-    tl.store(octaves + b, octave.to(tl.uint8))
 
 
 # ---------------------------------------------------------------- sums

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import rules
+from .codes import decode, encode
 from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
@@ -187,7 +188,7 @@ def moments(
     kept_m, kept_v = (kept.view(-1, g.shape[1])[b] for kept in (exp_avg, exp_avg_sq))
     m, v, still = kept_m, kept_v, None
     if octaves is not None:
-        m, v = (decoded(kept, tops[b], s) for kept, tops, s in ((m, octaves[0], True), (v, octaves[1], False)))
+        m, v = decode(m, octaves[0, b], signed=True), decode(v, octaves[1, b])
     m, v = m.float(), v.float()
     new_m, new_v = rules.momentum(m, g, k), rules.variance(v, g, k)
     if found is not None and not bool((fine := rules.counts(g, k)).all()):
@@ -202,8 +203,8 @@ def moments(
             kept_m.copy_(stochastic(new_m, bits))
             kept_v.copy_(stochastic(new_v, bits))
         else:
-            encode(new_m, kept_m, octaves[0, b], True, bits)
-            encode(new_v, kept_v, octaves[1, b], False, bits)
+            encode(new_m, kept_m, octaves[0, b], signed=True, bits=bits)
+            encode(new_v, kept_v, octaves[1, b], nonzero=True, bits=bits)
     if exp_avg_sq_sums is not None:
         exp_avg_sq_sums[b] = new_v.sum(1, dtype=torch.float64)
     return new_m, new_v, still
@@ -216,28 +217,6 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
     return rules.random_bits(*_index_and_seed(rounding, tile, block_size)).int()
-
-
-def decoded(codes: Tensor, octaves: Tensor, signed: bool) -> Tensor:
-    """Returns what codes uint8 [blocks, block_size] stand for, float32.
-
-    A number is a float32 with three bits of its mantissa, in the 32 octaves below that of its block; or in the 16
-    below it where there is a sign, the highest bit.
-    """
-    most = rules.SIGNED_LOGARITHMS if signed else rules.LOGARITHMS
-    x = rules.bits_of_code(codes.int() & most, octaves.int()[:, None], most).view(torch.float32)
-    return tl.where(codes >= rules.SIGN, rules.negative(x), x) if signed else x
-
-
-def encode(x: Tensor, codes: Tensor, octaves: Tensor, signed: bool, bits: Tensor | None = None) -> None:
-    """Writes what ``decoded`` reads, rounded by random ``bits``, or to nearest: exactly what it has read."""
-    u = x.abs().view(torch.int32)
-    steps = rules.rounded_steps(u) if bits is None else rules.drawn_steps(u, bits)
-    octave = rules.octave_above(steps.amax(1))
-    most, rule = (rules.SIGNED_LOGARITHMS, rules.code_of) if signed else (rules.LOGARITHMS, rules.least_code_of)
-    code = rule(steps, octave[:, None], most)
-    codes.copy_(rules.signed_code(code, (x < 0).int()) if signed else code)
-    octaves.copy_(octave)
 
 
 def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:

@@ -7,11 +7,12 @@ import torch
 from . import block_io as io
 from . import headers, rules
 from .advance import plain_power, power
+from .codes import decode, load_codes
 from .eager import only_live, scaled, tiles
 from .jit import jit, rule, tl
 from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Table, Variance, op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
-from .squares import ALIVE, PROJECTED, TOTAL, decode, load_logs
+from .squares import ALIVE, PROJECTED, TOTAL
 
 LEVEL, WEIGHT, MEAN, FOLLOWED, HELD = 0, 1, 2, 3, 4  # rows of ``levels``
 LEVELS = 5
@@ -188,7 +189,8 @@ def renew_kernel(
     own = b - chunk * blocks_per_chunk
     row = tl.load(live_row + b)
     mask = io.counting(live, row, i, BLOCK_SIZE)
-    mean_sq = load_logs(logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
+    logs += chunk * logs_stride + own * BLOCK_SIZE
+    mean_sq = load_codes(logs + i, tops + chunk * tops_stride + own, False)
     factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
     v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
     last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
@@ -244,7 +246,7 @@ def renew(
         ternary: Whether bits have two planes.
         eps_inside_sqrt, coef, block_tensor, live, live_row: As for ``momentum_compress``.
         exp_avg_sq: v, in whose unit c still is, float32 or bfloat16 [n].
-        logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``encode``.
+        logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``codes.encode``.
         factors: float32 [3, tensors], as ``renew_levels`` writes it.
         writes: Whether ``exp_avg_sq`` becomes the next v.
     """

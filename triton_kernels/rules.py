@@ -105,7 +105,7 @@ MANTISSA = 20  # bits of a float32 that a logarithm has none of: three are left 
 HALF_STEP = 0x80000  # of these
 INFINITE_STEP = 0x7F800000
 LARGEST_STEP = 0x7F700000  # of finite numbers
-LOGARITHMS = 255  # above zero; 8 of them are an octave
+LOGARITHMS = 255  # codes above zero; 8 of them are an octave
 SIGNED_LOGARITHMS = 127  # the same, beside a sign
 SIGN = 128  # of a byte
 
@@ -120,15 +120,15 @@ def finite(x) -> bool:
 
 
 @rule
-def counted(g, k):
-    """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
-    return tl.where(tl.abs(g) <= of(k, GRAD_LIMIT), g, NAN)
-
-
-@rule
 def counts(g, k) -> bool:
     """Neither too large to count nor NaN."""
     return tl.abs(g) <= of(k, GRAD_LIMIT)
+
+
+@rule
+def counted(g, k):
+    """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
+    return tl.where(counts(g, k), g, NAN)
 
 
 @rule
@@ -515,7 +515,7 @@ def leaking(added, x, d, k):
     return added + x * of(k, WEIGHT_DECAY) * d
 
 
-# ---------------------------------------------------------------- logarithms of 8 bits
+# ---------------------------------------------------------------- codes of 8 bits
 
 
 @rule
@@ -531,16 +531,16 @@ def octave_above(steps: int) -> int:
 
 
 @rule
-def below(steps: int, octave: int) -> int:
-    """Tells where a number lies in the 32 octaves below that one: 1 to 255, or 0 if it is smaller."""
-    return tl.where(steps + LOGARITHMS > octave * 8, steps + LOGARITHMS - octave * 8, 0)
+def below(steps: int, octave: int, most: int) -> int:
+    """Tells where a number lies in the octaves below that one: 1 to ``most``, or 0 if it is smaller."""
+    return tl.where(steps + most > octave * 8, steps + most - octave * 8, 0)
 
 
 @rule
-def bits_above(log: int, octave: int) -> int:
-    """The 32 bits of the number of which ``below`` is ``log``."""
-    inside = (log > 0) & (log + octave * 8 > LOGARITHMS)
-    return tl.where(inside, (log + octave * 8 - LOGARITHMS) << MANTISSA, 0)
+def bits_above(code: int, octave: int, most: int) -> int:
+    """The 32 bits of the number of which ``below`` is ``code``."""
+    inside = (code > 0) & (code + octave * 8 > most)
+    return tl.where(inside, (code + octave * 8 - most) << MANTISSA, 0)
 
 
 @rule
@@ -550,15 +550,8 @@ def drawn_steps(u: int, bits: int) -> int:
 
 
 @rule
-def code_of(steps: int, octave: int, most: int) -> int:
-    """Tells as ``below`` where a number lies, in 1 to ``most``; 0 if it is smaller."""
-    return tl.where(steps + most > octave * 8, steps + most - octave * 8, 0)
-
-
-@rule
-def least_code_of(steps: int, octave: int, most: int) -> int:
-    """The same, but 1 if it is smaller and not 0: nothing is divided by a variance that only seems to be 0."""
-    code = code_of(steps, octave, most)
+def nonzero_code(code: int, steps: int) -> int:
+    """Makes ``below`` 1 where it is 0 and the number is not."""
     return tl.where((steps > 0) & (code < 1), 1, code)
 
 
@@ -566,13 +559,6 @@ def least_code_of(steps: int, octave: int, most: int) -> int:
 def signed_code(code: int, negative: int) -> int:
     """A code with a sign, which 0 has not: ``negative`` is 0 or 1."""
     return tl.where(code > 0, code + negative * SIGN, code)
-
-
-@rule
-def bits_of_code(code: int, octave: int, most: int) -> int:
-    """The 32 bits of the number that has this code."""
-    inside = (code > 0) & (code + octave * 8 > most)
-    return tl.where(inside, (code + octave * 8 - most) << MANTISSA, 0)
 
 
 # ---------------------------------------------------------------- random bits

@@ -7,8 +7,8 @@ Of the mean gradient nobody but an average of floats knows the squares. What wor
     projections     of its gradient on random signs, alike on all workers, a float for ``SHARE`` elements; the square
                     of their mean is that of the mean gradient, on average
 
-Logarithms are those of ``encode``: next to the largest of their block, to within 1/16, over 32 octaves below it; what
-is smaller is 0.
+Logarithms are ``codes``: next to the largest of their block, to within 1/16, over 32 octaves below it; what is smaller
+is 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
+from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, only_live, square_sum, tiles
 from .jit import jit, tl
 from .op import Bits, Counters, Floats, Indices, Sizes, Tensors, Variance, op
@@ -25,45 +26,6 @@ from .rules import LARGEST
 
 TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block
 FOLDS = 11  # halvings of a block until one is left, and one more: of the largest
-
-
-# ---------------------------------------------------------------- logarithms of 8 bits
-
-
-def encode(values: Tensor, tops: Tensor, logs: Tensor) -> None:
-    """Writes rows of numbers that are not negative as logarithms of 8 bits.
-
-    Args:
-        values: float32 [blocks, n], finite.
-        tops: uint8 [blocks], written: the octave above each row's largest number.
-        logs: uint8 [blocks, n], written.
-    """
-    steps = rules.rounded_steps(values.view(torch.int32))
-    octave = rules.octave_above(steps.amax(1))
-    tops.copy_(octave)
-    logs.copy_(rules.below(steps, octave[:, None]))
-
-
-def decode(logs: Tensor, tops: Tensor) -> Tensor:
-    """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
-    return rules.bits_above(logs.int(), tops.int()[:, None]).view(torch.float32)
-
-
-@jit()
-def store_logs(x, logs, top):
-    """Does as ``encode`` of one block; returns what ``decode`` would."""
-    steps = rules.rounded_steps(x.to(tl.int32, bitcast=True))
-    octave = rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
-    log = rules.below(steps, octave)
-    tl.store(top, octave.to(tl.uint8))
-    tl.store(logs, log.to(tl.uint8))
-    return rules.bits_above(log, octave).to(tl.float32, bitcast=True)
-
-
-@jit()
-def load_logs(logs, top):
-    """Does as ``decode`` of one block."""
-    return rules.bits_above(tl.load(logs).to(tl.int32), tl.load(top).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 # ---------------------------------------------------------------- what a worker tells
@@ -101,7 +63,8 @@ def tell_squares_kernel(
     chunk = b // blocks_per_chunk
     own = b - chunk * blocks_per_chunk
     squares = tl.load(worker_sq + b * BLOCK_SIZE + i).to(tl.float32)
-    store_logs(squares, logs + chunk * logs_stride + own * BLOCK_SIZE + i, tops + chunk * tops_stride + own)
+    at = logs + chunk * logs_stride + own * BLOCK_SIZE + i
+    store_codes(squares, at, tops + chunk * tops_stride + own, None, False, False)
     t = tl.load(block_tensor + b)
     row = tl.load(live_row + b)
     place_of = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
@@ -140,14 +103,14 @@ def tell_squares(
         first_block: Index of the first block here in all of the index space.
         live, live_row: The active mask: elements that count.
         share, place: int32 [B], see ``Projections``.
-        logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``encode``.
+        logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``codes.encode``.
         projections: float32 [chunks, projections], written.
     """
     for tile in tiles(sizes, len(logs), block_size, worker_sq.device, len(live_row)):
         b, first = tile.blocks, tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
         squares = worker_sq.view(-1, block_size)[b].float()
-        encode(squares, tops[tile.chunk, own], logs[tile.chunk].view(-1, block_size)[own])
+        encode(squares, logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         g = g if factor is None else g * factor
         x = g * random_signs(updates, first_block + b.start, (len(g), block_size))
@@ -188,12 +151,13 @@ def average_squares_kernel(
     mean_sq = tl.zeros(i.shape, tl.float32)
     projected = tl.zeros([BLOCK_SIZE], tl.float32)
     for _ in range(world_size):
-        mean_sq += load_logs(own, top) * per_worker
+        mean_sq += load_codes(own, top, False) * per_worker
         projected += tl.load(at, mask=inside, other=0.0)
         own += arrived_logs_stride
         top += arrived_tops_stride
         at += arrived_projections_stride
-    told = store_logs(mean_sq, logs + b * BLOCK_SIZE + i, tops + b)
+    code, octave = store_codes(mean_sq, logs + b * BLOCK_SIZE + i, tops + b, None, False, False)
+    told = decoded(code, octave, False)
     row = tl.load(live_row + b)
     told = io.only_active(told, io.counting(live, row, i, BLOCK_SIZE), row)
     wide = (projected * per_worker).to(tl.float64)
@@ -220,7 +184,7 @@ def average_squares(
         block_size: Elements of a block.
         arrived_logs, arrived_tops, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
         live, live_row, share, place: Of the blocks of the chunk.
-        logs, tops: uint8 [elements] and [blocks], written, see ``encode``.
+        logs, tops: uint8 [elements] and [blocks], written, see ``codes.encode``.
         sums: float32 [3, blocks], written: the sum of the means as they were rounded, how many are above 0, and the
             square of the mean gradient's projections, infinite or NaN where any worker's is.
     """
@@ -232,7 +196,7 @@ def average_squares(
         for own, top in rows:
             mean_sq += decode(own, top) * per_worker
         own, top = logs.view(-1, block_size)[b], tops[b]
-        encode(mean_sq, top, own)
+        encode(mean_sq, own, top)
         told = only_live(decode(own, top), live, live_row, tile)
         sums[TOTAL, b] = told.sum(1, dtype=torch.float64).clamp(max=LARGEST).float()
         sums[ALIVE, b] = (told > 0).sum(1).float()

@@ -7,6 +7,7 @@ import torch
 from . import block_io as io
 from . import rules
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
+from .codes import load_codes, store_codes
 from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .op import (
@@ -51,8 +52,8 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     if octaves is None:
         m_before, v_before = tl.load(exp_avg + at).to(tl.float32), tl.load(exp_avg_sq + at).to(tl.float32)
     else:
-        m_before = io.load_code(exp_avg, octaves, b, i, True, BLOCK_SIZE)
-        v_before = io.load_code(exp_avg_sq, octaves + stride, b, i, False, BLOCK_SIZE)
+        m_before = load_codes(exp_avg + b * BLOCK_SIZE + i, octaves + b, True)
+        v_before = load_codes(exp_avg_sq + b * BLOCK_SIZE + i, octaves + stride + b, False)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
     fine = rules.counts(g, k)
     if found is not None:
@@ -66,8 +67,8 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
             tl.store(exp_avg + at, io.carried(m, bits, exp_avg.dtype.element_ty))
             tl.store(exp_avg_sq + at, io.carried(v, bits, exp_avg_sq.dtype.element_ty))
         else:
-            io.store_code(exp_avg, octaves, b, i, m, bits, True, BLOCK_SIZE)
-            io.store_code(exp_avg_sq, octaves + stride, b, i, v, bits, False, BLOCK_SIZE)
+            store_codes(m, exp_avg + b * BLOCK_SIZE + i, octaves + b, bits, True, False)
+            store_codes(v, exp_avg_sq + b * BLOCK_SIZE + i, octaves + stride + b, bits, False, True)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
     return m, v, fine
@@ -231,7 +232,7 @@ def adam_update(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        exp_avg, exp_avg_sq: m and v, float32, bfloat16, or codes in uint8 [P] (``eager.decoded``), read and written;
+        exp_avg, exp_avg_sq: m and v, float32, bfloat16, or codes in uint8 [P] (``codes.encode``), read and written;
             of blocks where nothing counts they may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
         found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it

@@ -15,7 +15,7 @@ from ..comm import FeedbackReducer, Flag, LocalTransport, Reducer, Told
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from .optimizer import DistributedOptimizer
-from .scaling import Agreed, LossScale, Scaling
+from .scaling import Agreed
 from .state.header import COMPRESSED, Fields, is_compressed
 from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
@@ -27,12 +27,6 @@ class CompressingOptimizer(DistributedOptimizer):
     reducer: Reducer
     _lost: Tensor | None = None
     """Above 0 where this rank's scaler has found an inf since ranks have last met: float32 [1]."""
-    weighs: ClassVar[int] = 1
-    """How many columns of coefficients weigh gradients, see ``scale_coefficients``."""
-
-    def build(self) -> None:
-        super().build()
-        self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         agreed = self._scaling(grads, coef)
@@ -59,19 +53,9 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
-        scale, most, coef = LossScale.of(self), self.options.max_grad_norm, self._of_gradients(coef)
-        if scale.scale is None and scale.found_inf is None and most is None:
-            return Agreed(coef)
-        if self._scales is None:
-            self._scales = Scaling(self.layout, self.weighs, self.device)
         transport, earlier = (LocalTransport(), None) if alone else (self.transport, self._lost)
         how: dict[str, Any] = {"largest": self.reducer.largest_gradient, "earlier": earlier}
-        agreed = self._scales.agree(grads, coef, scale, most, transport, self.shards, **how)
-        if agreed.hold is not None and agreed.overflowed is not None:
-            self.overflowed = agreed.overflowed
-        if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
-        return agreed
+        return self._agree(grads, self._of_gradients(coef), transport, **how)
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveError
+from ..comm import CollectiveError, Transport
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
 from .handshake import ddp_averages, warn_of_averages
 from .options import Made
-from .scaling import SCALER_ATTRIBUTES
+from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
 from .settings import Options
 from .state import loading, saving
 from .state.keeper import Keeper
@@ -37,6 +37,9 @@ class DistributedOptimizer(Keeper):
 
     compresses: ClassVar[bool] = True
     """Whether less is sent than DDP would send."""
+
+    weighs: ClassVar[int] = 1
+    """How many columns of coefficients weigh gradients, see ``scale_coefficients``."""
 
     _late_error: Exception | None = None
     exp_avg: Tensor
@@ -59,6 +62,7 @@ class DistributedOptimizer(Keeper):
         self._begun = self.averaged = False
         self._step_number: int | Tensor = 0
         self._captures = False
+        self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
 
     @property
     def _rounding(self) -> Tensor | None:
@@ -252,6 +256,20 @@ class DistributedOptimizer(Keeper):
                 return flags
         finally:
             self._begun = self.averaged = False
+
+    def _agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
+        """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
+        loss_scale, most = LossScale.of(self), self.options.max_grad_norm
+        if loss_scale.scale is None and loss_scale.found_inf is None and most is None:
+            return Agreed(coef)
+        if self._scales is None:
+            self._scales = Scaling(self.layout, self.weighs, self.device)
+        agreed = self._scales.agree(grads, coef, loss_scale, most, transport, self.shards, **how)
+        if agreed.hold is not None and agreed.overflowed is not None:
+            self.overflowed = agreed.overflowed
+        if agreed.grad_norm is not None:
+            self._grad_norm = agreed.grad_norm
+        return agreed
 
     @contextmanager
     def _breaking(self, begun: bool = False) -> Iterator[None]:

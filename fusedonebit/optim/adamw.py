@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import StateSpec
-from ..triton_kernels.eager import decoded, encode
+from ..triton_kernels.codes import decode, encode
 from .averaging import AdamUpdate
 
 
@@ -82,7 +82,7 @@ class AdamW(AdamUpdate):
             self._octaves = torch.zeros(2, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
 
     @property
-    def _kept_in(self) -> tuple[Tensor | None, ...]:
+    def _narrowed(self) -> tuple[Tensor | None, ...]:
         return (None if self.options.state == "fp32" else self.updates), self._octaves
 
     def _held(self) -> list[Tensor]:
@@ -93,7 +93,7 @@ class AdamW(AdamUpdate):
         if not self._is_coded(spec):
             return super().part_of(spec, i)
         codes, octaves = self._codes_of(spec, i)
-        x = decoded(codes, octaves, not spec.not_negative).view(-1)
+        x = decode(codes, octaves, signed=not spec.not_negative).view(-1)
         return self.parameters.shaped(x, i, 0).clone()
 
     def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
@@ -103,7 +103,8 @@ class AdamW(AdamUpdate):
         codes, octaves = self._codes_of(spec, i)
         x = torch.zeros(codes.shape, device=self.device)
         self.parameters.shaped(x.view(-1), i, 0).copy_(part)
-        encode(x, codes, octaves, not spec.not_negative)
+        signed = not spec.not_negative
+        encode(x, codes, octaves, signed=signed, nonzero=not signed)
 
     def _is_coded(self, spec: StateSpec) -> bool:
         return self._octaves is not None and bool(spec.kept_in)

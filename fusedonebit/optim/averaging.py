@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
-from ..comm.absent import absence
+from ..comm.absent import absence, absent_on_all
 from ..comm.message import OUT_OF_STEP
 from ..core.handshake import Handshake, HandshakeWord
 from ..core.optimizer import DistributedOptimizer
-from ..core.scaling import LossScale, Scaling, clip_factor, gradient_norm, overflow_flags
+from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
@@ -40,6 +40,7 @@ class AveragingOptimizer(DistributedOptimizer):
     _found_before: Tensor
     _found_in_replays: Tensor
     _no_flags: Tensor
+    weighs: ClassVar = SQUARES
     reads_gradients: ClassVar[bool] = False
     """Whether a rank alone updates from gradients where they lie, and leaves out elements that do not count; else it
     flattens them first, and skips a step of which any does not count."""
@@ -56,8 +57,6 @@ class AveragingOptimizer(DistributedOptimizer):
         words = torch.zeros(4, 1, dtype=torch.int32, device=self.device)
         self._found, self._found_before, self._found_in_replays, self._no_flags = words
         self._is_found = False  # whether this step's update has been made
-        self._each_bit = torch.arange(8, dtype=torch.uint8, device=self.device)
-        self._alone_scales: Scaling | None = None
 
     @property
     def _is_alone(self) -> bool:
@@ -76,28 +75,17 @@ class AveragingOptimizer(DistributedOptimizer):
         self._is_found = not abort
         if abort:
             return torch.full_like(self._no_flags, int(Flag.ABORT))
-        scale, most, hold = LossScale.of(self), self.options.max_grad_norm, self._no_flags
-        if scale.scale is not None or scale.found_inf is not None or most is not None:
-            if self._alone_scales is None:
-                self._alone_scales = Scaling(self.layout, SQUARES, self.device)
-            agreed = self._alone_scales.agree(grads, coef, scale, most, self.transport, self.shards)
-            coef = agreed.coef
-            if agreed.hold is not None and agreed.overflowed is not None:
-                hold, self.overflowed = agreed.hold, agreed.overflowed
-            if agreed.grad_norm is not None:
-                self._grad_norm = agreed.grad_norm
-        self._absent = self._mask_of(self._missing) if self._missing else None
+        agreed = self._agree(grads, coef, self.transport)
+        hold = self._no_flags if agreed.hold is None else agreed.hold
+        if self._missing:  # here, so everywhere
+            bits = absence(self.layout, self._missing, self.device).bits
+            self._absent = absent_on_all(bits[None], len(self.layout.sizes), self._no_flags)
         found: tuple[Tensor | None, ...] = self._found_in_replays, None
         if not self._captures:
             self._found, self._found_before = self._found_before, self._found
             found = self._found, self._found_before
-        self._update(grads, self.coefficients.still(coef, self._absent), hold, *found)
+        self._update(grads, self.coefficients.still(agreed.coef, self._absent), hold, *found)
         return hold
-
-    def _mask_of(self, missing: Sequence[int]) -> Tensor:
-        """Return which tensors are ``missing``: bool [tensors], uploaded only where they are others than before."""
-        bits = absence(self.layout, missing, self.device).bits
-        return (bits[:, None] >> self._each_bit & 1).view(-1)[: len(self.layout.sizes)].bool()
 
     def _known(self, flags: Tensor) -> Tensor | int:
         """See ``DistributedOptimizer``. What was found in an update that was made comes with it."""
@@ -193,9 +181,6 @@ class AveragingOptimizer(DistributedOptimizer):
         more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, found)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
-    def _scratch(self) -> list[Tensor]:
-        return [] if self._alone_scales is None else self._alone_scales.memory()
-
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake()
 
@@ -222,10 +207,10 @@ class AdamUpdate(AveragingOptimizer):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        how = self._rounding, *(found or (None, None)), *self._kept_in
+        how = self._rounding, *(found or (None, None)), *self._narrowed
         adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
 
     @property
-    def _kept_in(self) -> tuple[Tensor | None, ...]:
+    def _narrowed(self) -> tuple[Tensor | None, ...]:
         """Return what moments that are not float32 are rounded by, and the octaves of their codes."""
         return ()

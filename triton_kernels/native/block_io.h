@@ -5,6 +5,8 @@
    arrays of at most MOST floats that stay in the first-level cache; every loop over them is one or a few lines
    of the eager op, and vectorises. Compiled without contraction, each operation rounds once, as there. */
 
+#pragma once
+
 #include <float.h>
 #include <math.h>
 #include <stddef.h>

@@ -1,30 +1,17 @@
 /* Shares squares of gradients, and renews a variance. */
 
-#include "block_io.h"
+#include "codes.h"
 
 enum { TOTAL, ALIVE, PROJECTED };
 enum { FACTOR, USUAL, LEAST };
 
-/* Writes a block as logarithms next to the octave of its largest number. */
+/* Writes a block of numbers that are not negative as codes. */
 static void store_logs(uint8_t *restrict logs, uint8_t *restrict top, const float *restrict x, int64_t n)
 {
-    uint32_t steps[MOST], most = 0;
+    uint32_t steps[MOST];
     for (int64_t i = 0; i < n; i++)
-        steps[i] = rounded_steps(bits_of(x[i]));
-    for (int64_t i = 0; i < n; i++)
-        most = steps[i] > most ? steps[i] : most;
-    uint32_t octave = octave_above(most);
-    *top = octave;
-    for (int64_t i = 0; i < n; i++)
-        logs[i] = below(steps[i], octave);
-}
-
-static void load_logs(float *restrict x, const uint8_t *restrict logs, uint32_t octave, int64_t n)
-{
-    uint32_t u[MOST];
-    for (int64_t i = 0; i < n; i++)
-        u[i] = bits_above(logs[i], octave);
-    memcpy(x, u, n * sizeof *x);
+        steps[i] = rounded_steps(bits_of(x[i]) & 0x7FFFFFFF);
+    store_codes(logs, top, x, steps, 0, 0, n);
 }
 
 /* Gives a block random signs: those of 32 elements are a hashed word. */
@@ -91,12 +78,12 @@ KERNEL(average_squares)
         memset(mean, 0, sizeof mean);
         for (int64_t w = 0; w < world_size; w++) { /* in rank order */
             const uint8_t *arrived = arrived_logs + w * arrived_logs_stride + b * BLOCK_SIZE;
-            load_logs(own, arrived, arrived_tops[w * arrived_tops_stride + b], BLOCK_SIZE);
+            load_codes(own, arrived, arrived_tops[w * arrived_tops_stride + b], 0, BLOCK_SIZE);
             for (int64_t i = 0; i < BLOCK_SIZE; i++)
                 mean[i] += own[i] * per_worker;
         }
         store_logs(logs + b * BLOCK_SIZE, tops + b, mean, BLOCK_SIZE);
-        load_logs(own, logs + b * BLOCK_SIZE, tops[b], BLOCK_SIZE);
+        load_codes(own, logs + b * BLOCK_SIZE, tops[b], 0, BLOCK_SIZE);
         only_live(own, live, live_row[b], BLOCK_SIZE);
         int64_t alive = 0;
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
@@ -136,7 +123,7 @@ KERNEL(renew)
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
         const float *f = factors + t;
-        load_logs(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], BLOCK_SIZE);
+        load_codes(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], 0, BLOCK_SIZE);
         const float *v = variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE), usual = f[USUAL * factors_stride];
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
             next[i] = usual > 0 ? renewed(next[i], f[FACTOR * factors_stride], usual, f[LEAST * factors_stride]) : v[i];

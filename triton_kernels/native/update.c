@@ -1,6 +1,7 @@
 /* What changes parameters: Adam's update, LAMB's, the apply of synchronised bits. */
 
 #include "clock.h"
+#include "codes.h"
 
 #define EACH_MOVING_BLOCK(b) for (int64_t b = begin; b < end; b++) if (!*skip && live_row[b] != EMPTY)
 
@@ -163,30 +164,15 @@ static int32_t move_by_gradient(float *restrict x, float *restrict m, float *res
     return any_of(bad);
 }
 
-/* A block of a moment of which `codes` are, see eager.decoded. */
-static void decode_moment(float *restrict x, const uint8_t *restrict codes, uint8_t octave, int is_signed, int64_t n)
+/* Writes a block of a moment as codes, rounded by random bits. */
+static void store_moment(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x,
+                         const uint32_t *restrict word, int is_signed, int64_t n)
 {
-    uint32_t most = is_signed ? SIGNED_LOGARITHMS : LOGARITHMS;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t u = bits_of_code(codes[i] & most, octave, most) | (uint32_t)(is_signed && codes[i] >= SIGN) << 31;
-        memcpy(x + i, &u, 4);
-    }
-}
-
-/* Writes it, rounded by random bits. */
-static void encode_moment(uint8_t *restrict codes, uint8_t *octave, const float *restrict x, const uint32_t *restrict word,
-                   int is_signed, int64_t n)
-{
-    uint32_t steps[MOST], most = 0;
+    uint32_t steps[MOST];
     for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
             steps[at] = drawn_steps(bits_of(x[at]) & 0x7FFFFFFF, half_of(word[i], half));
-    for (int64_t i = 0; i < n; i++)
-        most = steps[i] > most ? steps[i] : most;
-    *octave = octave_above(most);
-    for (int64_t i = 0; i < n; i++)
-        codes[i] = is_signed ? signed_code(code_of(steps[i], *octave, SIGNED_LOGARITHMS), x[i] < 0)
-                             : least_code_of(steps[i], *octave, LOGARITHMS);
+    store_codes(codes, octave, x, steps, is_signed, !is_signed, n);
 }
 
 /* Writes back moments that were widened, rounded by bits that are drawn for their elements. */
@@ -198,8 +184,8 @@ static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, in
     for (int64_t i = 0; i < n / 2; i++)
         word[i] = moments_word(first + i, seed);
     if (octaves) {
-        encode_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
-        encode_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
+        store_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
+        store_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
         return;
     }
     uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
@@ -270,8 +256,8 @@ KERNEL(adam_update)
             continue;
         }
         if (octaves) {
-            decode_moment(wide_m, (uint8_t *)exp_avg + b * BLOCK_SIZE, octaves[b], 1, BLOCK_SIZE);
-            decode_moment(wide_v, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE, octaves[octaves_stride + b], 0, BLOCK_SIZE);
+            load_codes(wide_m, (uint8_t *)exp_avg + b * BLOCK_SIZE, octaves[b], 1, BLOCK_SIZE);
+            load_codes(wide_v, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE, octaves[octaves_stride + b], 0, BLOCK_SIZE);
         } else if (drawn) {
             variance_of(exp_avg, exp_avg_kind, b, wide_m, BLOCK_SIZE);
             variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide_v, BLOCK_SIZE);

@@ -24,16 +24,15 @@ EveryWorker = Callable[[Params, Sequence[Params], tuple[Tensor, ...]], Gradients
 
 
 class Which(NamedTuple):
-    """What a graph follows from, since a trial's loss is a function of parameters and batch, whatever its seed."""
+    """What a graph follows from besides the batch's shape: a trial's loss is the same function, whatever its seed."""
 
     task: str
     player: int
-    workers: int
     apart: bool
     """Whether parameters are each worker's own, [W, ...]."""
 
 
-_graphs: dict[Which, EveryWorker] = {}
+_graphs: dict[tuple[Which, Sequence[torch.Size]], EveryWorker] = {}
 
 
 def untraced(which: Which, trial: Trial) -> EveryWorker:
@@ -59,7 +58,8 @@ def gradients(which: Which, trial: Trial, params: Sequence[Params], batches: tup
         Gradients by name [W, ...], and losses [W].
     """
     given = (params[which.player], params, batches)
-    if which not in _graphs:
-        _graphs[which] = make_fx(untraced(which, trial))(*given)
+    key = which, tuple(each.shape for each in batches)
+    if key not in _graphs:
+        _graphs[key] = make_fx(untraced(which, trial))(*given)
     with torch.no_grad():
-        return _graphs[which](*given)
+        return _graphs[key](*given)

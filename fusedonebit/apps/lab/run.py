@@ -70,7 +70,7 @@ class Training:
         """Draw all workers' batches, in a step's first call, and form the gradients of one model's parameters."""
         if player == 0:
             self._draw(step)
-        which = Which(self.key.task, player, self.key.workers, self.apart)
+        which = Which(self.key.task, player, self.apart)
         params = [self._params(i) for i in range(len(self.trial.models))]
         rows, losses = gradients(which, self.trial, params, self.batches)
         self.rows = [{name: each[w] for name, each in rows.items()} for w in range(self.key.workers)]

@@ -1,0 +1,86 @@
+"""Writes numbers in a byte each: a float32 with three bits of its mantissa, in the octaves below that of their block.
+
+Of numbers that are not negative these are 32, and the rounding is to within 1/16. Where there is a sign, the highest
+bit, they are 16. What is smaller is 0, or the least code there is: nothing is divided by a variance that only seems 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, int32
+from torch import float32 as fp32
+
+from . import rules
+from .jit import jit, tl
+from .rules import LOGARITHMS, SIGN, SIGNED_LOGARITHMS
+
+
+def encode(
+    x: Tensor,
+    codes: Tensor,
+    octaves: Tensor,
+    *,
+    signed: bool = False,
+    nonzero: bool = False,
+    bits: Tensor | None = None,
+) -> None:
+    """Writes what ``decode`` reads, rounded to nearest, or by random bits; what it has read, exactly as it was.
+
+    Args:
+        x: float32 [blocks, n], finite.
+        codes: uint8 [blocks, n], written.
+        octaves: uint8 [blocks], written: the octave above each row's largest number.
+        signed: Whether numbers may be negative.
+        nonzero: Whether only 0 becomes 0.
+        bits: int32 [blocks, n], 16 random ones for each; None: to nearest.
+    """
+    u = x.abs().view(int32)
+    steps = rules.rounded_steps(u) if bits is None else rules.drawn_steps(u, bits)
+    octave = rules.octave_above(steps.amax(1))
+    code = rules.below(steps, octave[:, None], SIGNED_LOGARITHMS if signed else LOGARITHMS)
+    if nonzero:
+        code = rules.nonzero_code(code, steps)
+    codes.copy_(rules.signed_code(code, (x < 0).int()) if signed else code)
+    octaves.copy_(octave)
+
+
+def decode(codes: Tensor, octaves: Tensor, *, signed: bool = False) -> Tensor:
+    """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
+    most = SIGNED_LOGARITHMS if signed else LOGARITHMS
+    x = rules.bits_above(codes.int() & most, octaves.int()[:, None], most).view(fp32)
+    return tl.where(codes >= SIGN, rules.negative(x), x) if signed else x
+
+
+@jit()
+def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
+    """Does as ``encode`` of one block [n, 8]; returns codes and their octave."""
+    u = tl.abs(x).to(tl.int32, bitcast=True)
+    if bits is None:
+        steps = rules.rounded_steps(u)
+    else:
+        steps = rules.drawn_steps(u, bits.to(tl.int32))
+    octave = rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
+    if SIGNED:
+        code = rules.signed_code(rules.below(steps, octave, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
+    else:
+        code = rules.below(steps, octave, LOGARITHMS)
+    if NONZERO:
+        code = rules.nonzero_code(code, steps)
+    tl.store(codes, code.to(tl.uint8))
+    tl.store(octave_at, octave.to(tl.uint8))
+    return code, octave
+
+
+@jit()
+def decoded(code, octave, SIGNED: tl.constexpr):
+    """Does as ``decode`` of one block in registers, int32."""
+    if SIGNED:
+        x = rules.bits_above(code & SIGNED_LOGARITHMS, octave, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
+        return tl.where(code >= SIGN, rules.negative(x), x)
+    else:
+        return rules.bits_above(code, octave, LOGARITHMS).to(tl.float32, bitcast=True)
+
+
+@jit()
+def load_codes(codes, octave_at, SIGNED: tl.constexpr):
+    """Does as ``decode`` of one block."""
+    return decoded(tl.load(codes).to(tl.int32), tl.load(octave_at).to(tl.int32), SIGNED)
