@@ -112,6 +112,7 @@ def test_several_ranks_are_one_that_has_their_mean_gradient(norm):
     assert furthest(ranks[0], alone) < 1e-5
 
 
+@pytest.mark.needs_compiler
 def test_a_step_is_two_launches_whatever_the_number_of_tensors_and_four_with_clipping():
     for norm, further in ((None, ()), (1.0, ("gradient_squares", "scale_coefficients"))):
         params = parameters(shapes=((3, 5),) * 302)
