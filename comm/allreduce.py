@@ -60,15 +60,16 @@ class CompressedAllReduce(Receiver):
         device: Where everything lies.
         scale_norm: "l1", "l2", "contractive" or "relaxed"; see ``finish``.
         scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
-        compensated: float32 [P] to use as the workers' c, or None to allocate zeros.
+        compensated: float32 or bfloat16 [P] to use as the workers' c, or None to allocate zeros.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
-        worker_sq: float32 [P] to use as the squares that ``compress`` follows; None: nobody wants them.
-        gathered, scale, residual, served, digest: W messages, float32 [B], zeros float32 [P / W], a message and int64
-            [1] to use as the result's, the server's c, what it sends, and the checksum; None allocates them.
+        worker_sq: float32 or bfloat16 [P] to use as the squares that ``compress`` follows; None: nobody wants them.
+        gathered, scale, residual, served, digest: W messages, float32 [B], zeros [P / W] of ``compensated``'s dtype, a
+            message and int64 [1] to use as the result's, the server's c, what it sends, and the checksum; None
+            allocates them.
 
     Attributes:
         worker: This rank's ``ErrorFeedback`` over all P elements.
@@ -120,10 +121,9 @@ class CompressedAllReduce(Receiver):
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
         if residual is None:
-            residual = torch.zeros(layout.chunk_numel if self.serves else 0, device=device)
+            residual = compensated.new_zeros(layout.chunk_numel if self.serves else 0)
         self.worker_residual, self.server_residual = compensated, residual
         self.worker_sq = worker_sq
-        self._rounds_squares = worker_sq is not None and worker_sq.dtype is torch.bfloat16
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
         self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
@@ -142,6 +142,7 @@ class CompressedAllReduce(Receiver):
         self.make_room(1)
         self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
+        self._drawn: Tensor | None = None  # of the present step
         self.kept = []
         self.set_live(live_table(layout).to(device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
@@ -208,7 +209,7 @@ class CompressedAllReduce(Receiver):
             self.found,
             self.hold,
             self.worker_sq,
-            looks.updates if self._rounds_squares else None,
+            self._drawn,
         )
         if looks.tells and self.squares is not None and self.worker_sq is not None:
             self.squares.tell(grads, self.worker_sq, looks, self.part.blocks.start, self.live)
@@ -287,6 +288,7 @@ class CompressedAllReduce(Receiver):
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
         self.found = self._found if told.pending is None else told.pending
+        self._drawn = told.drawn
         compress(self)
         self._finish(told)
 
@@ -295,6 +297,8 @@ class CompressedAllReduce(Receiver):
         # A header damaged on its way here is seen here only: pass on what was seen.
         header = self._header(told, 0, self._agreed, counts=False)
         number, counter, _, tag, *_ = header
+        written = (None, 0, None, 0) if self.server.measures else (self.served.words, number, counter, tag)
+        more: Sequence[Any] = (*written, told.drawn)
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
@@ -311,7 +315,7 @@ class CompressedAllReduce(Receiver):
             self.hold,
             self._agreed,
             self.arrived_words,
-            *(() if self.server.measures else (self.served.words, number, counter, tag)),
+            *more,
         )
         self.flags = self._agreed
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
@@ -353,7 +357,7 @@ class CompressedAllReduce(Receiver):
 
     def take_residuals(self, out: Tensor) -> None:
         self.settle()
-        torch.mul(self.worker.compensated, 1.0 / self.transport.world_size, out=out)
+        out.copy_(self.worker.compensated).mul_(1.0 / self.transport.world_size)
         rank, chunk = self.transport.rank, self.layout.chunk_numel
         for server in self.sides[1:]:
             out[rank * chunk : (rank + 1) * chunk] += server.compensated

@@ -48,7 +48,7 @@ class ErrorFeedback(Side):
     e is formed when it is next read. sign(0) is 0 where ternary.
 
     Args:
-        compensated: float32 [n], c; zeros at the start.
+        compensated: float32 or bfloat16 [n], c; zeros at the start.
         segment: int64 [blocks], the scale that each block shares; rising without gaps.
         norm: One of ``SCALE_NORMS``' values.
         ternary: Whether zeros stay zeros.

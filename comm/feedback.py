@@ -82,8 +82,8 @@ class FeedbackReducer(Reducer):
         gathered: Messages whose bits are the result's signs.
         block_tensor: int32 [B], each block's tensor.
         shards: The ranks that hold other shards of the same tensors.
-        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32.
-        server_residual: That of the chunks which it serves: float32.
+        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32 or bfloat16.
+        server_residual: That of the chunks which it serves, of the same dtype.
         kept: What ``restore`` puts back.
         worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
         sums: What ``share_squares`` has found, equal on all ranks: ``renew_levels``' first two arguments.

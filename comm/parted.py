@@ -52,7 +52,7 @@ class PartedAllReduce(FeedbackReducer):
         here: Those parts that this rank averages.
         transport: Between the ranks that average a part.
         serve_alone: See ``make_all_reduce``.
-        worker_sq: float32, of the parts that are here, one behind the other; None: nobody wants it.
+        worker_sq: float32 or bfloat16, of the parts that are here, one behind the other; None: nobody wants it.
         device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
@@ -84,7 +84,7 @@ class PartedAllReduce(FeedbackReducer):
         self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.server_residual = torch.zeros(len(here), layout.chunk_numel if self.serves else 0, device=device)
+        self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         if self.serves:

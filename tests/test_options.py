@@ -143,7 +143,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
     made = {name: make(model_of().parameters(), lr=1e-3) for name, make in MAKE.items()}
     said = {name: header_of(optimizer.state_dict()) or {} for name, optimizer in made.items()}
     assert {name: set(header["options"]) for name, header in said.items()} == {
-        "OneBitAdam": TOLD | SCALES,
+        "OneBitAdam": TOLD | SCALES | {"state"},
         "OneBitLamb": TOLD | SCALES | {"variant"},
         "AdamW, ours": TOLD | {"state"},
         "Lamb": TOLD,

@@ -270,6 +270,15 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
     return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
 
 
+@jit()
+def store_kept(kept, drawn, b, i, x, BLOCK_SIZE: tl.constexpr):
+    """Keeps a block of x: in float32, or in bfloat16, rounded stochastically; returns what is kept, in float32."""
+    if kept.dtype.element_ty == tl.bfloat16:
+        x = carried(x, moment_bits(drawn, b, i, BLOCK_SIZE), tl.bfloat16)
+    tl.store(kept + b * BLOCK_SIZE + i, x)
+    return x.to(tl.float32)
+
+
 # ---------------------------------------------------------------- sums
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .eager import compress, gather, only_live, random_bits, scaled, stochastic, tiles, write_partials
+from .eager import compress, gather, keep, only_live, random_bits, scaled, stochastic, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors, Variance, op
+from .op import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, Sizes, Tensors, Variance, op
 
 
 @jit()
@@ -28,8 +28,8 @@ def momentum_compress_kernel(
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: g, 4 + 4 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if any;
-    4 + 4 or 2 + 2 for the worker's own, if any.
+    Bytes per element: g, 4 + 4 or 2 + 2 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if
+    any; 4 + 4 or 2 + 2 for the worker's own, if any.
     """
     if tl.load(hold) != 0:
         return
@@ -38,7 +38,7 @@ def momentum_compress_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     row = tl.load(live_row + b)
     scale = tl.load(exp_avg_scale + b)
-    c = tl.load(compensated + b * BLOCK_SIZE + i)
+    c = tl.load(compensated + b * BLOCK_SIZE + i).to(tl.float32)
     packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     signs, nonzero = io.load_bits(packed, plane, TERNARY)
     m = io.scaled(signs, nonzero, scale, TERNARY)
@@ -64,7 +64,7 @@ def momentum_compress_kernel(
     bad = io.any_of(~finite)  # here: no register holds it further
     if bad != 0:
         tl.atomic_or(found, io.NONFINITE)
-    tl.store(compensated + b * BLOCK_SIZE + i, c)
+    c = io.store_kept(compensated, rounding, b, i, c, BLOCK_SIZE)
     if IN_PLACE:
         tl.debug_barrier()  # all warps have read the last step's
     io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
@@ -77,7 +77,7 @@ def momentum_compress_kernel(
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
-    grads: Tensors, sizes: Sizes, block_size: int, compensated: PerElement, worker_scale: PerBlock,
+    grads: Tensors, sizes: Sizes, block_size: int, compensated: Variance, worker_scale: PerBlock,
     exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
     eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
     hold: Flag, worker_sq: Variance | None = None, rounding: Counters | None = None,
@@ -94,7 +94,7 @@ def momentum_compress(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        compensated: c, float32 [P], read and written.
+        compensated: c, float32 or bfloat16 [P], read and written; its signs and sums are those of what is kept.
         worker_scale: s of the last step, float32 [B].
         exp_avg_bits, exp_avg_scale: m of the last step; the bits may be ``bits``, which a worker alone sends nobody.
         exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
@@ -106,8 +106,8 @@ def momentum_compress(
         hold: int32 [1]; where set nothing is written.
         worker_sq: float32 or bfloat16 [P], written: the EMA of the squares of this worker's own gradients, by which
             gradients are divided where v is 0; None: nobody wants it.
-        rounding: int64 [], the updates done, with which that is rounded stochastically to bfloat16: to nearest, it
-            would stand still.
+        rounding: int64 [], the updates done, with which c and these squares are rounded stochastically to bfloat16: to
+            nearest, small gradients would be lost, and squares stand still. None: both are float32.
     """
     if hold:
         return
@@ -117,7 +117,7 @@ def momentum_compress(
         b = tile.blocks
         k = coef[block_tensor[b]]
         m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
-        kept = rules.carried(m, flat[b], worker_scale[b, None], k, ternary)
+        kept = rules.carried(m, flat[b].float(), worker_scale[b, None], k, ternary)
         g = gather(grads, tile, block_size)
         if worker_sq is not None:
             kept_sq = worker_sq.view(-1, block_size)[b]
@@ -136,15 +136,17 @@ def momentum_compress(
             new = tl.where(finite, new, kept)
             write_partials(new, partials[:, b])
             found |= int(io.NONFINITE)
-        flat[b] = new
-        compress(new, bits[tile.chunk, ..., tile.bytes])
+        rounded = keep(flat[b], new, rounding, tile)
+        if rounded is not new:
+            write_partials(rounded, partials[:, b])
+        compress(rounded, bits[tile.chunk, ..., tile.bytes])
 
 
-def settle(compensated: Floats, scale: Floats, ternary: bool, live: Bits, live_row: Indices) -> None:
-    """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step.
+def settle(compensated: Variance, scale: Floats, ternary: bool, live: Bits, live_row: Indices) -> None:
+    """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step, but by rounding.
 
     Args:
-        compensated: float32 [n].
+        compensated: float32 [n], or bfloat16: then to nearest.
         scale: float32 [blocks of n].
         ternary: Whether sign(0) is 0.
         live, live_row: The active mask: elements that count; others have no residual.
@@ -152,5 +154,5 @@ def settle(compensated: Floats, scale: Floats, ternary: bool, live: Bits, live_r
     block_size = compensated.numel() // scale.numel()
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         c = compensated.view(-1, block_size)[tile.blocks]
-        c.copy_(only_live(rules.residual(c, scale[tile.blocks, None], ternary), live, live_row, tile))
+        c.copy_(only_live(rules.residual(c.float(), scale[tile.blocks, None], ternary), live, live_row, tile))
     scale.zero_()

@@ -210,6 +210,15 @@ def moments(
     return new_m, new_v, still
 
 
+def keep(kept: Tensor, new: Tensor, rounding: Tensor | None, tile: Tile) -> Tensor:
+    """Does as ``store_kept`` of a tile's values, float32 [blocks, block_size]; returns what is kept of them."""
+    if kept.dtype is not torch.float32:
+        assert rounding is not None
+        new = stochastic(new, moment_bits(rounding, tile, new.shape[1]))
+    kept.copy_(new)
+    return new
+
+
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     """16 bits for each element of a tile, int32 [blocks, block_size].
 

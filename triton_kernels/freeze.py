@@ -8,12 +8,12 @@ from torch import Tensor
 from . import rules
 from .eager import gather, only_live, square_sum, tiles
 from .jit import of
-from .op import Bits, Floats, Indices, PerElement, Sizes, Tensors
+from .op import Bits, Floats, Indices, PerElement, Sizes, Tensors, Variance
 from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 
 def freeze(
-    sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
+    sizes: Sizes, block_size: int, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool,
     precondition: bool, coef: Floats, block_tensor: Indices, dead_value: Floats | None, least: Floats | None,
     bfloat16: bool = False,
 ) -> None:  # fmt: skip
@@ -23,8 +23,8 @@ def freeze(
     its "residual" just what the full-precision momentum contributes. Other arguments as for ``apply_momentum``.
 
     Args:
-        exp_avg: m, float32 [P]; c is written.
-        exp_avg_sq: v, float32 [P], read and written.
+        exp_avg: m, float32 or bfloat16 [P]; c is written.
+        exp_avg_sq: v, float32 or bfloat16 [P], read and written.
         precondition: Whether the unit of each coordinate is that of its layer over denom, with the v that is written.
         dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
             [tensors]; None leaves them.
@@ -41,13 +41,12 @@ def freeze(
             v.copy_(torch.maximum(v, least[owner][:, None]))
         if bfloat16:
             v.copy_(v.bfloat16())
-        c.mul_(of(k, BETA1) * of(k, UNIT))
-        if precondition:
-            c.div_(rules.denominator(v, k, eps_inside_sqrt))
+        carried = c.float() * (of(k, BETA1) * of(k, UNIT))
+        c.copy_(carried / rules.denominator(v.float(), k, eps_inside_sqrt) if precondition else carried)
 
 
 def rewarm(
-    sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement, eps_inside_sqrt: bool,
+    sizes: Sizes, block_size: int, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool,
     precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, clip: bool,
 ) -> None:  # fmt: skip
     """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
@@ -58,26 +57,26 @@ def rewarm(
     Other arguments as for ``apply_momentum``.
 
     Args:
-        exp_avg: float32 [P]: unit*m is read, m written.
-        exp_avg_sq: float32 [P]: v is read, v / (1 - beta2^F) written.
+        exp_avg: float32 or bfloat16 [P]: unit*m is read, m written.
+        exp_avg_sq: float32 or bfloat16 [P]: v is read, v / (1 - beta2^F) written.
         precondition: Whether the unit of each coordinate is that of its layer over denom.
         live, live_row: The active mask: elements that count; others get v = 0.
         clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
-        m, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
-        m.div_(of(k, UNIT))
+        kept_m, kept_v = (x.view(-1, block_size)[tile.blocks] for x in (exp_avg, exp_avg_sq))
+        m, v = kept_m.float() / of(k, UNIT), kept_v.float()
         if precondition:
-            m.mul_(rules.denominator(v, k, eps_inside_sqrt))
-        v.mul_(of(k, RSQRT_BIAS2)).mul_(of(k, RSQRT_BIAS2))
-        v.copy_(only_live(v, live, live_row, tile))
+            m *= rules.denominator(v, k, eps_inside_sqrt)
+        kept_v.copy_(only_live(v * of(k, RSQRT_BIAS2) * of(k, RSQRT_BIAS2), live, live_row, tile))
         if clip:
-            most = v.sqrt().div_(of(k, UNBIAS1))
-            torch.clamp(m, -most, most, out=m)
+            most = kept_v.float().sqrt() / of(k, UNBIAS1)
+            m = torch.clamp(m, -most, most)
+        kept_m.copy_(m)
 
 
-def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: PerElement) -> Tensor:
+def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: Variance) -> Tensor:
     """Sums v, and counts v > 0, by block: float64 [2, B]; arguments as for ``apply_momentum``."""
     sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // block_size, dtype=torch.float64)
     for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
@@ -108,7 +107,7 @@ def param_squares(params: Tensors, sizes: Sizes, block_size: int, live: Bits, li
 
 
 def update_sums(
-    sizes: Sizes, block_size: int, x: PerElement | None, exp_avg_sq: PerElement, eps_inside_sqrt: bool, coef: Floats,
+    sizes: Sizes, block_size: int, x: Variance | None, exp_avg_sq: Variance, eps_inside_sqrt: bool, coef: Floats,
     block_tensor: Indices, live: Bits, live_row: Indices,
 ) -> Tensor:  # fmt: skip
     """Sums (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
@@ -120,25 +119,26 @@ def update_sums(
         b = tile.blocks
         v = exp_avg_sq.view(-1, block_size)[b].float()
         d = rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt)
-        wide = only_live(torch.ones_like(d) if x is None else x.view(-1, block_size)[b], live, live_row, tile).double()
+        wide = torch.ones_like(d) if x is None else x.view(-1, block_size)[b].float()
+        wide = only_live(wide, live, live_row, tile).double()
         sums[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
     return sums
 
 
-def exponents(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices) -> Tensor:
+def exponents(sizes: Sizes, block_size: int, x: Variance, live: Bits, live_row: Indices) -> Tensor:
     """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
 
     Other arguments as for ``apply_momentum``.
 
     Args:
-        x: float32 [P], none negative; zeros are not counted.
+        x: float32 or bfloat16 [P], none negative; zeros are not counted.
 
     Returns:
         int64 [32768]; bin i begins at the float32 whose bits are ``i << 16``.
     """
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=x.device)
     for tile in tiles(sizes, 1, block_size, x.device):
-        values = only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile).reshape(-1)
+        values = only_live(x.view(-1, block_size)[tile.blocks].float(), live, live_row, tile).reshape(-1)
         bins = values[values > 0].view(torch.int32) >> 16
         counts += torch.bincount(bins, minlength=len(counts))
     return counts

@@ -10,7 +10,7 @@ from .advance import plain_power, power
 from .codes import decode, load_codes
 from .eager import only_live, scaled, tiles
 from .jit import jit, rule, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Table, Variance, op
+from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, Table, Variance, op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
 
@@ -181,7 +181,7 @@ def renew_kernel(
     logs, logs_stride, tops, tops_stride, factors, factors_stride, live, live_row, blocks_per_chunk, plane,
     EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: 4 + 4 for c, 1/8 for bits if any, 1 for a logarithm, 4 or 2 for v, twice."""
+    """Grid: blocks. Bytes per element: 4 or 2 for c and for v, twice; 1/8 for bits if any, 1 for a logarithm."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     t, k = io.tensor_of(b, block_tensor, coef)
@@ -197,7 +197,7 @@ def renew_kernel(
     v = tl.where(usual > 0, v, last)
     stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
     if compensated is not None:
-        c = tl.load(compensated + b * BLOCK_SIZE + i)
+        c = tl.load(compensated + b * BLOCK_SIZE + i).to(tl.float32)
         s = tl.load(scale + b)
         if exp_avg_bits is not None:
             packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
@@ -207,7 +207,8 @@ def renew_kernel(
             kept = rules.residual(c, s, TERNARY)
         old = rules.denominator(last, k, EPS_INSIDE_SQRT)
         new = rules.denominator(stored.to(tl.float32), k, EPS_INSIDE_SQRT)
-        tl.store(compensated + b * BLOCK_SIZE + i, io.only_active(rules.in_unit(kept, last, old, new), mask, row))
+        c = io.only_active(rules.in_unit(kept, last, old, new), mask, row)
+        tl.store(compensated + b * BLOCK_SIZE + i, io.rounded(c, None, compensated.dtype.element_ty))
         tl.debug_barrier()  # all have read the scales
         tl.store(settled + b, tl.load(settled + b) + s)
         tl.store(scale + b, 0.0)
@@ -226,7 +227,7 @@ def renew_kernel(
     },
 )
 def renew(
-    block_size: int, compensated: PerElement | None, scale: PerBlock | None, settled: PerBlock | None,
+    block_size: int, compensated: Variance | None, scale: PerBlock | None, settled: PerBlock | None,
     exp_avg_bits: Bits | None, exp_avg_scale: PerBlock | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
     block_tensor: Indices, exp_avg_sq: Variance, logs: Bits, tops: Bits, factors: Floats, live: Bits,
     live_row: Indices, writes: bool,
@@ -238,7 +239,8 @@ def renew(
 
     Args:
         block_size: Elements of a block.
-        compensated: float32 [n], read and written: c, of a worker or of a server; None: nothing was divided.
+        compensated: float32 or bfloat16 [n], read and written: c, of a worker or of a server; None: nothing was
+            divided.
         scale: float32 [blocks], s of c; written: 0.
         settled: float32 [blocks], to which it is added.
         exp_avg_bits, exp_avg_scale: m of the last step, uint8 [chunks, ...] and float32 [blocks], written: 0. Of a
@@ -261,10 +263,10 @@ def renew(
         if flat is not None and scale is not None:
             k, s = coef[owner], scale[b, None]
             if exp_avg_bits is None or exp_avg_scale is None:
-                kept = rules.residual(flat[b], s, ternary)
+                kept = rules.residual(flat[b].float(), s, ternary)
             else:
                 m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
-                kept = rules.carried(m, flat[b], s, k, ternary)
+                kept = rules.carried(m, flat[b].float(), s, k, ternary)
             units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new.float()))
             flat[b] = only_live(rules.in_unit(kept, last, *units), live, live_row, tile)
         if writes:

@@ -59,7 +59,13 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
-        return Told(self.coefficients.tag, number, abort, missing=() if abort else missing, sums=True, **more)
+        absent = () if abort else missing
+        return Told(self.coefficients.tag, number, abort, missing=absent, sums=True, drawn=self._drawn, **more)
+
+    @property
+    def _drawn(self) -> Tensor | None:
+        """Return the updates done where something in bfloat16 is rounded by random bits; else None."""
+        return None
 
     @property
     def _renews_on_the_way(self) -> bool:

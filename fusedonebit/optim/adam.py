@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from ..comm import Told
 from ..core.scaling import Agreed
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Options, Params, Ranks, Wire
 from .averaging import AdamUpdate
 from .from_deepspeed import FromDeepSpeed
-from .onebit_options import Variance
+from .onebit_options import OneBitOptions, Variance
 from .two_stage import OneBitOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitAdamOptions(OneBitOptions):
+    """Settings of ``OneBitAdam``."""
+
+    takes: ClassVar = OneBitOptions.takes | {"state"}
+    told: ClassVar = (*OneBitOptions.told, "state")
+
+    def check(self) -> None:
+        """See ``Options``."""
+        super().check()
+        if self.state == "8bit":
+            raise ValueError(
+                'state must be "fp32" or "bf16" with OneBitAdam, got "8bit": residuals of a byte are not there yet; '
+                'pass Numerics(state="bf16"), or use AdamW'
+            )
 
 
 class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
@@ -67,6 +85,9 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         loss.backward()
         optimizer.step()
     """
+
+    settings: ClassVar[type[Options]] = OneBitAdamOptions
+    options: OneBitAdamOptions
 
     def __init__(
         self,

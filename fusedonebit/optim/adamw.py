@@ -83,7 +83,7 @@ class AdamW(AdamUpdate):
 
     @property
     def _narrowed(self) -> tuple[Tensor | None, ...]:
-        return (None if self.options.state == "fp32" else self.updates), self._octaves
+        return super()._narrowed[0], self._octaves
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *([] if self._octaves is None else [self._octaves])]

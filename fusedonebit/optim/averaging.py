@@ -213,4 +213,4 @@ class AdamUpdate(AveragingOptimizer):
     @property
     def _narrowed(self) -> tuple[Tensor | None, ...]:
         """Return what moments that are not float32 are rounded by, and the octaves of their codes."""
-        return ()
+        return (None if self.options.state == "fp32" else self.updates), None

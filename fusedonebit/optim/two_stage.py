@@ -42,7 +42,7 @@ from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm, update_sums
 from ..triton_kernels.renewal import LEVELS
 from ..triton_kernels.scaling import SQUARES
-from .averaging import AveragingOptimizer
+from .averaging import DTYPE, AveragingOptimizer
 from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
 from .guard import LEAST_SQUARE, DivergenceGuard
 from .living import LEAST_COUNTS, LivingVariance
@@ -63,8 +63,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     settings: ClassVar[type[Options]] = OneBitOptions
     options: OneBitOptions
     kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full"),
-        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True),
+        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full", kept_in=DTYPE),
+        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, kept_in=DTYPE),
         *FeedbackOptimizer.kept,
         StateSpec(
             *("worker_sq", "part", "reducer.worker_sq"),
@@ -207,6 +207,11 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         """Return each block's tensor, int32 [B]."""
         return self._block_tensor
 
+    @property
+    def _drawn(self) -> Tensor | None:
+        narrow = self.options.state != "fp32" or (self.follows_squares and self.options.frozen_dtype is torch.bfloat16)
+        return self.updates if narrow else None
+
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
         looks = NOWHERE if self.living is None else Looks(self.updates, factor, self._tells)
@@ -339,8 +344,8 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self._block_tensor, None])
-        self.exp_avg.copy_(reduce.result()).add_(backlog)
-        self.exp_avg_sq = self.exp_avg_sq.float()
+        self.exp_avg.copy_(reduce.result().add_(backlog))
+        self.exp_avg_sq = self.exp_avg_sq.to(options.moments_dtype)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()

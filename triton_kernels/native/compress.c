@@ -111,12 +111,12 @@ static void fill_up(float *out, const float *v, const float *restrict own, int64
 
 KERNEL(momentum_compress)
 {
-    float kept[MOST], room[MOST], wide[MOST], wide_squares[MOST];
+    float kept[MOST], room[MOST], wide[MOST], wide_squares[MOST], wide_c[MOST];
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
-        float *c = compensated + b * BLOCK_SIZE;
+        float *c = kept_block(compensated, compensated_kind, b, wide_c, BLOCK_SIZE);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
         const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE) : NULL;
@@ -134,10 +134,13 @@ KERNEL(momentum_compress)
             compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 1, TERNARY, BLOCK_SIZE);
         else
             compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
-        if (TERNARY || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
+        int narrow = compensated_kind != FP32;
+        if (TERNARY || narrow || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (drop_bad(c, kept, BLOCK_SIZE))
                 __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
+            if (narrow)
+                keep_narrow(compensated, c, b, *rounding, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         }
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), plane, c, TERNARY, BLOCK_SIZE);
@@ -180,7 +183,9 @@ KERNEL(server_reduce)
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
-        float *c = compensated ? compensated + b * BLOCK_SIZE : own, s = compensated ? server_scale[b] : 0.0f;
+        int narrow = compensated && compensated_kind != FP32;
+        float *c = compensated ? kept_block(compensated, compensated_kind, b, own, BLOCK_SIZE) : own;
+        float s = compensated ? server_scale[b] : 0.0f;
         if (!compensated)
             memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
@@ -197,8 +202,10 @@ KERNEL(server_reduce)
                 LANES c[i + j] += total[i + j];
             add_line(&sums, c + i);
         }
-        if (TERNARY || live_row[b] != FULL) {
+        if (TERNARY || narrow || live_row[b] != FULL) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
+            if (narrow)
+                keep_narrow(compensated, c, b, *rounding, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         } else {
             store_sums(partials, partials_stride, b, &sums);

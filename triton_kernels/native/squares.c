@@ -118,7 +118,7 @@ static void change_unit(float *restrict c, const float *restrict m, float s, con
 
 KERNEL(renew)
 {
-    float next[MOST], m[MOST], room[MOST];
+    float next[MOST], m[MOST], room[MOST], wide_c[MOST];
     uint16_t half_next[MOST];
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
@@ -130,13 +130,15 @@ KERNEL(renew)
         for (int64_t i = 0; exp_avg_sq_kind != FP32 && i < BLOCK_SIZE; i++)
             next[i] = from_bf16(to_bf16(next[i], half(bits_of(next[i]))));
         if (compensated) {
-            float *c = compensated + b * BLOCK_SIZE;
+            float *c = kept_block(compensated, compensated_kind, b, wide_c, BLOCK_SIZE);
             const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
             if (exp_avg_bits)
                 scaled(m, packed, plane, exp_avg_scale[b], TERNARY, BLOCK_SIZE);
             const float *row = coef + t * COLUMNS;
             change_unit(c, exp_avg_bits ? m : NULL, scale[b], v, next, row, EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
             only_live(c, live, live_row[b], BLOCK_SIZE);
+            for (int64_t i = 0; compensated_kind != FP32 && i < BLOCK_SIZE; i++)
+                ((uint16_t *)compensated)[b * BLOCK_SIZE + i] = to_bf16(c[i], half(bits_of(c[i])));
             settled[b] += scale[b];
             scale[b] = 0;
             if (exp_avg_bits)
