@@ -29,6 +29,7 @@ from ..triton_kernels import (
     renew,
     server_reduce,
 )
+from ..triton_kernels.codes import keep_nearest, rows_of
 from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
@@ -60,13 +61,15 @@ class CompressedAllReduce(Receiver):
         device: Where everything lies.
         scale_norm: "l1", "l2", "contractive" or "relaxed"; see ``finish``.
         scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
-        compensated: float32 or bfloat16 [P] to use as the workers' c, or None to allocate zeros.
+        compensated: float32, bfloat16 or codes [P] to use as the workers' c, or None to allocate zeros.
+        octaves: uint8 [3, B] of these codes, of v's and of ``worker_sq``'s; None: there are none.
+        server_octaves: uint8 [B / W] to use for those of the server's c; None allocates them, if there are codes.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
         shards: The ranks that hold other shards of the same tensors, and skip a step together with this one.
         part: Which part of a longer index space ``layout`` is; None: all of it.
-        worker_sq: float32 or bfloat16 [P] to use as the squares that ``compress`` follows; None: nobody wants them.
+        worker_sq: [P] of the same dtype to use as the squares that ``compress`` follows; None: nobody wants them.
         gathered, scale, residual, served, digest: W messages, float32 [B], zeros [P / W] of ``compensated``'s dtype, a
             message and int64 [1] to use as the result's, the server's c, what it sends, and the checksum; None
             allocates them.
@@ -93,12 +96,14 @@ class CompressedAllReduce(Receiver):
         scale_norm: str = "l2",
         scale_scope: ScaleScope = "global",
         compensated: Tensor | None = None,
+        octaves: Tensor | None = None,
         live: LiveTable | None = None,
         ternary: bool = False,
         measures: tuple[bool, bool] = (True, True),
         shards: ShardGroup | None = None,
         part: Part | None = None,
         worker_sq: Tensor | None = None,
+        server_octaves: Tensor | None = None,
         gathered: Messages | None = None,
         scale: Tensor | None = None,
         residual: Tensor | None = None,
@@ -123,12 +128,17 @@ class CompressedAllReduce(Receiver):
         if residual is None:
             residual = compensated.new_zeros(layout.chunk_numel if self.serves else 0)
         self.worker_residual, self.server_residual = compensated, residual
-        self.worker_sq = worker_sq
+        self.worker_sq, self.octaves = worker_sq, octaves
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
-        self.worker = ErrorFeedback(compensated, layout.scale_segments(scale_scope), norm, ternary, measures[0])
+        of_c, self._of_v, self._of_squares = rows_of(octaves, 3)
+        segments = layout.scale_segments(scale_scope)
+        self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], of_c)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
-            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1])
+            if server_octaves is None and of_c is not None:
+                server_octaves = torch.zeros_like(of_c[: layout.blocks_per_chunk])
+            self.server_octaves = server_octaves
+            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1], server_octaves)
             self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
             self.served = served or Messages(1, slots, layout, device, ternary)
         else:
@@ -210,15 +220,21 @@ class CompressedAllReduce(Receiver):
             self.hold,
             self.worker_sq,
             self._drawn,
+            self.octaves,
         )
         if looks.tells and self.squares is not None and self.worker_sq is not None:
-            self.squares.tell(grads, self.worker_sq, looks, self.part.blocks.start, self.live)
+            self.squares.tell(grads, self.worker_sq, self._of_squares, looks, self.part.blocks.start, self.live)
 
     @property
     def means(self) -> Rows:
         """See ``OnePart``."""
         assert self.squares is not None
         return self.squares.means
+
+    def keep_squares(self, squares: Tensor) -> None:
+        """See ``OnePart``."""
+        assert self.worker_sq is not None
+        keep_nearest(squares, self.worker_sq, self._of_squares, signed=False)
 
     def share_part(self) -> None:
         """See ``OnePart``."""
@@ -270,6 +286,8 @@ class CompressedAllReduce(Receiver):
             self.live.bits,
             self.live.row[blocks],
             writes,
+            None if side is None else side.octaves,
+            None if self._of_v is None else self._of_v[blocks],
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
@@ -298,7 +316,7 @@ class CompressedAllReduce(Receiver):
         header = self._header(told, 0, self._agreed, counts=False)
         number, counter, _, tag, *_ = header
         written = (None, 0, None, 0) if self.server.measures else (self.served.words, number, counter, tag)
-        more: Sequence[Any] = (*written, told.drawn)
+        more: Sequence[Any] = (*written, told.drawn, self.server.octaves)
         server_reduce(
             self.gathered.bits,
             self.gathered.scales,
@@ -336,12 +354,14 @@ class CompressedAllReduce(Receiver):
             return
         worker, rows = self.worker, absence(self.layout, missing, self.device).rows
         tables = [worker.scale, worker.settled, worker.partials, self.scale]
+        tables += [] if self.octaves is None else [self.octaves]
         elements = [worker.compensated, *(() if self.worker_sq is None else (self.worker_sq,))]
         self.kept = [Kept(rows, self.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
         for server in self.sides[1:]:
             rows = absence(self.layout, missing, self.device, self._own).rows
             own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
             tables = [server.scale, server.settled, server.partials]
+            tables += [] if server.octaves is None else [server.octaves]
             self.kept.append(Kept(rows, self.block_tensor[self._own], own, tables=tables))
 
     def _finish(self, told: Told) -> None:
@@ -357,10 +377,10 @@ class CompressedAllReduce(Receiver):
 
     def take_residuals(self, out: Tensor) -> None:
         self.settle()
-        out.copy_(self.worker.compensated).mul_(1.0 / self.transport.world_size)
+        torch.mul(self.worker.values(), 1.0 / self.transport.world_size, out=out)
         rank, chunk = self.transport.rank, self.layout.chunk_numel
         for server in self.sides[1:]:
-            out[rank * chunk : (rank + 1) * chunk] += server.compensated
+            out[rank * chunk : (rank + 1) * chunk] += server.values()
         self.transport.all_reduce(out)
         for side in self.sides:
             side.forget()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LiveTable, finish, finish_alone, rules, settle
+from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
 from .message import Messages
 
@@ -48,11 +49,12 @@ class ErrorFeedback(Side):
     e is formed when it is next read. sign(0) is 0 where ternary.
 
     Args:
-        compensated: float32 or bfloat16 [n], c; zeros at the start.
+        compensated: float32, bfloat16 or codes [n], c; zeros at the start.
         segment: int64 [blocks], the scale that each block shares; rising without gaps.
         norm: One of ``SCALE_NORMS``' values.
         ternary: Whether zeros stay zeros.
         measures: Whether scales are measured; else messages have scales of their own.
+        octaves: uint8 [blocks] of ``compensated``, where that is in codes, uint8 [n]; else None.
 
     Attributes:
         scale: float32 [blocks], s.
@@ -65,10 +67,16 @@ class ErrorFeedback(Side):
     """
 
     def __init__(
-        self, compensated: Tensor, segment: Tensor, norm: int, ternary: bool = False, measures: bool = True
+        self,
+        compensated: Tensor,
+        segment: Tensor,
+        norm: int,
+        ternary: bool = False,
+        measures: bool = True,
+        octaves: Tensor | None = None,
     ) -> None:
         device, blocks = compensated.device, len(segment)
-        self.compensated, self.measures = compensated, measures
+        self.compensated, self.octaves, self.measures = compensated, octaves, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self.norm, self._ternary = norm, ternary
@@ -109,7 +117,11 @@ class ErrorFeedback(Side):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row)
+        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row, self.octaves)
+
+    def values(self) -> Tensor:
+        """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
+        return in_float32(self.compensated, self.octaves)
 
     def forget(self) -> None:
         """Drop the residual, settled before, which ``take_residuals`` has taken."""

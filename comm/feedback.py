@@ -71,6 +71,9 @@ class OnePart(Protocol):
     def share_part(self) -> None:
         """Make ``means``."""
 
+    def keep_squares(self, squares: Tensor) -> None:
+        """Keep ``squares``, float32 [P], in ``worker_sq``."""
+
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
         """Do what ``FeedbackReducer.renew`` does of this part; v of the whole index space is written if asked."""
 
@@ -82,8 +85,10 @@ class FeedbackReducer(Reducer):
         gathered: Messages whose bits are the result's signs.
         block_tensor: int32 [B], each block's tensor.
         shards: The ranks that hold other shards of the same tensors.
-        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32 or bfloat16.
+        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32, bfloat16 or codes.
         server_residual: That of the chunks which it serves, of the same dtype.
+        octaves: Of codes of ``worker_residual``, of v and of ``worker_sq``, uint8 [3, B]; None: there are no codes.
+        server_octaves: Of those of ``server_residual``, uint8 [its blocks].
         kept: What ``restore`` puts back.
         worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
         sums: What ``share_squares`` has found, equal on all ranks: ``renew_levels``' first two arguments.
@@ -98,6 +103,8 @@ class FeedbackReducer(Reducer):
     kept: list[Kept]
     layout: FlatLayout
     worker_sq: Tensor | None
+    octaves: Tensor | None
+    server_octaves: Tensor | None = None
     sums: tuple[Tensor, Tensor]
     serves: bool = True
     _launch_tables: BlockTables
@@ -142,8 +149,7 @@ class FeedbackReducer(Reducer):
     def follow(self, squares: Tensor) -> None:
         """Go on from ``squares`` float32 [P], equal on all ranks, in ``worker_sq``."""
         for part in self.parts:
-            assert part.worker_sq is not None
-            part.worker_sq.copy_(squares[part.part.elements])
+            part.keep_squares(squares[part.part.elements])
 
     def share_squares(self) -> None:
         """Average over the ranks ``worker_sq`` and the projections of gradients that ``compress`` was told to make.

@@ -52,8 +52,8 @@ class PartedAllReduce(FeedbackReducer):
         here: Those parts that this rank averages.
         transport: Between the ranks that average a part.
         serve_alone: See ``make_all_reduce``.
-        worker_sq: float32 or bfloat16, of the parts that are here, one behind the other; None: nobody wants it.
-        device, scale_norm, scale_scope, compensated, live, ternary, shards: See ``CompressedAllReduce``.
+        worker_sq: Of the parts that are here, one behind the other; None: nobody wants it.
+        device, scale_norm, scale_scope, compensated, octaves, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class PartedAllReduce(FeedbackReducer):
         shards: ShardGroup | None = None,
         serve_alone: bool = True,
         worker_sq: Tensor | None = None,
+        octaves: Tensor | None = None,
     ) -> None:
         self.layout, self.device, self.count = layout, device, count
-        self.worker_sq = worker_sq
+        self.worker_sq, self.octaves = worker_sq, octaves
         self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
         slots = [Part(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
@@ -85,6 +86,7 @@ class PartedAllReduce(FeedbackReducer):
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
+        self.server_octaves = None if octaves is None else octaves.new_zeros(len(here), layout.blocks_per_chunk)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         if self.serves:
@@ -99,6 +101,8 @@ class PartedAllReduce(FeedbackReducer):
                 scale_norm=scale_norm,
                 scale_scope=scale_scope,
                 compensated=compensated[part.elements],
+                octaves=None if octaves is None else octaves[:, part.blocks],
+                server_octaves=None if self.server_octaves is None else self.server_octaves[i],
                 ternary=ternary,
                 part=part,
                 worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
@@ -240,8 +244,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.between, self.inside = between, inside
         self._part = NodePart(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
-        self._compensated = self.worker_residual
+        self._compensated, self._octaves = self.worker_residual, self.octaves
         self.worker_residual = self._compensated[self._part.elements]  # the node's
+        if self._octaves is not None:
+            self.octaves = self._octaves[:, self._part.blocks]
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         self.kept = []
@@ -311,7 +317,8 @@ class HierarchicalAllReduce(PartedAllReduce):
             self.scale.zero_()
         how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef, self.block_tensor
         means, live = (self._means.logs, self._means.tops), (self.live.bits, self.live.row)
-        renew(self.layout.block_size, *(None,) * 5, *how, v, *means, unit.factors, *live, True)
+        of_v = None if self._octaves is None else self._octaves[1]
+        renew(self.layout.block_size, *(None,) * 5, *how, v, *means, unit.factors, *live, True, None, of_v)
         del self._means, self.sums
         for part in self.parts:
             if part.squares is not None:

@@ -119,7 +119,15 @@ class SharedSquares:
         self._layout, self._device, self._projections = layout, device, Projections.of(layout).to(device)
         self._own = slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk)
 
-    def tell(self, grads: Sequence[Tensor], squares: Tensor, looks: Looks, first_block: int, live: LiveTable) -> None:
+    def tell(
+        self,
+        grads: Sequence[Tensor],
+        squares: Tensor,
+        octaves: Tensor | None,
+        looks: Looks,
+        first_block: int,
+        live: LiveTable,
+    ) -> None:
         """Write what is sent: arguments as of ``tell_squares``."""
         layout, places = self._layout, self._projections
         assert looks.updates is not None
@@ -140,6 +148,7 @@ class SharedSquares:
             sent.logs,
             sent.tops,
             sent.numbers,
+            octaves,
         )
 
     def average(self, arrived: Rows) -> None:

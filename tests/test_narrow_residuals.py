@@ -1,4 +1,4 @@
-"""``Numerics(state="bf16")`` in the compression stage: residuals, momentum and variance in two bytes an element."""
+"""``Numerics(state=)`` in the compression stage: residuals, momentum and variance in two bytes each, or in one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from backends import assert_equal_backends, problem
 from optimizers import objects
 from ranks import simulate
 from reference_ops import Problem
-from renewal_arguments import renew_arguments
+from renewal_arguments import renew_arguments, tell_arguments
 from test_frozen_dtype import params, train, values
 from torch import Tensor
 
 from fusedonebit import Numerics, OneBitAdam, OneBitLamb, dcp, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import settle
+from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
 
 SIZES = (300, 0, 5, 2048, 129)
 MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
@@ -31,137 +32,201 @@ LATER = torch.tensor(2**33 + 5)
 """Updates done: a number that 32 bits do not hold."""
 
 
-def narrow(kind: str, state: str = "bf16", **more: Any) -> OneBitAdam:
+NARROW = [(kind, "bf16") for kind in KINDS] + [(kind, "8bit") for kind in KINDS if kind != "undivided"]
+each_kind = pytest.mark.parametrize(("kind", "state"), NARROW)
+each_state = pytest.mark.parametrize("state", ["bf16", "8bit"])
+
+
+def narrow(kind: str, state: str, **more: Any) -> OneBitAdam:
     return OneBitAdam(params(), 1e-3, **objects(state=state, guard="off", **KINDS[kind], **more))
+
+
+def kept(x: Tensor, state: str, signed: bool = True) -> tuple[Tensor, Tensor | None]:
+    """What x, float32 [P] in blocks of 128, is kept as, and octaves of codes."""
+    if state == "bf16":
+        return x.bfloat16(), None
+    codes, octaves = torch.zeros(x.shape, dtype=torch.uint8), torch.zeros(len(x) // 128, dtype=torch.uint8)
+    keep_nearest(x, codes, octaves, signed=signed)
+    return codes, octaves
+
+
+def in_codes(*octaves: Tensor | None) -> Tensor | None:
+    """Octaves of c, v and squares in one table."""
+    given = next((each for each in octaves if each is not None), None)
+    if given is None:
+        return None
+    return torch.stack([torch.zeros_like(given) if each is None else each for each in octaves])
 
 
 # ---------------------------------------------------------------- ops
 
 
 @pytest.mark.kernels
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=3)
+@each_state
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
-def test_every_backend_compresses_from_and_to_bfloat16_alike(ternary, follows):
+def test_every_backend_compresses_from_and_to_fewer_bits_alike(ternary, follows, state):
     def make() -> tuple:
-        p = problem(SIZES, 2, 128, special=True, ternary=ternary, masks=MASKS)
-        p.compensated = p.compensated.bfloat16()
-        own = torch.where(p.table.mask(), p.exp_avg_sq, 0.0).bfloat16() if follows else None
-        return *p.momentum_arguments(p.exp_avg_sq.bfloat16()), own, LATER
+        p = problem(SIZES, 2, 128, ternary=ternary, masks=MASKS)
+        p.grads[0].view(-1)[3] = torch.inf  # of which c keeps nothing
+        p.compensated, of_c = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
+        v, of_v = kept(p.exp_avg_sq, state, signed=False)
+        own, of_own = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
+        squares = (own, LATER) if follows else (None, LATER)
+        return *p.momentum_arguments(v), *squares, in_codes(of_c, of_v, of_own)
 
     assert_equal_backends("momentum_compress", make)
 
 
 @pytest.mark.kernels
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=4)
+@each_state
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3, 9])
-def test_every_backend_serves_from_and_to_bfloat16_alike(world_size, ternary):
+def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, state):
     def make() -> tuple:
         p = problem(SIZES, world_size, 128, ternary=ternary, masks=MASKS)
-        p.compensated = p.compensated.bfloat16()
-        return *p.server_arguments("layer", world_size - 1), None, 0, None, 0, LATER
+        arguments = list(p.server_arguments("layer", world_size - 1))
+        arguments[6], octaves = kept(arguments[6], state)
+        return *arguments, None, 0, None, 0, LATER, octaves
 
     assert_equal_backends("server_reduce", make)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("how", [{}, {"server": True, "writes": False}])
-def test_every_backend_brings_bfloat16_to_another_unit_alike(how):
+@each_state
+@pytest.mark.parametrize("how", [{}, {"server": True, "writes": False}, {"divided": False}])
+def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
     def make() -> tuple:
-        p = problem(SIZES, 2, 128, masks=MASKS)
-        p.compensated = p.compensated.bfloat16()
-        return renew_arguments(p, half=True, **how)
+        arguments = list(renew_arguments(problem(SIZES, 2, 128, masks=MASKS), **how))
+        octaves = None
+        if arguments[1] is not None:
+            arguments[1], octaves = kept(arguments[1], state)
+        arguments[10], of_v = kept(arguments[10], state, signed=False)
+        return *arguments, octaves, of_v
 
     assert_equal_backends("renew", make)
 
 
-def compressed(p: Problem, start: Tensor, updates: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """c from ``start``, its bits and its sums."""
-    p.compensated = start.clone()
-    triton_kernels.momentum_compress(*p.momentum_arguments(p.exp_avg_sq), None, updates)
-    return p.compensated, p.bits.clone(), p.partials.clone()
+@pytest.mark.kernels
+def test_every_backend_tells_squares_that_are_codes_alike():
+    def make() -> tuple:
+        arguments = list(tell_arguments(problem(SIZES, 2, 128, masks=MASKS)))
+        arguments[3], octaves = kept(arguments[3], "8bit", signed=False)
+        return *arguments, octaves
+
+    assert_equal_backends("tell_squares", make)
 
 
-def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average():
-    p = problem((3000,), 1, 1024)
-    start, draws = p.compensated.bfloat16(), 400
-    exact, _, _ = compressed(p, start.float(), None)
+def compressed(p: Problem, start: Tensor, state: str, updates: int) -> tuple[Tensor, Tensor, Tensor]:
+    """c from ``start`` as it is kept, float32, its bits and its sums."""
+    octaves = None
+    if state == "fp32":
+        p.compensated = start.clone()
+    else:
+        p.compensated, of_c = kept(start, state)
+        octaves = in_codes(of_c, None, None)
+    v = p.exp_avg_sq if octaves is None else None
+    triton_kernels.momentum_compress(*p.momentum_arguments(v), None, torch.tensor(updates), octaves)
+    c = in_float32(p.compensated, None if octaves is None else octaves[0])
+    return c.clone(), p.bits.clone(), p.partials.clone()
+
+
+UNIT = {"bf16": 2.0**-7, "8bit": 2.0**-3}
+"""An upper bound of what lies between two neighbours, of the smaller."""
+
+
+@each_state
+def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average(state):
+    p, draws = problem((3072,), 1, 128), 400
+    start, of_start = kept(p.compensated, state)
+    start = in_float32(start, of_start)
+    if state == "8bit":
+        p.exp_avg_sq = None
+    exact, _, _ = compressed(p, start, "fp32", 0)
+    largest = exact.abs().view(-1, 128).amax(1).repeat_interleave(128).double()
+    unit = torch.maximum(exact.abs().double(), largest * 2.0**-15) * UNIT[state]
     total = torch.zeros_like(exact, dtype=torch.float64)
     for draw in range(draws):
-        kept, _, _ = compressed(p, start, torch.tensor(draw))
-        unit = exact.abs().double() * 2.0**-7  # an upper bound of what lies between two neighbours
-        assert ((kept.double() - exact.double()).abs() <= unit).all()
-        total += kept.double()
-    off = ((total / draws - exact.double()) / unit)[exact != 0]
+        c, _, _ = compressed(p, start, state, draw)
+        assert ((c.double() - exact.double()).abs() <= unit).all()
+        total += c.double()
+    off = ((total / draws - exact.double()) / unit)[exact.abs() > largest * 2.0**-15]
     print(f"mean {float(off.mean()):+.5f} of a unit, at most {5 * 0.5 / (draws * len(off)) ** 0.5:.5f}")
     assert off.abs().max() < 6 * 0.5 / draws**0.5
     assert abs(float(off.mean())) < 5 * 0.5 / (draws * len(off)) ** 0.5
 
 
-def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed():
-    p = problem((3072,), 1, 1024)
-    kept, bits, partials = compressed(p, p.compensated.bfloat16(), torch.tensor(7))
-    assert kept.dtype is torch.bfloat16
-    c = kept.double().view(-1, 1024)
-    assert torch.equal(triton_kernels.unpack(bits).view_as(c) > 0, c >= 0)
-    torch.testing.assert_close(partials, torch.stack([c.abs().sum(1), c.square().sum(1)]), rtol=1e-12, atol=0)
-    scale, residual = torch.full((len(c),), 0.25), kept.clone()
-    settle(residual, scale.clone(), False, p.table.bits, p.table.row)
-    sent = 0.25 * torch.where(c >= 0, 1.0, -1.0)
-    assert ((residual.double().view_as(c) + sent - c).abs() <= (c - sent).abs() * 2.0**-8).all()  # half a unit
+@each_state
+def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
+    p = problem((3072,), 1, 128)
+    start, of_start = kept(p.compensated, state)
+    c, bits, partials = compressed(p, in_float32(start, of_start), state, 7)
+    rows = c.double().view(-1, 128)
+    assert torch.equal(triton_kernels.unpack(bits).view_as(rows) > 0, rows >= 0)
+    torch.testing.assert_close(partials, torch.stack([rows.abs().sum(1), rows.square().sum(1)]), rtol=1e-12, atol=0)
+    scale, (residual, octaves) = torch.full((len(rows),), 0.25), kept(c, state)
+    settle(residual, scale.clone(), False, p.table.bits, p.table.row, octaves)
+    sent = 0.25 * torch.where(rows >= 0, 1.0, -1.0)
+    left = in_float32(residual, octaves).double().view_as(rows)
+    most = torch.maximum((rows - sent).abs(), (rows - sent).abs().amax(1, keepdim=True) * 2.0**-15)
+    assert ((left + sent - rows).abs() <= most * UNIT[state] / 2).all()
 
 
 # ---------------------------------------------------------------- the optimizer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_holds_half_the_bytes(kind):
+@each_kind
+def test_it_holds_two_bytes_or_one_of_each_number(kind, state):
     held = {}
-    for state in ("fp32", "bf16"):
-        optimizer = narrow(kind, state)
+    for each in ("fp32", state):
+        optimizer = narrow(kind, each)
         train(optimizer, range(8))
         assert optimizer.phase == "compression"
-        held[state] = optimizer.stats()["state_bytes"] / optimizer.layout.numel
-    print(f"{kind}: {held['bf16']:.2f} bytes of state for each element, {held['fp32']:.2f} in float32")
-    assert held["bf16"] <= held["fp32"] / 2 + 0.4  # bits, and what there is by block
+        held[each] = optimizer.stats()["state_bytes"] / optimizer.layout.numel
+    print(f"{kind}: {held[state]:.2f} bytes of state for each element, {held['fp32']:.2f} in float32")
+    numbers = 3 if kind == "living" else 2
+    others = held["fp32"] - 4 * numbers  # bits, and what there is by block
+    assert held[state] <= numbers * {"bf16": 2, "8bit": 1}[state] + others + 0.03
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_as_float32_does(kind):
-    wide, half = narrow(kind, "fp32"), narrow(kind)
+@each_kind
+def test_it_trains_as_float32_does(kind, state):
+    wide, half = narrow(kind, "fp32"), narrow(kind, state)
     for optimizer in (wide, half):
         train(optimizer, range(60))
     a, b, start = (torch.cat([x.flatten() for x in each]) for each in (values(wide), values(half), params()))
     apart = float((a - b).norm() / (a - start.detach()).norm())
     print(f"{kind}: {apart:.3f} of the way apart")
-    assert 0 < apart < 0.2
+    assert 0 < apart < 0.25
 
 
 def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[list[Tensor], float]:
-    optimizer = OneBitAdam(params(), 1e-3, **objects(state="bf16", guard="off", **options), process_group=transport)
+    optimizer = OneBitAdam(params(), 1e-3, **objects(guard="off", **options), process_group=transport)
     train(optimizer, range(10), rank)
     assert optimizer.phase == "compression"
-    assert optimizer.reducer.server_residual.dtype is torch.bfloat16
+    assert optimizer.reducer.server_residual.dtype is optimizer.exp_avg.dtype is not torch.float32
     return values(optimizer), optimizer.stats()["state_bytes"] / optimizer.layout.numel
 
 
 @pytest.mark.parametrize("more", [{}, {"buckets": 2, "scale_scope": "layer"}], ids=["whole", "buckets"])
 @pytest.mark.parametrize("kind", ["frozen", "living"])
-def test_ranks_stay_bit_identical(kind, more):
-    (first, held), (second, _) = simulate(on_ranks, 2, KINDS[kind] | more)
+@each_state
+def test_ranks_stay_bit_identical(kind, more, state):
+    (first, held), (second, _) = simulate(on_ranks, 2, KINDS[kind] | more | {"state": state})
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     print(f"{kind}: {held:.2f} bytes of state for each element on 2 ranks")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resuming_is_exact(kind):
-    whole = narrow(kind)
+@each_kind
+def test_resuming_is_exact(kind, state):
+    whole = narrow(kind, state)
     train(whole, range(8))
     saved = copy.deepcopy(whole.state_dict())
     weights = values(whole)
     train(whole, range(8, 14))
-    again = narrow(kind)
+    again = narrow(kind, state)
     with torch.no_grad():
         for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
             p.copy_(value)
@@ -170,10 +235,11 @@ def test_resuming_is_exact(kind):
     assert all(torch.equal(a, b) for a, b in zip(values(whole), values(again), strict=True))
 
 
-def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path):
+@each_state
+def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path, state):
     torch.manual_seed(0)
     models = [torch.nn.Linear(33, 40) for _ in range(2)]
-    first, second = (OneBitAdam(m.parameters(), 1e-3, freeze_step=3, numerics=Numerics(state="bf16")) for m in models)
+    first, second = (OneBitAdam(m.parameters(), 1e-3, warmup=3, numerics=Numerics(state=state)) for m in models)
     train(first, range(8))
     dcp.save(models[0], first, tmp_path / "saved")
     dcp.load(models[1], second, tmp_path / "saved")
@@ -183,16 +249,31 @@ def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-def test_a_re_warm_up_goes_on_in_bfloat16():
-    optimizer = narrow("frozen", rewarm_every=4, rewarm_steps=10)
-    train(optimizer, range(9))
-    assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
-    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-    assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.bfloat16}
+@each_state
+def test_a_re_warm_up_goes_on_as_narrow(state):
+    wide, half = (narrow("frozen", each, rewarm_every=4, rewarm_steps=10) for each in ("fp32", state))
+    for optimizer in (wide, half):
+        train(optimizer, range(9))
+        assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
+    assert half.exp_avg.dtype is half.exp_avg_sq.dtype is {"bf16": torch.bfloat16, "8bit": torch.uint8}[state]
+    p, q = (optimizer.param_groups[0]["params"][0] for optimizer in (wide, half))
+    apart = (half.momentum(q) - wide.momentum(p)).norm() / wide.momentum(p).norm()
+    print(f"momenta {apart:.3f} apart")
+    assert apart < 0.2
+
+
+@each_state
+def test_a_residual_can_be_looked_at(state):
+    optimizer = narrow("frozen", state)
+    train(optimizer, range(8))
+    p = optimizer.param_groups[0]["params"][0]
+    told = optimizer.stats()["worker_error_norm"]
+    assert optimizer.worker_error(p).dtype is torch.float32
+    assert told > 0
 
 
 def test_what_can_not_be_kept_so_is_refused():
-    with pytest.raises(ValueError, match='state must be "fp32" or "bf16" with OneBitAdam, got "8bit"'):
-        narrow("frozen", "8bit")
+    with pytest.raises(ValueError, match=r'state must be "fp32" or "bf16" .*, got "8bit"'):
+        narrow("undivided", "8bit")
     with pytest.raises(ValueError, match="state must be 'fp32' with OneBitLamb, got 'bf16'"):
         OneBitLamb(params(), numerics=Numerics(state="bf16"))

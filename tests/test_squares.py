@@ -32,7 +32,7 @@ def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool 
     g = torch.randn(size, generator=generators[0]) + 2 * torch.randn(size, generator=generators[1])
     updates = torch.tensor(draw + 10**6 * (other_signs and worker == 1))
     shared = SharedSquares(layout, 0, torch.device("cpu"))
-    shared.tell([g.view(shape)], torch.zeros(layout.numel), Looks(updates), 0, live_table(layout))
+    shared.tell([g.view(shape)], torch.zeros(layout.numel), None, Looks(updates), 0, live_table(layout))
     return shared.sent.numbers[0]
 
 
@@ -149,7 +149,7 @@ def averaged(rank: int, transport: Transport) -> tuple[np.ndarray, int]:
     layout = FlatLayout(LAYOUT["sizes"], transport.world_size, LAYOUT["block_size"])
     shared, before = SharedSquares(layout, rank, torch.device("cpu")), transport.traffic.bytes_total
     grads = [torch.full((size,), float(rank + 1)) for size in layout.sizes]
-    shared.tell(grads, squares_of(rank, layout.numel), Looks(torch.tensor(7)), 0, live_table(layout))
+    shared.tell(grads, squares_of(rank, layout.numel), None, Looks(torch.tensor(7)), 0, live_table(layout))
     shared.exchange(transport)
     sent = transport.traffic.bytes_total - before
     blocks, widest = layout.blocks_per_chunk, Projections.of(layout).width

@@ -10,6 +10,7 @@ Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
 from __future__ import annotations
 
 from . import headers, rules
+from .codes import decoded, load_codes, store_codes
 from .jit import jit, tl
 from .rules import COLUMNS
 
@@ -271,12 +272,37 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
 
 
 @jit()
-def store_kept(kept, drawn, b, i, x, BLOCK_SIZE: tl.constexpr):
-    """Keeps a block of x: in float32, or in bfloat16, rounded stochastically; returns what is kept, in float32."""
-    if kept.dtype.element_ty == tl.bfloat16:
-        x = carried(x, moment_bits(drawn, b, i, BLOCK_SIZE), tl.bfloat16)
-    tl.store(kept + b * BLOCK_SIZE + i, x)
-    return x.to(tl.float32)
+def row_of(octaves, stride, row: tl.constexpr):
+    """A row of ``octaves``; None where there are none."""
+    if octaves is None:
+        return None
+    else:
+        return octaves + row * stride
+
+
+@jit()
+def load_kept(kept, octaves, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """A block of what is kept in float32, in bfloat16, or in codes, where there are ``octaves``; float32."""
+    if octaves is None:
+        return tl.load(kept + b * BLOCK_SIZE + i).to(tl.float32)
+    else:
+        return load_codes(kept + b * BLOCK_SIZE + i, octaves + b, SIGNED)
+
+
+@jit()
+def store_kept(kept, octaves, drawn, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Keeps a block of x, rounded stochastically unless in float32; returns what is kept, in float32."""
+    if octaves is not None:
+        bits = moment_bits(drawn, b, i, BLOCK_SIZE)
+        code, octave = store_codes(x, kept + b * BLOCK_SIZE + i, octaves + b, bits, SIGNED, not SIGNED)
+        return decoded(code, octave, SIGNED)
+    elif kept.dtype.element_ty == tl.bfloat16:
+        narrow = carried(x, moment_bits(drawn, b, i, BLOCK_SIZE), tl.bfloat16)
+        tl.store(kept + b * BLOCK_SIZE + i, narrow)
+        return narrow.to(tl.float32)
+    else:
+        tl.store(kept + b * BLOCK_SIZE + i, x)
+        return x
 
 
 # ---------------------------------------------------------------- sums

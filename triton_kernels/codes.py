@@ -6,6 +6,8 @@ bit, they are 16. What is smaller is 0, or the least code there is: nothing is d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, int32
 from torch import float32 as fp32
 
@@ -43,6 +45,30 @@ def encode(
     octaves.copy_(octave)
 
 
+def in_float32(kept: Tensor, octaves: Tensor | None, *, signed: bool = True) -> Tensor:
+    """Returns numbers kept in any form, flat [P], as float32 [P]: the same memory if they are, else another.
+
+    ``octaves``, uint8 [blocks], belong to codes, uint8 [P]; else None.
+    """
+    if octaves is None or not len(octaves):
+        return kept.float()
+    return decode(kept.view(len(octaves), -1), octaves, signed=signed).view(-1)
+
+
+def keep_nearest(x: Tensor, kept: Tensor, octaves: Tensor | None, *, signed: bool = True) -> None:
+    """Writes float32 x [P] where ``in_float32`` reads it, rounded to nearest."""
+    blocks = 0 if octaves is None else len(octaves)
+    if octaves is None or not blocks:
+        kept.copy_(x)
+    else:
+        encode(x.view(blocks, -1), kept.view(blocks, -1), octaves, signed=signed, nonzero=not signed)
+
+
+def rows_of(octaves: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """Cuts octaves, uint8 [count, B], into those of each thing that is kept in codes; None where nothing is."""
+    return (None,) * count if octaves is None else octaves.unbind(0)
+
+
 def decode(codes: Tensor, octaves: Tensor, *, signed: bool = False) -> Tensor:
     """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
     most = SIGNED_LOGARITHMS if signed else LOGARITHMS
@@ -51,8 +77,8 @@ def decode(codes: Tensor, octaves: Tensor, *, signed: bool = False) -> Tensor:
 
 
 @jit()
-def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
-    """Does as ``encode`` of one block [n, 8]; returns codes and their octave."""
+def coded(x, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
+    """Returns what ``encode`` writes of one block [n, 8], codes and their octave, int32."""
     u = tl.abs(x).to(tl.int32, bitcast=True)
     if bits is None:
         steps = rules.rounded_steps(u)
@@ -65,6 +91,13 @@ def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.con
         code = rules.below(steps, octave, LOGARITHMS)
     if NONZERO:
         code = rules.nonzero_code(code, steps)
+    return code, octave
+
+
+@jit()
+def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
+    """Does as ``encode`` of one block; returns codes and their octave."""
+    code, octave = coded(x, bits, SIGNED, NONZERO)
     tl.store(codes, code.to(tl.uint8))
     tl.store(octave_at, octave.to(tl.uint8))
     return code, octave

@@ -13,23 +13,26 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
-from .eager import compress, gather, keep, only_live, random_bits, scaled, stochastic, tiles, write_partials
+from .codes import keep_nearest, rows_of
+from .eager import compress, gather, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, Sizes, Tensors, Variance, op
+from .op import Bits, Counters, Doubles, Flag, Floats, Indices, Moment, PerBlock, Sizes, Tensors, op
+
+V, OWN = 1, 2  # rows of octaves; those of c come first
 
 
 @jit()
 def momentum_compress_kernel(
     grads_table, tensors, compensated, worker_scale, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef,
     block_tensor, block_start, exp_avg_sq, live, live_row, bits, bits_stride, plane, partials, partials_stride, found,
-    hold, worker_sq, rounding, blocks_per_chunk,
+    hold, worker_sq, drawn, octaves, octaves_stride, blocks_per_chunk,
     GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: g, 4 + 4 or 2 + 2 for c, 1/8 + 1/8 for bits (twice where TERNARY); 4 or 2 for the variance, if
-    any; 4 + 4 or 2 + 2 for the worker's own, if any.
+    Bytes per element: g, 4, 2 or 1 for c, twice, 1/8 + 1/8 for bits (twice where TERNARY); 4, 2 or 1 for the variance,
+    if any; as many, twice, for the worker's own, if any.
     """
     if tl.load(hold) != 0:
         return
@@ -38,7 +41,7 @@ def momentum_compress_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     row = tl.load(live_row + b)
     scale = tl.load(exp_avg_scale + b)
-    c = tl.load(compensated + b * BLOCK_SIZE + i).to(tl.float32)
+    c = io.load_kept(compensated, octaves, b, i, True, BLOCK_SIZE)
     packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     signs, nonzero = io.load_bits(packed, plane, TERNARY)
     m = io.scaled(signs, nonzero, scale, TERNARY)
@@ -46,11 +49,11 @@ def momentum_compress_kernel(
     place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq is not None:
-        v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        v = io.load_kept(exp_avg_sq, io.row_of(octaves, octaves_stride, V), b, i, False, BLOCK_SIZE)
     if worker_sq is not None:
-        own = rules.followed(tl.load(worker_sq + b * BLOCK_SIZE + i).to(tl.float32), g, k)
-        words = io.random_words(rounding, b, i, BLOCK_SIZE)
-        tl.store(worker_sq + b * BLOCK_SIZE + i, io.rounded(own, words, worker_sq.dtype.element_ty))
+        of_squares = io.row_of(octaves, octaves_stride, OWN)
+        own = rules.followed(io.load_kept(worker_sq, of_squares, b, i, False, BLOCK_SIZE), g, k)
+        io.store_kept(worker_sq, of_squares, drawn, b, i, own, False, BLOCK_SIZE)
         if exp_avg_sq is not None:
             v = rules.shared_or_own(v, own)
     if exp_avg_sq is not None:
@@ -64,7 +67,7 @@ def momentum_compress_kernel(
     bad = io.any_of(~finite)  # here: no register holds it further
     if bad != 0:
         tl.atomic_or(found, io.NONFINITE)
-    c = io.store_kept(compensated, rounding, b, i, c, BLOCK_SIZE)
+    c = io.store_kept(compensated, octaves, drawn, b, i, c, True, BLOCK_SIZE)
     if IN_PLACE:
         tl.debug_barrier()  # all warps have read the last step's
     io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)
@@ -73,14 +76,14 @@ def momentum_compress_kernel(
 
 @op(
     momentum_compress_kernel,
-    writes=("compensated", "bits", "partials", "found", "worker_sq"),
+    writes=("compensated", "bits", "partials", "found", "worker_sq", "octaves"),
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
-    grads: Tensors, sizes: Sizes, block_size: int, compensated: Variance, worker_scale: PerBlock,
-    exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Variance | None,
+    grads: Tensors, sizes: Sizes, block_size: int, compensated: Moment, worker_scale: PerBlock,
+    exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Moment | None,
     eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
-    hold: Flag, worker_sq: Variance | None = None, rounding: Counters | None = None,
+    hold: Flag, worker_sq: Moment | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -94,20 +97,23 @@ def momentum_compress(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        compensated: c, float32 or bfloat16 [P], read and written; its signs and sums are those of what is kept.
+        compensated: c, float32, bfloat16, or codes in uint8 [P], read and written; its signs and sums are those of
+            what is kept.
         worker_scale: s of the last step, float32 [B].
         exp_avg_bits, exp_avg_scale: m of the last step; the bits may be ``bits``, which a worker alone sends nobody.
-        exp_avg_sq: None, or float32 or bfloat16 [P]: then unit = 1/denom per coordinate, else the layer's.
+        exp_avg_sq: None, or float32, bfloat16 or codes [P]: then unit = 1/denom per coordinate, else the layer's.
         live, live_row: The active mask: elements that count; others get c = 0.
         bits: As ``exp_avg_bits``, written.
         partials: float64 [2, B], written: sums of |c| and of c^2; or [3, B] where ternary: number of elements that
             are not zero.
         found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
         hold: int32 [1]; where set nothing is written.
-        worker_sq: float32 or bfloat16 [P], written: the EMA of the squares of this worker's own gradients, by which
-            gradients are divided where v is 0; None: nobody wants it.
-        rounding: int64 [], the updates done, with which c and these squares are rounded stochastically to bfloat16: to
-            nearest, small gradients would be lost, and squares stand still. None: both are float32.
+        worker_sq: float32, bfloat16 or codes [P], written: the EMA of the squares of this worker's own gradients, by
+            which gradients are divided where v is 0; None: nobody wants it.
+        drawn: int64 [], the updates done, with which c and these squares are rounded stochastically: to nearest, small
+            gradients would be lost, and squares stand still. None: both are float32.
+        octaves: uint8 [3, B], written: of each block, where codes of c, of ``exp_avg_sq`` and of ``worker_sq`` lie.
+            None: there are no codes.
     """
     if hold:
         return
@@ -117,13 +123,15 @@ def momentum_compress(
         b = tile.blocks
         k = coef[block_tensor[b]]
         m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
-        kept = rules.carried(m, flat[b].float(), worker_scale[b, None], k, ternary)
+        of_c, of_v, of_own = (None if row is None else row[b] for row in rows_of(octaves, 3))
+        kept = rules.carried(m, kept_values(flat[b], of_c), worker_scale[b, None], k, ternary)
         g = gather(grads, tile, block_size)
         if worker_sq is not None:
             kept_sq = worker_sq.view(-1, block_size)[b]
-            own = only_live(rules.followed(kept_sq.float(), g, k), live, live_row, tile)
-            kept_sq.copy_(own if rounding is None else stochastic(own, random_bits(rounding, tile, block_size)))
-        v = None if exp_avg_sq is None else exp_avg_sq.view(-1, block_size)[b].float()
+            own = rules.followed(kept_values(kept_sq, of_own, signed=False), g, k)
+            own = only_live(own, live, live_row, tile)
+            keep(kept_sq, of_own, own, drawn, tile, signed=False)
+        v = None if exp_avg_sq is None else kept_values(exp_avg_sq.view(-1, block_size)[b], of_v, signed=False)
         if v is not None and worker_sq is not None:
             v = rules.shared_or_own(v, own)
         if v is None:
@@ -136,23 +144,29 @@ def momentum_compress(
             new = tl.where(finite, new, kept)
             write_partials(new, partials[:, b])
             found |= int(io.NONFINITE)
-        rounded = keep(flat[b], new, rounding, tile)
+        rounded = keep(flat[b], of_c, new, drawn, tile)
         if rounded is not new:
             write_partials(rounded, partials[:, b])
         compress(rounded, bits[tile.chunk, ..., tile.bytes])
 
 
-def settle(compensated: Variance, scale: Floats, ternary: bool, live: Bits, live_row: Indices) -> None:
+def settle(
+    compensated: Moment, scale: Floats, ternary: bool, live: Bits, live_row: Indices, octaves: Bits | None = None
+) -> None:
     """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step, but by rounding.
 
     Args:
-        compensated: float32 [n], or bfloat16: then to nearest.
+        compensated: float32 [n]; or bfloat16 or codes, which are rounded to nearest.
         scale: float32 [blocks of n].
         ternary: Whether sign(0) is 0.
         live, live_row: The active mask: elements that count; others have no residual.
+        octaves: uint8 [blocks of n], written, of codes; or None.
     """
     block_size = compensated.numel() // scale.numel()
     for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
         c = compensated.view(-1, block_size)[tile.blocks]
-        c.copy_(only_live(rules.residual(c.float(), scale[tile.blocks, None], ternary), live, live_row, tile))
+        of_c = None if octaves is None else octaves[tile.blocks]
+        residual = rules.residual(kept_values(c, of_c), scale[tile.blocks, None], ternary)
+        residual = only_live(residual, live, live_row, tile)
+        keep_nearest(residual, c, of_c)
     scale.zero_()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .codes import decode, encode
+from .codes import decode, encode, keep_nearest
 from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
@@ -210,13 +210,37 @@ def moments(
     return new_m, new_v, still
 
 
-def keep(kept: Tensor, new: Tensor, rounding: Tensor | None, tile: Tile) -> Tensor:
+def kept_values(kept: Tensor, octaves: Tensor | None, signed: bool = True) -> Tensor:
+    """Does as ``load_kept`` of a tile, [blocks, block_size], of which ``octaves`` are uint8 [blocks]."""
+    return kept.float() if octaves is None else decode(kept, octaves, signed=signed)
+
+
+def keep(
+    kept: Tensor,
+    octaves: Tensor | None,
+    new: Tensor,
+    drawn: Tensor | None,
+    tile: Tile,
+    signed: bool = True,
+) -> Tensor:
     """Does as ``store_kept`` of a tile's values, float32 [blocks, block_size]; returns what is kept of them."""
-    if kept.dtype is not torch.float32:
-        assert rounding is not None
-        new = stochastic(new, moment_bits(rounding, tile, new.shape[1]))
-    kept.copy_(new)
-    return new
+    if drawn is None or kept.dtype is torch.float32:
+        kept.copy_(new)
+        return new
+    bits = moment_bits(drawn, tile, new.shape[1])
+    if octaves is None:
+        kept.copy_(stochastic(new, bits))
+    else:
+        encode(new, kept, octaves, signed=signed, nonzero=not signed, bits=bits)
+    return kept_values(kept, octaves, signed)
+
+
+def nearest(x: Tensor, dtype: torch.dtype, signed: bool) -> Tensor:
+    """Rounds a tile's values, float32 [blocks, block_size], to the nearest that is kept in a dtype; float32."""
+    kept, octaves = torch.empty_like(x, dtype=dtype), x.new_empty(len(x), dtype=torch.uint8)
+    narrow = octaves if dtype is torch.uint8 else None
+    keep_nearest(x, kept, narrow, signed=signed)
+    return kept_values(kept, narrow, signed)
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 
 from . import block_io as io
 from . import headers, rules
-from .eager import compress, keep, only_live, scaled, tiles, write_partials
+from .eager import compress, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, PerBlock, Variance, op
+from .op import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock, op
 
 SIGN = 0x80000000  # of a float32's bits
 STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL
@@ -110,12 +110,12 @@ def _write_header(header, number, counter, digest, tag, flags):
 def server_reduce_kernel(
     arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, arrived_words,
     arrived_words_stride, own_words, slot, compensated, server_scale, live, live_row, bits, partials, partials_stride,
-    hold, flags, kept_words, header, number, counter, tag, rounding, world_size, per_worker,
+    hold, flags, kept_words, header, number, counter, tag, drawn, octaves, world_size, per_worker,
     TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunk; each compares the headers, the first stores what they say, all of them keep some.
 
-    Bytes per element: W/8 in, 4 + 4 or 2 + 2 for c if any, 1/8 out; bits twice where TERNARY. Sums in rank order.
+    Bytes per element: W/8 in, 4, 2 or 1 for c if any, twice, 1/8 out; bits twice where TERNARY. Sums in rank order.
     """
     b = tl.program_id(0).to(tl.int64)
     held = tl.load(hold)
@@ -134,7 +134,7 @@ def server_reduce_kernel(
     at = tl.load(slot + b)
     c = tl.zeros(i.shape, tl.float32)
     if compensated is not None:
-        c = tl.load(compensated + b * BLOCK_SIZE + i).to(tl.float32)
+        c = io.load_kept(compensated, octaves, b, i, True, BLOCK_SIZE)
         c = rules.residual(c, tl.load(server_scale + b), TERNARY)
     # Each backend has its own sum over ranks: rules are elementwise.
     total = zeros_like(c)
@@ -163,14 +163,14 @@ def server_reduce_kernel(
         c = c + total
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
-        c = io.store_kept(compensated, rounding, b, i, c, BLOCK_SIZE)
+        c = io.store_kept(compensated, octaves, drawn, b, i, c, True, BLOCK_SIZE)
     io.store_partials(partials, partials_stride, b, c, TERNARY)
     io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
 
 
 @op(
     server_reduce_kernel,
-    writes=("compensated", "bits", "partials", "flags", "kept_words", "header"),
+    writes=("compensated", "bits", "partials", "flags", "kept_words", "header", "octaves"),
     derive={
         # One warp exchanges nothing with another; where ternary it would have no registers to spare.
         "num_warps": ("i32", lambda block_size, TERNARY: 4 if TERNARY else max(1, block_size // 1024)),
@@ -182,9 +182,10 @@ def server_reduce_kernel(
 )
 def server_reduce(
     arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices,
-    block_size: int, compensated: Variance, server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits,
+    block_size: int, compensated: Moment, server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits,
     partials: Doubles, hold: Flag, flags: Flag, kept_words: Headers, header: Headers | None = None, number: int = 0,
-    counter: Flag | None = None, tag: int = 0, rounding: Counters | None = None,
+    counter: Flag | None = None, tag: int = 0, drawn: Counters | None = None,
+    octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
@@ -200,7 +201,7 @@ def server_reduce(
         own_words: int32 [8], this rank's.
         slot: int32 [B / W], each block's slot.
         block_size: Elements per block.
-        compensated: The server's c, float32 or bfloat16 [P / W], read and written; or empty.
+        compensated: The server's c, float32, bfloat16 or codes [P / W], read and written; or empty.
         server_scale: Its s of the last step, float32 [B / W].
         live, live_row: The active mask: elements of this chunk that count.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
@@ -211,7 +212,8 @@ def server_reduce(
         header: int32 [1, 8], that of the server's message where scales are no measured ones, written: STEP, TAG,
             DIGEST as in ``own_words`` and, with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` writes it.
         number, counter, tag: Its words, as for ``finish``.
-        rounding: As for ``momentum_compress``.
+        drawn: As for ``momentum_compress``.
+        octaves: uint8 [B / W], written, of codes; None: there are none.
     """
     flags.copy_(headers.agreed_flags(arrived_words, own_words, hold))
     kept_words.copy_(arrived_words)
@@ -227,7 +229,8 @@ def server_reduce(
         total = torch.zeros(tile.numel // block_size, block_size, device=compensated.device)
         new = torch.zeros_like(total)
         if keeps:
-            new = rules.residual(flat[b].float(), server_scale[b, None], arrived_bits.dim() == 3)
+            of_c = None if octaves is None else octaves[b]
+            new = rules.residual(kept_values(flat[b], of_c), server_scale[b, None], arrived_bits.dim() == 3)
         if not flags:
             scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
             for w in range(world_size):
@@ -235,6 +238,6 @@ def server_reduce(
             new += total
         new = only_live(new, live, live_row, tile)
         if keeps:
-            new = keep(flat[b], new, rounding, tile)
+            new = keep(flat[b], of_c, new, drawn, tile)
         compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])

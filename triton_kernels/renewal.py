@@ -7,10 +7,10 @@ import torch
 from . import block_io as io
 from . import headers, rules
 from .advance import plain_power, power
-from .codes import decode, load_codes
-from .eager import only_live, scaled, tiles
+from .codes import coded, decode, decoded, keep_nearest, load_codes, store_codes
+from .eager import kept_values, nearest, only_live, scaled, tiles
 from .jit import jit, rule, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, Table, Variance, op
+from .op import Bits, Doubles, Flag, Floats, Indices, Moment, PerBlock, Table, op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
 
@@ -178,10 +178,11 @@ def renew_levels(
 @jit()
 def renew_kernel(
     compensated, scale, settled, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef, block_tensor, exp_avg_sq,
-    logs, logs_stride, tops, tops_stride, factors, factors_stride, live, live_row, blocks_per_chunk, plane,
+    logs, logs_stride, tops, tops_stride, factors, factors_stride, live, live_row, octaves, v_octaves,
+    blocks_per_chunk, plane,
     EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: 4 or 2 for c and for v, twice; 1/8 for bits if any, 1 for a logarithm."""
+    """Grid: blocks. Bytes per element: 4, 2 or 1 for c and for v, twice; 1/8 for bits if any, 1 for a logarithm."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     t, k = io.tensor_of(b, block_tensor, coef)
@@ -193,11 +194,16 @@ def renew_kernel(
     mean_sq = load_codes(logs + i, tops + chunk * tops_stride + own, False)
     factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
     v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
-    last = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
-    v = tl.where(usual > 0, v, last)
-    stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
+    last = io.load_kept(exp_avg_sq, v_octaves, b, i, False, BLOCK_SIZE)
+    v = io.only_active(tl.where(usual > 0, v, last), mask, row)
+    if v_octaves is None:
+        stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
+        v = stored.to(tl.float32)
+    else:
+        stored, octave = coded(v, None, False, True)
+        v = decoded(stored, octave, False)
     if compensated is not None:
-        c = tl.load(compensated + b * BLOCK_SIZE + i).to(tl.float32)
+        c = io.load_kept(compensated, octaves, b, i, True, BLOCK_SIZE)
         s = tl.load(scale + b)
         if exp_avg_bits is not None:
             packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
@@ -206,31 +212,36 @@ def renew_kernel(
         else:
             kept = rules.residual(c, s, TERNARY)
         old = rules.denominator(last, k, EPS_INSIDE_SQRT)
-        new = rules.denominator(stored.to(tl.float32), k, EPS_INSIDE_SQRT)
+        new = rules.denominator(v, k, EPS_INSIDE_SQRT)
         c = io.only_active(rules.in_unit(kept, last, old, new), mask, row)
-        tl.store(compensated + b * BLOCK_SIZE + i, io.rounded(c, None, compensated.dtype.element_ty))
+        if octaves is None:
+            tl.store(compensated + b * BLOCK_SIZE + i, io.rounded(c, None, compensated.dtype.element_ty))
+        else:
+            store_codes(c, compensated + b * BLOCK_SIZE + i, octaves + b, None, True, False)
         tl.debug_barrier()  # all have read the scales
         tl.store(settled + b, tl.load(settled + b) + s)
         tl.store(scale + b, 0.0)
         if exp_avg_bits is not None:
             tl.store(exp_avg_scale + b, 0.0)
     if WRITES:
-        tl.store(exp_avg_sq + b * BLOCK_SIZE + i, io.only_active(stored, mask, row))
+        tl.store(exp_avg_sq + b * BLOCK_SIZE + i, stored.to(exp_avg_sq.dtype.element_ty))
+        if v_octaves is not None:
+            tl.store(v_octaves + b, octave.to(tl.uint8))
 
 
 @op(
     renew_kernel,
-    writes=("compensated", "scale", "settled", "exp_avg_scale", "exp_avg_sq"),
+    writes=("compensated", "scale", "settled", "exp_avg_scale", "exp_avg_sq", "octaves", "v_octaves"),
     derive={
         "blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs)),
         "plane": ("i32", lambda exp_avg_bits: 0 if exp_avg_bits is None else exp_avg_bits.stride(-2)),
     },
 )
 def renew(
-    block_size: int, compensated: Variance | None, scale: PerBlock | None, settled: PerBlock | None,
+    block_size: int, compensated: Moment | None, scale: PerBlock | None, settled: PerBlock | None,
     exp_avg_bits: Bits | None, exp_avg_scale: PerBlock | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
-    block_tensor: Indices, exp_avg_sq: Variance, logs: Bits, tops: Bits, factors: Floats, live: Bits,
-    live_row: Indices, writes: bool,
+    block_tensor: Indices, exp_avg_sq: Moment, logs: Bits, tops: Bits, factors: Floats, live: Bits,
+    live_row: Indices, writes: bool, octaves: Bits | None = None, v_octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
 
@@ -239,38 +250,42 @@ def renew(
 
     Args:
         block_size: Elements of a block.
-        compensated: float32 or bfloat16 [n], read and written: c, of a worker or of a server; None: nothing was
-            divided.
+        compensated: float32, bfloat16 or codes [n], read and written, to nearest: c, of a worker or of a server; None:
+            nothing was divided.
         scale: float32 [blocks], s of c; written: 0.
         settled: float32 [blocks], to which it is added.
         exp_avg_bits, exp_avg_scale: m of the last step, uint8 [chunks, ...] and float32 [blocks], written: 0. Of a
             server None.
         ternary: Whether bits have two planes.
         eps_inside_sqrt, coef, block_tensor, live, live_row: As for ``momentum_compress``.
-        exp_avg_sq: v, in whose unit c still is, float32 or bfloat16 [n].
+        exp_avg_sq: v, in whose unit c still is, float32, bfloat16 or codes [n].
         logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``codes.encode``.
         factors: float32 [3, tensors], as ``renew_levels`` writes it.
         writes: Whether ``exp_avg_sq`` becomes the next v.
+        octaves, v_octaves: uint8 [blocks] each, of codes of c and of v, written with these; None: there are none.
     """
     v_of, flat = exp_avg_sq.view(-1, block_size), None if compensated is None else compensated.view(-1, block_size)
     for tile in tiles((exp_avg_sq.numel(),), len(logs), block_size, exp_avg_sq.device, len(live_row)):
         b, owner, first = tile.blocks, block_tensor[tile.blocks], tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
         mean_sq = decode(logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
-        last = v_of[b].float()
+        of_c, of_v = (None if each is None else each[b] for each in (octaves, v_octaves))
+        last = kept_values(v_of[b], of_v, signed=False)
         new = rules.renewed(mean_sq, *factors[:, owner, None])
-        new = tl.where(factors[USUAL, owner, None] > 0, new, last).to(exp_avg_sq.dtype)
+        new = only_live(tl.where(factors[USUAL, owner, None] > 0, new, last), live, live_row, tile)
+        new = nearest(new, exp_avg_sq.dtype, signed=False)
         if flat is not None and scale is not None:
-            k, s = coef[owner], scale[b, None]
+            k, s, c = coef[owner], scale[b, None], kept_values(flat[b], of_c)
             if exp_avg_bits is None or exp_avg_scale is None:
-                kept = rules.residual(flat[b].float(), s, ternary)
+                kept = rules.residual(c, s, ternary)
             else:
                 m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
-                kept = rules.carried(m, flat[b].float(), s, k, ternary)
-            units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new.float()))
-            flat[b] = only_live(rules.in_unit(kept, last, *units), live, live_row, tile)
+                kept = rules.carried(m, c, s, k, ternary)
+            units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new))
+            c = only_live(rules.in_unit(kept, last, *units), live, live_row, tile)
+            keep_nearest(c, flat[b], of_c)
         if writes:
-            v_of[b] = only_live(new, live, live_row, tile)
+            keep_nearest(new, v_of[b], of_v, signed=False)
     if scale is not None and settled is not None:
         settled += scale
         scale.zero_()

@@ -19,9 +19,9 @@ from torch import Tensor
 from . import block_io as io
 from . import rules
 from .codes import decode, decoded, encode, load_codes, store_codes
-from .eager import gather, only_live, square_sum, tiles
+from .eager import gather, kept_values, only_live, square_sum, tiles
 from .jit import jit, tl
-from .op import Bits, Counters, Floats, Indices, Sizes, Tensors, Variance, op
+from .op import Bits, Counters, Floats, Indices, Moment, Sizes, Tensors, op
 from .rules import LARGEST
 
 TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block
@@ -54,15 +54,15 @@ def store_sums(x, share, at, BLOCK_SIZE: tl.constexpr):
 @jit()
 def tell_squares_kernel(
     grads_table, tensors, worker_sq, factor, updates, first_block, block_tensor, block_start, live, live_row, share,
-    place, logs, logs_stride, tops, tops_stride, projections, projections_stride, blocks_per_chunk,
+    place, logs, logs_stride, tops, tops_stride, projections, projections_stride, octaves, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: g, 4 or 2 for the squares, 1 for the logarithm; 4 for a projection."""
+    """Grid: blocks. Bytes per element: g, 4, 2 or 1 for the squares, 1 for the logarithm; 4 for a projection."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     chunk = b // blocks_per_chunk
     own = b - chunk * blocks_per_chunk
-    squares = tl.load(worker_sq + b * BLOCK_SIZE + i).to(tl.float32)
+    squares = io.load_kept(worker_sq, octaves, b, i, False, BLOCK_SIZE)
     at = logs + chunk * logs_stride + own * BLOCK_SIZE + i
     store_codes(squares, at, tops + chunk * tops_stride + own, None, False, False)
     t = tl.load(block_tensor + b)
@@ -86,9 +86,9 @@ def tell_squares_kernel(
     derive={"blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs))},
 )
 def tell_squares(
-    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: Variance, factor: Floats | None, updates: Counters,
+    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: Moment, factor: Floats | None, updates: Counters,
     first_block: int, live: Bits, live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits,
-    projections: Floats,
+    projections: Floats, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
@@ -97,7 +97,7 @@ def tell_squares(
 
     Args:
         grads, sizes, block_size: As for ``momentum_compress``.
-        worker_sq: float32 or bfloat16 [P], the EMA of their squares.
+        worker_sq: float32, bfloat16 or codes [P], the EMA of their squares.
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
         first_block: Index of the first block here in all of the index space.
@@ -105,11 +105,12 @@ def tell_squares(
         share, place: int32 [B], see ``Projections``.
         logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``codes.encode``.
         projections: float32 [chunks, projections], written.
+        octaves: uint8 [B], of codes; None: there are none.
     """
     for tile in tiles(sizes, len(logs), block_size, worker_sq.device, len(live_row)):
         b, first = tile.blocks, tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
-        squares = worker_sq.view(-1, block_size)[b].float()
+        squares = kept_values(worker_sq.view(-1, block_size)[b], None if octaves is None else octaves[b], signed=False)
         encode(squares, logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         g = g if factor is None else g * factor

@@ -133,6 +133,11 @@ class FeedbackOptimizer(CompressingOptimizer):
     """Whether workers keep squares of their own gradients."""
     reducer: FeedbackReducer
 
+    @property
+    def octaves(self) -> Tensor | None:
+        """Return where codes of c, v and squares lie, by block, uint8 [3, B]; None: there are no codes."""
+        return None
+
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """Return what compresses this rank's momentum, with these gradients in it."""
         raise NotImplementedError

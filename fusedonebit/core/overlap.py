@@ -40,13 +40,14 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
         "scale_norm": options.scale_norm,
         "scale_scope": options.scale_scope,
         "compensated": optimizer.exp_avg,
+        "octaves": optimizer.octaves,
         "live": optimizer.live,
         "ternary": options.ternary,
         "shards": optimizer.shards,
     }
     if optimizer.follows_squares:
         here = layout.numel if optimizer.levels is None else layout.numel // optimizer.levels[1].world_size
-        shared["worker_sq"] = torch.zeros(here, dtype=options.frozen_dtype, device=optimizer.device)
+        shared["worker_sq"] = torch.zeros(here, dtype=options.variance_dtype, device=optimizer.device)
     if optimizer.levels is not None:
         return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone

@@ -302,6 +302,11 @@ class Options(Numerics, Wire, Faults):
         return {"bf16": torch.bfloat16, "8bit": torch.uint8}.get(self.state, torch.float32)
 
     @property
+    def variance_dtype(self) -> torch.dtype:
+        """Return in which dtype a variance is kept in the compression stage."""
+        return self.frozen_dtype if self.state == "fp32" else self.moments_dtype
+
+    @property
     def bucket_count(self) -> int:
         """Return into how many buckets the flat index space is cut."""
         return 1

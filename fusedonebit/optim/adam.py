@@ -11,7 +11,8 @@ from torch import Tensor
 from ..comm import Told
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Options, Params, Ranks, Wire
-from .averaging import AdamUpdate
+from ..core.state.spec import StateSpec
+from .adam_update import OCTAVES, AdamUpdate
 from .from_deepspeed import FromDeepSpeed
 from .onebit_options import OneBitOptions, Variance
 from .two_stage import OneBitOptimizer
@@ -27,10 +28,10 @@ class OneBitAdamOptions(OneBitOptions):
     def check(self) -> None:
         """See ``Options``."""
         super().check()
-        if self.state == "8bit":
+        if self.state == "8bit" and not self.precondition:
             raise ValueError(
-                'state must be "fp32" or "bf16" with OneBitAdam, got "8bit": residuals of a byte are not there yet; '
-                'pass Numerics(state="bf16"), or use AdamW'
+                'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
+                "divided by a variance of three bits of mantissa, whose errors no residual makes good"
             )
 
 
@@ -111,6 +112,15 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
+
+    def octaves_of(self, spec: StateSpec) -> Tensor | None:
+        """See ``AdamUpdate``; a rank may have residuals of a part alone."""
+        reducer = self.reducer
+        if spec.name == "server_error":
+            return None if reducer.server_octaves is None else reducer.server_octaves.view(-1)
+        if spec.per == "part" and reducer.octaves is not None:
+            return reducer.octaves[OCTAVES[spec.name]]
+        return super().octaves_of(spec)
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take a step of the compression stage, its lines numbered as in 1-bit LAMB's Algorithm 1.

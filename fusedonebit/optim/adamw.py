@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
-from ..core.state.spec import StateSpec
-from ..triton_kernels.codes import decode, encode
-from .averaging import AdamUpdate
+from .adam_update import AdamUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,45 +70,3 @@ class AdamW(AdamUpdate):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, max_grad_norm=max_grad_norm)
-
-    def build(self) -> None:
-        """See ``Keeper``; also make room for the octaves of codes of both moments, by block."""
-        super().build()
-        self._octaves: Tensor | None = None
-        if self.options.state == "8bit":
-            self._octaves = torch.zeros(2, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
-
-    @property
-    def _narrowed(self) -> tuple[Tensor | None, ...]:
-        return super()._narrowed[0], self._octaves
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *([] if self._octaves is None else [self._octaves])]
-
-    def part_of(self, spec: StateSpec, i: int) -> Tensor:
-        """See ``Keeper``; a copy of what is kept in codes."""
-        if not self._is_coded(spec):
-            return super().part_of(spec, i)
-        codes, octaves = self._codes_of(spec, i)
-        x = decode(codes, octaves, signed=not spec.not_negative).view(-1)
-        return self.parameters.shaped(x, i, 0).clone()
-
-    def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
-        """See ``Keeper``; codes stand for what is nearest."""
-        if not self._is_coded(spec):
-            return
-        codes, octaves = self._codes_of(spec, i)
-        x = torch.zeros(codes.shape, device=self.device)
-        self.parameters.shaped(x.view(-1), i, 0).copy_(part)
-        signed = not spec.not_negative
-        encode(x, codes, octaves, signed=signed, nonzero=not signed)
-
-    def _is_coded(self, spec: StateSpec) -> bool:
-        return self._octaves is not None and bool(spec.kept_in)
-
-    def _codes_of(self, spec: StateSpec, i: int) -> tuple[Tensor, Tensor]:
-        """Return the blocks of one parameter: codes uint8 [blocks, block_size], and their octaves."""
-        assert self._octaves is not None
-        blocks = slice(*self.layout.first_block[i : i + 2])
-        codes = spec.tensor(self).view(self.layout.n_blocks, -1)[blocks]
-        return codes, self._octaves[1 if spec.not_negative else 0, blocks]

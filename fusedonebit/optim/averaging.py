@@ -21,7 +21,7 @@ from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
 from ..core.state.spec import Specs, StateSpec
 from ..errors import OutOfStepError
-from ..triton_kernels import TAIL, FlatLayout, adam_update, flatten
+from ..triton_kernels import TAIL, FlatLayout, flatten
 from ..triton_kernels.scaling import SQUARES
 from ..triton_kernels.tables import Listed, tables_of
 
@@ -200,17 +200,3 @@ class AveragingOptimizer(DistributedOptimizer):
         ``found``: Flags of this update, for elements that do not count, and of the last one; else all do.
         """
         raise NotImplementedError
-
-
-class AdamUpdate(AveragingOptimizer):
-    """One whose update is AdamW's."""
-
-    def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
-        dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        how = self._rounding, *(found or (None, None)), *self._narrowed
-        adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
-
-    @property
-    def _narrowed(self) -> tuple[Tensor | None, ...]:
-        """Return what moments that are not float32 are rounded by, and the octaves of their codes."""
-        return (None if self.options.state == "fp32" else self.updates), None

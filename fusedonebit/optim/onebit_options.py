@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
-
 from ..core.options import check_count, is_int, is_share
 from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Numerics, Options, Wire, names_of
 
@@ -54,8 +52,6 @@ class OneBitOptions(Options):
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
         """See ``Options``; where v lives on the default scale is another."""
         made = super().of(optimizer, arguments)
-        if made.state == "bf16":  # v as well
-            made = replace(made, frozen_dtype=torch.bfloat16)
         usual = arguments.get("numerics", NUMERICS).scale_norm is None
         return replace(made, scale_norm="relaxed") if usual and made.lives else made
 

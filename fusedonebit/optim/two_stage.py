@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -209,8 +209,9 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @property
     def _drawn(self) -> Tensor | None:
-        narrow = self.options.state != "fp32" or (self.follows_squares and self.options.frozen_dtype is torch.bfloat16)
-        return self.updates if narrow else None
+        options = self.options
+        rounds_squares = self.follows_squares and options.variance_dtype is not torch.float32
+        return self.updates if options.state != "fp32" or rounds_squares else None
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
@@ -280,15 +281,37 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but for ``frozen_dtype``."""
+        """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
         if self.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
             )
+        keep = self.options.dead_coordinates == "keep"
+        with self._moments_in_float32():
+            dead, last = self._change_moments(keep)
+        self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
+        self.reducer.begin()
+        self._phase = "compression"
+        self._frozen_at = self.outcomes.updates
+        self.dead_coordinates = dead.count
+        if dead.tensors and self.living is None:  # else they wait for their first gradient
+            warn(warn_text(dead, self.parameters.names, keep))
+            if not keep:
+                self._exclude(dead.tensors)
+        if self.living is not None:
+            self.living.begin_step(self)
+        self._arm_guard(last)
+        self.publish_state()
+
+    def _change_moments(self, keep: bool) -> tuple[DeadCoordinates, Tensor]:
+        """Make the compression stage's c and v of moments; ``keep``: dead coordinates stay.
+
+        Returns:
+            What is dead, and the norm of the last uncompressed update, float64 [].
+        """
         layout, options = self.layout, self.options
         dead = DeadCoordinates(layout, self._block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
-        keep = options.dead_coordinates == "keep"
         self._before_compression()
         self._grad = self._cut = None
         self._warming = False
@@ -304,21 +327,13 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-        filled, half = None if keep else dead.mean, options.frozen_dtype is torch.bfloat16
+        filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16
         freeze(*self._places, m, v, inside, precondition, coef, self._block_tensor, filled, least, half)
-        self.exp_avg_sq = self.exp_avg_sq.to(options.frozen_dtype)
-        self.reducer.begin()
-        self._phase = "compression"
-        self._frozen_at = self.outcomes.updates
-        self.dead_coordinates = dead.count
-        if dead.tensors and self.living is None:  # else they wait for their first gradient
-            warn(warn_text(dead, self.parameters.names, keep))
-            if not keep:
-                self._exclude(dead.tensors)
-        if self.living is not None:
-            self.living.begin_step(self)
-        self._arm_guard(last)
-        self.publish_state()
+        return dead, last
+
+    def _moments_in_float32(self) -> AbstractContextManager[None]:
+        """Let moments that are kept otherwise be float32 while stages change."""
+        return nullcontext()
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
@@ -344,10 +359,11 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self._block_tensor, None])
-        self.exp_avg.copy_(reduce.result().add_(backlog))
         self.exp_avg_sq = self.exp_avg_sq.to(options.moments_dtype)
-        m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-        rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
+        with self._moments_in_float32():
+            self.exp_avg.copy_(reduce.result().add_(backlog))
+            m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
+            rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
         reduce.scale.zero_()
         self._entered.fill_(math.inf)  # v is corrected
         if self.living is not None:
@@ -411,7 +427,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         """Return options that say in which unit, or with what, the compression stage goes on."""
         own = self.options
         told: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
-        told["frozen_dtype"] = str(own.frozen_dtype)
+        told["frozen_dtype"] = str(own.variance_dtype)
         return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def plain_state(self) -> dict[str, Any]:
@@ -463,7 +479,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if header["phase"] != "compression":
             return
         self._phase = "compression"
-        self.exp_avg_sq = self.exp_avg_sq.to(self.options.frozen_dtype)
+        self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self._warming = False
         if self.coefficients.variance_betas is None:  # written before it was kept
             self.coefficients.freeze_variance(self._taken)
@@ -534,27 +550,29 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self._phase == "warmup":
             return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
         self.reducer.settle()
-        return self._in_momentum_units(self.exp_avg, i)
+        with self._moments_in_float32():
+            return self._in_momentum_units(self.exp_avg, i)
 
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         if self._phase == "warmup":
             return super().momentum(param)
-        return self._in_momentum_units(self.reducer.result(), self._index(param))
+        with self._moments_in_float32():
+            return self._in_momentum_units(self.reducer.result(), self._index(param))
 
     def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
         part = self.parameters.shaped(flat, i, self.layout.offset(i))
-        part = part.clone() if self._unit is None else part / self._unit[i]
+        part = part.to(torch.float32, copy=True) if self._unit is None else part / self._unit[i]
         if self.options.precondition:
             v, k = self.parameters.shaped(self.exp_avg_sq, i, self.layout.offset(i)), self.coefficient_table()[i]
-            part *= denominator(v, k, self.options.eps_inside_sqrt)
+            part *= denominator(v.float(), k, self.options.eps_inside_sqrt)
         return part
 
     def _described(self) -> list[str]:
         options = self.options
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
-        half = ["frozen_dtype: bfloat16"] if options.frozen_dtype is torch.bfloat16 else []
+        half = ["frozen_dtype: bfloat16"] if options.variance_dtype is torch.bfloat16 else []
         warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self._freeze_due!r}"
         if options.lives:
             warmup = f"variance: {options.variance}, after {self._freeze_due} updates"

@@ -47,9 +47,12 @@ def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> 
         for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
     ]
     optimizer.agree_on(facts, error=error, hint="give every rank the same earlier run's checkpoint")
+    (of_v,) = (spec for spec in optimizer.specs() if spec.name == "exp_avg_sq")
     with torch.no_grad():
         for i, v in enumerate(variances):
-            optimizer.parameters.shaped(optimizer.exp_avg_sq, i, optimizer.layout.offset(i)).copy_(v)
+            part = optimizer.part_of(of_v, i)
+            part.copy_(v)
+            optimizer.keep_part(of_v, i, part)
     return {name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()}
 
 

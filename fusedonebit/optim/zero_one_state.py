@@ -35,7 +35,7 @@ from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from ..triton_kernels.headers import Word
 from ..triton_kernels.levels import LEVELS
 from ..triton_kernels.scaling import SQUARES
-from .averaging import AdamUpdate
+from .adam_update import AdamUpdate
 from .freezing import denominator
 from .own_variance import OwnVariance
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after

@@ -251,34 +251,6 @@ static void carries(uint32_t *restrict more, const float *restrict x, int64_t b,
         more[i] = random_bits(first + i, seed);
 }
 
-/* A block that is kept in float32, where it lies, or in bfloat16, widened in `room`. */
-static float *kept_block(void *kept, int64_t kind, int64_t b, float *room, int64_t n)
-{
-    if (kind == FP32)
-        return (float *)kept + b * n;
-    const uint16_t *from = (const uint16_t *)kept + b * n;
-    EACH_LINE(i, n) {
-        PREFETCH(from + i, n);
-        LANES room[i + j] = from_bf16(from[i + j]);
-    }
-    return room;
-}
-
-/* Writes back what was widened, rounded by bits that are drawn of the updates `done`; x becomes what is kept. */
-static void keep_narrow(void *kept, float *restrict x, int64_t b, int64_t done, int64_t n)
-{
-    uint16_t *restrict to = (uint16_t *)kept + b * n;
-    uint64_t first = (uint64_t)b * n;
-    uint32_t seed = block_seed(first >> 32, done);
-    for (int64_t i = 0; i < n / 2; i++) {
-        uint32_t word = moments_word(first + i, seed);
-        for (int64_t half = 0, at = i; half < 2; half++, at += n / 2) {
-            to[at] = to_bf16(x[at], half_of(word, half));
-            x[at] = from_bf16(to[at]);
-        }
-    }
-}
-
 /* Writes where load_user reads, nowhere if that has no address, rounded to the tensor's dtype; `rounding` null:
    to nearest. */
 static void store_user(struct place at, const float *restrict x, int64_t b, const int64_t *rounding,
@@ -309,7 +281,14 @@ static void store_user(struct place at, const float *restrict x, int64_t b, cons
 /* The block of the variance, float32 or bfloat16; the latter is widened into `room`. */
 static const float *variance_of(const void *exp_avg_sq, int64_t kind, int64_t b, float *restrict room, int64_t n)
 {
-    return kept_block((void *)exp_avg_sq, kind, b, room, n);
+    if (kind == FP32)
+        return (const float *)exp_avg_sq + b * n;
+    const uint16_t *from = (const uint16_t *)exp_avg_sq + b * n;
+    EACH_LINE(i, n) {
+        PREFETCH(from + i, n);
+        LANES room[i + j] = from_bf16(from[i + j]);
+    }
+    return room;
 }
 
 /* ---------------------------------------------------------------- arithmetic */

@@ -1,4 +1,4 @@
-/* Numbers in a byte each, as codes.py has them. */
+/* Numbers in a byte each, as codes.py has them, and what is kept in them, in bfloat16 or in float32. */
 
 #include "block_io.h"
 
@@ -24,4 +24,74 @@ static inline void load_codes(float *restrict x, const uint8_t *restrict codes, 
     for (int64_t i = 0; i < n; i++)
         u[i] = bits_above(codes[i] & most, octave, most) | (uint32_t)(is_signed && codes[i] >= SIGN) << 31;
     memcpy(x, u, n * sizeof *x);
+}
+
+/* Writes a block of a moment as codes, rounded by random bits. */
+static void store_moment(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x,
+                         const uint32_t *restrict word, int is_signed, int64_t n)
+{
+    uint32_t steps[MOST];
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
+            steps[at] = drawn_steps(bits_of(x[at]) & 0x7FFFFFFF, half_of(word[i], half));
+    store_codes(codes, octave, x, steps, is_signed, !is_signed, n);
+}
+
+/* To nearest. */
+static void store_nearest(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x, int is_signed,
+                          int nonzero, int64_t n)
+{
+    uint32_t steps[MOST];
+    for (int64_t i = 0; i < n; i++)
+        steps[i] = rounded_steps(bits_of(x[i]) & 0x7FFFFFFF);
+    store_codes(codes, octave, x, steps, is_signed, nonzero, n);
+}
+
+/* The random words of a block's moments, for two halves. */
+static void moment_words(uint32_t *restrict word, int64_t b, int64_t done, int64_t n)
+{
+    uint64_t first = (uint64_t)b * n;
+    uint32_t seed = block_seed(first >> 32, done);
+    for (int64_t i = 0; i < n / 2; i++)
+        word[i] = moments_word(first + i, seed);
+}
+
+/* A block of what is kept, where it lies in float32, or widened in `room`; there are octaves where it is in codes. */
+static float *kept_block(const void *kept, int64_t kind, const uint8_t *octaves, int is_signed, int64_t b,
+                         float *restrict room, int64_t n)
+{
+    if (!octaves)
+        return (float *)variance_of(kept, kind, b, room, n);
+    load_codes(room, (const uint8_t *)kept + b * n, octaves[b], is_signed, n);
+    return room;
+}
+
+/* Keeps a block that was widened, rounded by bits that are drawn of the updates `done`; x becomes what is kept. */
+static void keep_narrow(void *kept, uint8_t *octaves, int is_signed, int64_t b, float *restrict x, int64_t done, int64_t n)
+{
+    uint32_t word[MOST / 2];
+    moment_words(word, b, done, n);
+    if (octaves) {
+        store_moment((uint8_t *)kept + b * n, octaves + b, x, word, is_signed, n);
+        load_codes(x, (uint8_t *)kept + b * n, octaves[b], is_signed, n);
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)kept + b * n;
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
+            to[at] = to_bf16(x[at], half_of(word[i], half));
+            x[at] = from_bf16(to[at]);
+        }
+}
+
+/* The same to nearest. */
+static void keep_nearest(void *kept, uint8_t *octaves, int is_signed, int64_t b, const float *restrict x, int64_t n)
+{
+    if (octaves) {
+        store_nearest((uint8_t *)kept + b * n, octaves + b, x, is_signed, !is_signed, n);
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)kept + b * n;
+    for (int64_t i = 0; i < n; i++)
+        to[i] = to_bf16(x[i], half(bits_of(x[i])));
 }

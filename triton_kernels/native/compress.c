@@ -1,6 +1,6 @@
 /* Compression and exchange. */
 
-#include "block_io.h"
+#include "codes.h"
 
 KERNEL(flatten)
 {
@@ -84,20 +84,15 @@ static void follow_line_by_line(float *restrict own, const float *restrict g, co
         LANES own[i + j] = followed(own[i + j], g[i + j], k);
 }
 
-/* The block of the worker's squares, one step on: where they lie, or widened in `room`, and rounded back. */
-static const float *follow(void *squares, int64_t kind, float *room, const float *g, const float *row, int64_t b,
-                           const int64_t *rounding, int64_t n)
+/* The block of the worker's squares, one step on: where they lie, or widened in `room`; kept besides. */
+static const float *follow(void *squares, int64_t kind, uint8_t *octaves, float *room, const float *g,
+                           const float *row, int64_t b, const int64_t *drawn, int64_t n)
 {
-    float *own = kind == FP32 ? (float *)squares + b * n : room;
-    uint16_t *half = (uint16_t *)squares + b * n;
-    uint32_t more[MOST];
-    for (int64_t i = 0; kind != FP32 && i < n; i++)
-        own[i] = from_bf16(half[i]);
+    float *own = kept_block(squares, kind, octaves, 0, b, room, n), kept[MOST];
     follow_line_by_line(own, g, row, n);
-    if (kind != FP32) {
-        carries(more, own, b, rounding, n);
-        for (int64_t i = 0; i < n; i++)
-            half[i] = to_bf16(own[i], more[i]);
+    if (own == room) {
+        memcpy(kept, own, n * sizeof *own);
+        keep_narrow(squares, octaves, 0, b, kept, *drawn, n);
     }
     return own;
 }
@@ -116,14 +111,15 @@ KERNEL(momentum_compress)
         return;
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
-        float *c = kept_block(compensated, compensated_kind, b, wide_c, BLOCK_SIZE);
+        uint8_t *of_v = octaves ? octaves + octaves_stride : NULL, *of_own = octaves ? of_v + octaves_stride : NULL;
+        float *c = kept_block(compensated, compensated_kind, octaves, 1, b, wide_c, BLOCK_SIZE);
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
-        const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE) : NULL;
+        const float *v = exp_avg_sq ? kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
         const float *own = NULL;
         if (worker_sq)
-            own = follow(worker_sq, worker_sq_kind, wide_squares, g, at.k, b, rounding, BLOCK_SIZE);
+            own = follow(worker_sq, worker_sq_kind, of_own, wide_squares, g, at.k, b, drawn, BLOCK_SIZE);
         if (own && v) {
             fill_up(wide, v, own, BLOCK_SIZE);
             v = wide;
@@ -134,13 +130,13 @@ KERNEL(momentum_compress)
             compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 1, TERNARY, BLOCK_SIZE);
         else
             compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
-        int narrow = compensated_kind != FP32;
+        int narrow = c == wide_c;
         if (TERNARY || narrow || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (drop_bad(c, kept, BLOCK_SIZE))
                 __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
             if (narrow)
-                keep_narrow(compensated, c, b, *rounding, BLOCK_SIZE);
+                keep_narrow(compensated, octaves, 1, b, c, *drawn, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         }
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), plane, c, TERNARY, BLOCK_SIZE);
@@ -183,8 +179,8 @@ KERNEL(server_reduce)
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
-        int narrow = compensated && compensated_kind != FP32;
-        float *c = compensated ? kept_block(compensated, compensated_kind, b, own, BLOCK_SIZE) : own;
+        float *c = compensated ? kept_block(compensated, compensated_kind, octaves, 1, b, own, BLOCK_SIZE) : own;
+        int narrow = compensated && c == own;
         float s = compensated ? server_scale[b] : 0.0f;
         if (!compensated)
             memset(own, 0, sizeof own);
@@ -205,7 +201,7 @@ KERNEL(server_reduce)
         if (TERNARY || narrow || live_row[b] != FULL) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (narrow)
-                keep_narrow(compensated, c, b, *rounding, BLOCK_SIZE);
+                keep_narrow(compensated, octaves, 1, b, c, *drawn, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         } else {
             store_sums(partials, partials_stride, b, &sums);

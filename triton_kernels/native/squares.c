@@ -5,15 +5,6 @@
 enum { TOTAL, ALIVE, PROJECTED };
 enum { FACTOR, USUAL, LEAST };
 
-/* Writes a block of numbers that are not negative as codes. */
-static void store_logs(uint8_t *restrict logs, uint8_t *restrict top, const float *restrict x, int64_t n)
-{
-    uint32_t steps[MOST];
-    for (int64_t i = 0; i < n; i++)
-        steps[i] = rounded_steps(bits_of(x[i]) & 0x7FFFFFFF);
-    store_codes(logs, top, x, steps, 0, 0, n);
-}
-
 /* Gives a block random signs: those of 32 elements are a hashed word. */
 static void sign(float *restrict x, uint64_t word, uint32_t seed, int64_t n)
 {
@@ -42,8 +33,8 @@ KERNEL(tell_squares)
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, NULL, block_tensor, block_start, GRADS, BLOCK_SIZE);
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk;
-        const float *squares = variance_of(worker_sq, worker_sq_kind, b, room, BLOCK_SIZE);
-        store_logs(logs + chunk * logs_stride + own * BLOCK_SIZE, tops + chunk * tops_stride + own, squares, BLOCK_SIZE);
+        const float *squares = kept_block(worker_sq, worker_sq_kind, octaves, 0, b, room, BLOCK_SIZE);
+        store_nearest(logs + chunk * logs_stride + own * BLOCK_SIZE, tops + chunk * tops_stride + own, squares, 0, 0, BLOCK_SIZE);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; factor && i < BLOCK_SIZE; i++)
             x[i] *= *factor;
@@ -82,7 +73,7 @@ KERNEL(average_squares)
             for (int64_t i = 0; i < BLOCK_SIZE; i++)
                 mean[i] += own[i] * per_worker;
         }
-        store_logs(logs + b * BLOCK_SIZE, tops + b, mean, BLOCK_SIZE);
+        store_nearest(logs + b * BLOCK_SIZE, tops + b, mean, 0, 0, BLOCK_SIZE);
         load_codes(own, logs + b * BLOCK_SIZE, tops[b], 0, BLOCK_SIZE);
         only_live(own, live, live_row[b], BLOCK_SIZE);
         int64_t alive = 0;
@@ -120,25 +111,33 @@ KERNEL(renew)
 {
     float next[MOST], m[MOST], room[MOST], wide_c[MOST];
     uint16_t half_next[MOST];
+    uint8_t coded_next[MOST], octave_next;
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
         const float *f = factors + t;
         load_codes(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], 0, BLOCK_SIZE);
-        const float *v = variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE), usual = f[USUAL * factors_stride];
+        const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, v_octaves, 0, b, room, BLOCK_SIZE);
+        const float usual = f[USUAL * factors_stride];
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
             next[i] = usual > 0 ? renewed(next[i], f[FACTOR * factors_stride], usual, f[LEAST * factors_stride]) : v[i];
-        for (int64_t i = 0; exp_avg_sq_kind != FP32 && i < BLOCK_SIZE; i++)
-            next[i] = from_bf16(to_bf16(next[i], half(bits_of(next[i]))));
+        only_live(next, live, live_row[b], BLOCK_SIZE);
+        if (v_octaves) {
+            store_nearest(coded_next, &octave_next, next, 0, 1, BLOCK_SIZE);
+            load_codes(next, coded_next, octave_next, 0, BLOCK_SIZE);
+        } else if (v == room) {
+            keep_nearest(half_next, NULL, 0, 0, next, BLOCK_SIZE);
+            variance_of(half_next, BF16, 0, next, BLOCK_SIZE);
+        }
         if (compensated) {
-            float *c = kept_block(compensated, compensated_kind, b, wide_c, BLOCK_SIZE);
+            float *c = kept_block(compensated, compensated_kind, octaves, 1, b, wide_c, BLOCK_SIZE);
             const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
             if (exp_avg_bits)
                 scaled(m, packed, plane, exp_avg_scale[b], TERNARY, BLOCK_SIZE);
             const float *row = coef + t * COLUMNS;
             change_unit(c, exp_avg_bits ? m : NULL, scale[b], v, next, row, EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
             only_live(c, live, live_row[b], BLOCK_SIZE);
-            for (int64_t i = 0; compensated_kind != FP32 && i < BLOCK_SIZE; i++)
-                ((uint16_t *)compensated)[b * BLOCK_SIZE + i] = to_bf16(c[i], half(bits_of(c[i])));
+            if (c == wide_c)
+                keep_nearest(compensated, octaves, 1, b, c, BLOCK_SIZE);
             settled[b] += scale[b];
             scale[b] = 0;
             if (exp_avg_bits)
@@ -146,12 +145,13 @@ KERNEL(renew)
         }
         if (!WRITES)
             continue;
-        only_live(next, live, live_row[b], BLOCK_SIZE);
-        for (int64_t i = 0; i < BLOCK_SIZE; i++)
-            half_next[i] = bits_of(next[i]) >> 16; /* rounded before */
-        if (exp_avg_sq_kind == FP32)
-            memcpy((float *)exp_avg_sq + b * BLOCK_SIZE, next, BLOCK_SIZE * sizeof *next);
-        else
+        if (v_octaves) {
+            memcpy((uint8_t *)exp_avg_sq + b * BLOCK_SIZE, coded_next, BLOCK_SIZE);
+            v_octaves[b] = octave_next;
+        } else if (v == room) {
             memcpy((uint16_t *)exp_avg_sq + b * BLOCK_SIZE, half_next, BLOCK_SIZE * sizeof *half_next);
+        } else {
+            memcpy((float *)exp_avg_sq + b * BLOCK_SIZE, next, BLOCK_SIZE * sizeof *next);
+        }
     }
 }

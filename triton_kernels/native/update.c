@@ -164,25 +164,12 @@ static int32_t move_by_gradient(float *restrict x, float *restrict m, float *res
     return any_of(bad);
 }
 
-/* Writes a block of a moment as codes, rounded by random bits. */
-static void store_moment(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x,
-                         const uint32_t *restrict word, int is_signed, int64_t n)
-{
-    uint32_t steps[MOST];
-    for (int64_t half = 0; half < 2; half++)
-        for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
-            steps[at] = drawn_steps(bits_of(x[at]) & 0x7FFFFFFF, half_of(word[i], half));
-    store_codes(codes, octave, x, steps, is_signed, !is_signed, n);
-}
-
 /* Writes back moments that were widened, rounded by bits that are drawn for their elements. */
 static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, int64_t stride, const float *m,
                            const float *v, int64_t b, int64_t done, int64_t n)
 {
-    uint64_t first = (uint64_t)b * n;
-    uint32_t seed = block_seed(first >> 32, done), word[MOST / 2];
-    for (int64_t i = 0; i < n / 2; i++)
-        word[i] = moments_word(first + i, seed);
+    uint32_t word[MOST / 2];
+    moment_words(word, b, done, n);
     if (octaves) {
         store_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
         store_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);

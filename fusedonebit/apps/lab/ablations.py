@@ -13,7 +13,8 @@ from ...comm import CompressedAllReduce, Told, Transport
 from ...core.options import Made
 from ...core.scaling import Agreed
 from ...core.settings import VARIANCE_FLOOR
-from ...optim.averaging import AdamUpdate, AveragingOptimizer
+from ...optim.adam_update import AdamUpdate
+from ...optim.averaging import AveragingOptimizer
 from ...optim.freezing import DeadCoordinates
 from ...triton_kernels import TAIL, Coef, flatten, freeze, rules
 from .workers import BatchedAllReduce

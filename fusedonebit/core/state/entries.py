@@ -20,6 +20,9 @@ from .header import is_compressed
 from .keeper import Keeper
 from .spec import StateSpec
 
+VALUES = ("element", "part", "chunk")
+"""What has numbers that may be kept in codes."""
+
 RANK = StateSpec("rank", "rank", "", of_rank=True)
 """Whose file a file is; saved where ranks have rows of their own."""
 
@@ -108,15 +111,17 @@ def take(keeper: Keeper, spec: StateSpec, i: int, state: State, header: Header) 
     if spec.name == "master":
         keeper.parameters.load_master(i, part)
     elif spec.taken_by and not spec.wanted(keeper):
-        target = _here(keeper, declared(keeper)[spec.taken_by], i)
+        by = declared(keeper)[spec.taken_by]
+        target = _here(keeper, by, i)
         target += _found(part).to(target.device).view(target.shape)
+        keeper.keep_part(by, i, target)
     elif part is not None:
         target = _here(keeper, spec, i)
         target.copy_(part.to(target.device).view(target.shape))
-        if spec.per == "element":
+        if spec.per in VALUES:
             keeper.keep_part(spec, i, target)
     elif spec.taken_by:
-        _here(keeper, spec, i).zero_()
+        spec.tensor(keeper).zero_()
 
 
 def _master(keeper: Keeper) -> StateSpec:
@@ -129,7 +134,7 @@ def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
         return keeper.rows.rank()
     if spec.name == "master":
         return keeper.parameters.dense[i]
-    if spec.per == "element":
+    if spec.per in VALUES:
         return keeper.part_of(spec, i)
     kept = spec.tensor(keeper)
     return kept[..., i] if spec.per == "tensor" else kept

@@ -205,8 +205,12 @@ class Keeper(torch.optim.Optimizer):
         return live_table(self.layout, masks, excluded).to(self.device)
 
     def part_of(self, spec: StateSpec, i: int) -> Tensor:
-        """Return what is kept of parameter ``i``'s elements, of its shape: where it is kept, but for codes."""
-        return self.parameters.shaped(spec.tensor(self), i, self.layout.offset(i))
+        """Return what is kept of parameter ``i``'s elements, of its shape: where it is kept, but for codes.
+
+        Of a part or a chunk of the flat index space, all that is here.
+        """
+        kept = spec.tensor(self)
+        return self.parameters.shaped(kept, i, self.layout.offset(i)) if spec.per == "element" else kept
 
     def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
         """Keep ``part``, which is what ``part_of`` has returned, and was filled."""
