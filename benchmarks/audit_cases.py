@@ -25,9 +25,15 @@ UNALIGNED = {"PARAMS": 0, "GRADS": 0}
 VARIANCE = {"exp_avg_sq": "*fp32"}
 FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
 FOLLOWED = {"worker_sq": "*fp32"}
-HALF_FOLLOWED = {"worker_sq": "*bf16", "rounding": "*i64"}
+HALF_FOLLOWED = {"worker_sq": "*bf16", "drawn": "*i64"}
+IN_BF16 = {"compensated": "*bf16", "drawn": "*i64"}
+IN_CODES = {"compensated": "*u8", "octaves": "*u8", "drawn": "*i64"}
+NARROW = IN_BF16 | FROZEN_BF16
+CODED = IN_CODES | {"exp_avg_sq": "*u8"}
 SIDE = dict.fromkeys(("compensated", "scale", "settled"), "*fp32") | {"exp_avg_sq": "*fp32"}
 CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": True}
+CODED_SIDE = dict.fromkeys(("compensated", "exp_avg_sq", "octaves", "v_octaves"), "*u8")
+HALF_SIDE = dict.fromkeys(("compensated", "exp_avg_sq"), "*bf16")
 STOCHASTIC = {"rounding": "*i64"}
 FOUND = dict.fromkeys(("found", "found_before"), "*i32")
 HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i64"}
@@ -128,10 +134,27 @@ CASES = {
     "momentum_compress, preconditioned, bf16 variance, living": Case(
         "momentum_compress", FROZEN_BF16 | HALF_FOLLOWED, halves=2
     ),
+    "momentum_compress, state in bf16": Case("momentum_compress", NARROW, halves=2),
+    "momentum_compress, state in bf16, living": Case("momentum_compress", NARROW | HALF_FOLLOWED, halves=2),
+    "momentum_compress, bf16, state in codes": Case("momentum_compress", BF16 | CODED, halves=2),
+    "momentum_compress, bf16, state in codes, living": Case(
+        "momentum_compress", BF16 | CODED | {"worker_sq": "*u8"}, halves=2
+    ),
     "momentum_compress, ternary": Case("momentum_compress", {"TERNARY": True}),
     "server_reduce, W=2": Case("server_reduce", loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1),
     "server_reduce, W=8": Case("server_reduce", loops=(1, 0, 1, 0), halves=1, cached=HEADERS, num_warps=1),
     "server_reduce, W=64": Case("server_reduce", loops=(4, 0, 8, 0), halves=1, cached=4 * HEADERS, num_warps=1),
+    **{
+        f"server_reduce in {name}, W={n}": Case(
+            "server_reduce", kept, loops=loops, halves=3, cached=cached, num_warps=1
+        )
+        for name, kept in (("bf16", IN_BF16), ("codes", IN_CODES))
+        for n, loops, cached in (
+            (2, (1, 0, 0, 2), HEADERS),
+            (8, (1, 0, 1, 0), HEADERS),
+            (64, (4, 0, 8, 0), 4 * HEADERS),
+        )
+    },
     "server_reduce, W=2, majority": Case(
         "server_reduce", MAJORITY, loops=(1, 0, 0, 2), halves=1, cached=HEADERS, num_warps=1
     ),
@@ -145,6 +168,9 @@ CASES = {
     "apply_momentum, bf16": Case("apply_momentum", VARIANCE | BF16 | SUMS),
     "apply_momentum, preconditioned": Case("apply_momentum", SUMS),
     "apply_momentum, preconditioned, tells squares": Case("apply_momentum", SUMS | {"x_squares": "*fp32"}),
+    "apply_momentum, preconditioned, bf16, stochastic rounding": Case(
+        "apply_momentum", BF16 | SUMS | STOCHASTIC, halves=2
+    ),
     "apply_momentum, bf16 variance": Case("apply_momentum", FROZEN_BF16 | SUMS),
     "apply_momentum, ternary": Case("apply_momentum", VARIANCE | SUMS | {"TERNARY": True}),
     "adam_update": Case("adam_update"),
@@ -200,6 +226,9 @@ CASES = {
     "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
     "tell_squares": Case("tell_squares", halves=2),
     "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
+    "tell_squares, bf16, squares in codes": Case(
+        "tell_squares", BF16 | dict.fromkeys(("worker_sq", "octaves"), "*u8"), halves=2
+    ),
     "tell_squares, bf16 squares": Case("tell_squares", {"worker_sq": "*bf16"}, halves=2),
     "tell_level": Case("tell_level", halves=2),
     "tell_level, bf16": Case("tell_level", BF16, halves=2),
@@ -207,6 +236,10 @@ CASES = {
     "renew": Case("renew", CARRIES),
     "renew, bf16 variance": Case("renew", CARRIES | {"exp_avg_sq": "*bf16"}),
     "renew, server": Case("renew", SIDE),
+    "renew, state in codes": Case("renew", CARRIES | CODED_SIDE),
+    "renew, server, state in codes": Case("renew", SIDE | CODED_SIDE),
+    "renew, state in bf16": Case("renew", CARRIES | HALF_SIDE),
+    "renew, server, state in bf16": Case("renew", SIDE | HALF_SIDE),
     "lion_compress": Case("lion_compress", WEIGHED, halves=2),
     "lion_compress, bf16": Case("lion_compress", WEIGHED | BF16, halves=2),
 }
@@ -314,6 +347,11 @@ LIVING_STEP = ("momentum_compress, preconditioned, living", *GUARDED_STEP[1:])
 LIVING_LAMB_STEP = (*LIVING_STEP[:-1], "lamb_follow", "apply_momentum, preconditioned, tells squares")
 HALF_LIVING_STEP = ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:])
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
+NARROW_STEP = ("momentum_compress, state in bf16", *GUARDED_STEP[1:])
+NARROW_LIVING_STEP = ("momentum_compress, state in bf16, living", *GUARDED_STEP[1:])
+_CODED_MOVE = (*GUARDED_STEP[1:-1], "apply_momentum, preconditioned, bf16, stochastic rounding")
+CODED_STEP = ("momentum_compress, bf16, state in codes", *_CODED_MOVE)
+CODED_LIVING_STEP = ("momentum_compress, bf16, state in codes, living", *_CODED_MOVE)
 PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
 
 
@@ -334,7 +372,9 @@ class Step(NamedTuple):
 
     def limit_of(self, world_size: int) -> float:
         """Bytes per parameter and step: those of a server's mean of bits are 8.2 at most."""
-        return self.limit + 8.2 / world_size / self.steps * self.served.count("server_reduce")
+        return self.limit + 8.2 / world_size / self.steps * sum(
+            name.startswith("server_reduce") for name in self.served
+        )
 
 
 FIRST_STEP, LAST_STEP = "local_step, preconditioned, first", "local_step, preconditioned, last"
@@ -370,10 +410,14 @@ def own_round(steps: int) -> Step:
     return Step((*own * rounds, "tell_level"), OWN_ROUND[steps], served, steps=steps * rounds)
 
 
-def with_renewal(renew: str, step: tuple[str, ...], limit: float) -> Step:
+def with_renewal(
+    renew: str, step: tuple[str, ...], limit: float, serve: str = "server_reduce", renew_served: str = "renew, server"
+) -> Step:
     """50 steps with a living variance, in one of which squares are shared, and v renewed."""
     tell = "tell_squares, bf16 squares" if "bf16" in renew else "tell_squares"
-    served = (*("server_reduce", "finish") * 50, "average_squares", "renew, server")
+    if "codes" in renew:
+        tell = "tell_squares, bf16, squares in codes"
+    served = (*(serve, "finish") * 50, "average_squares", renew_served)
     return Step((*step * 50, tell, renew), limit, served, steps=50)
 
 
@@ -396,6 +440,14 @@ STEPS = {
     "1-bit Adam, living, mean over 50 steps": with_renewal("renew", LIVING_STEP, 33.6),
     "1-bit Adam, living, bf16 variance, mean over 50 steps": with_renewal(
         "renew, bf16 variance", HALF_LIVING_STEP, 27.5
+    ),
+    "1-bit Adam, state in bf16": Step(NARROW_STEP, 18.7, served=("server_reduce in bf16", "finish")),
+    "1-bit Adam, state in bf16, living, mean over 50 steps": with_renewal(
+        "renew, state in bf16", NARROW_LIVING_STEP, 23.4, "server_reduce in bf16", "renew, server, state in bf16"
+    ),
+    "1-bit Adam, bf16, state in codes": Step(CODED_STEP, 9.7, served=("server_reduce in codes", "finish")),
+    "1-bit Adam, bf16, state in codes, living, mean over 50 steps": with_renewal(
+        "renew, state in codes", CODED_LIVING_STEP, 12.0, "server_reduce in codes", "renew, server, state in codes"
     ),
     "1-bit LAMB, living": Step(LIVING_LAMB_STEP, 32.75),
     "1-bit LAMB, living, mean over 50 steps": with_renewal("renew", LIVING_LAMB_STEP, 33.6),

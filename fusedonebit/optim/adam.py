@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ..comm import Told
 from ..core.scaling import Agreed
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Options, Params, Ranks, Wire
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
 from ..core.state.spec import StateSpec
 from .adam_update import OCTAVES, AdamUpdate
 from .from_deepspeed import FromDeepSpeed
-from .onebit_options import OneBitOptions, Variance
+from .onebit_options import Variance
 from .two_stage import OneBitOptimizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneBitAdamOptions(OneBitOptions):
-    """Settings of ``OneBitAdam``."""
-
-    takes: ClassVar = OneBitOptions.takes | {"state"}
-    told: ClassVar = (*OneBitOptions.told, "state")
-
-    def check(self) -> None:
-        """See ``Options``."""
-        super().check()
-        if self.state == "8bit" and not self.precondition:
-            raise ValueError(
-                'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
-                "divided by a variance of three bits of mantissa, whose errors no residual makes good"
-            )
 
 
 class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
@@ -86,9 +68,6 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         loss.backward()
         optimizer.step()
     """
-
-    settings: ClassVar[type[Options]] = OneBitAdamOptions
-    options: OneBitAdamOptions
 
     def __init__(
         self,

@@ -59,9 +59,9 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     variant: Literal["paper", "deepspeed"] = "paper"
 
     objects: ClassVar = {**OneBitOptions.objects, "layerwise": Layerwise}
-    takes: ClassVar = OneBitOptions.takes | names_of(Layerwise) | {"variant"}
+    takes: ClassVar = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
     grouped: ClassVar = (*LambOptions.grouped, *RATIOS)
-    told: ClassVar = (*OneBitOptions.told, "variant")
+    told: ClassVar = (*(name for name in OneBitOptions.told if name != "state"), "variant")
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:

@@ -45,8 +45,8 @@ class OneBitOptions(Options):
     warmup: int | float | None = None
     total_steps: int | None = None
 
-    takes: ClassVar = names_of(Numerics, Wire, Faults) - {"state"}
-    told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor")
+    takes: ClassVar = names_of(Numerics, Wire, Faults)
+    told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor", "state")
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
@@ -93,6 +93,11 @@ class OneBitOptions(Options):
         self._check_freeze()
         self._check_warmup()
         self._check_buckets()
+        if self.state == "8bit" and not self.precondition:
+            raise ValueError(
+                'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
+                "divided by a variance of three bits of mantissa, whose errors no residual makes good"
+            )
         if self.dead_coordinates == "keep" and self.lives:
             raise ValueError(
                 f'dead_coordinates must be "mean" with variance="{self.variance}", got "keep": a renewal gives all '

@@ -149,7 +149,7 @@ of_lamb = partial(Contender, parent="lamb", lamb=True, alike=True)
 apart = partial(Contender, parent="adamw", rate=0.3)
 
 STATES: tuple[StateKind, ...] = ("bf16", "8bit")
-"""In which ours keeps AdamW's moments, besides float32, in which it is torch's."""
+"""In which ours keep moments and residuals, besides float32."""
 LENGTHS = (4, 8, 16, 32)
 """Of long rounds of 0/1 Adam."""
 
@@ -164,6 +164,10 @@ CONTENDERS: dict[str, Contender] = {
     "zero-one-adam-own-2": of_adam(partial(_own_variance, length=2), local=True),
     **{f"zero-one-adam-own-{h}": of_adam(partial(_long_rounds, length=h), local=True) for h in LENGTHS},
     **{f"adamw-{state}": of_adam(partial(_ours, numerics=Numerics(state=state))) for state in STATES},
+    **{
+        f"onebit-adam-state-{state}": of_adam(partial(_living, warmup=0.05, numerics=Numerics(state=state)))
+        for state in STATES
+    },
     "lamb": of_lamb(_lamb),
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),

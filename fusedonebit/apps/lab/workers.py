@@ -72,14 +72,17 @@ class BatchedAllReduce(WorkerAllReduce):
     def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
         world_size = of.layout.world_size
-        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq, "live": of.live}
+        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq, "octaves": of.octaves}
+        options["live"] = of.live
         super().__init__(of.layout, of.transport, **taken, **options)
         # The result, which all share, and its checksum.
-        options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.digest, "live": of.live}
+        options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.digest}
         others = [AlikeTransport(rank, world_size) for rank in range(1, world_size)]
-        own = [None if of.worker_sq is None else torch.zeros_like(of.worker_sq) for _ in others]
+        own: list[dict[str, Any]] = [
+            {name: None if x is None else torch.zeros_like(x) for name, x in taken.items()} for _ in others
+        ]
         pairs = zip(others, own, strict=True)
-        self.ranks = [self, *(WorkerAllReduce(of.layout, each, worker_sq=sq, **options) for each, sq in pairs)]
+        self.ranks = [self, *(WorkerAllReduce(of.layout, each, **tensors, **options) for each, tensors in pairs)]
 
     def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         """Take each worker's gradients by parameter, of the coming step."""
@@ -91,6 +94,13 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in self.ranks[1:]:
             rank.worker.compensated.copy_(self.worker.compensated)
             rank.worker.scale.copy_(self.worker.scale)
+        self._share_octaves(slice(None))
+
+    def _share_octaves(self, rows: slice) -> None:
+        """Give all workers rank 0's, where there are any, of what all have alike."""
+        for rank in self.ranks[1:]:
+            if rank.octaves is not None and self.octaves is not None:
+                rank.octaves[rows] = self.octaves[rows]
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
@@ -136,6 +146,7 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)
             CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
+        self._share_octaves(slice(1, 2))  # of v
 
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""
@@ -153,8 +164,8 @@ class BatchedAllReduce(WorkerAllReduce):
         chunk, total = self.layout.chunk_numel, torch.zeros_like(out)
         for number, rank in enumerate(self.ranks):
             rank.settle()
-            torch.mul(rank.worker.compensated, 1.0 / self.layout.world_size, out=out)
-            out[number * chunk : (number + 1) * chunk] += rank.server.compensated
+            torch.mul(rank.worker.values(), 1.0 / self.layout.world_size, out=out)
+            out[number * chunk : (number + 1) * chunk] += rank.server.values()
             total = total + out if number else out.clone()
             for side in (rank.worker, rank.server):
                 side.forget()
