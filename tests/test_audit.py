@@ -170,6 +170,9 @@ def test_limits_allow_no_spill_no_32_bit_index_and_only_128_bit_access_to_flat_f
     named = {name for kernels in limits.values() for name in kernels if "in codes" in name}
     codes = dict.fromkeys(named, (32, 64, 128))  # a byte for each of a thread's elements
     loads, stores = loads | codes, stores | codes
+    stores |= {
+        name: (0, 64) for name in named if name.startswith("renew")
+    }  # codes alone, of which none is counted on AMD
     for kernels in limits.values():
         for name, numbers in kernels.items():
             assert numbers["spill_bytes"] == 0

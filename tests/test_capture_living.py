@@ -29,10 +29,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "loss scaled": {},
     "a head without gradients": {},
     "bfloat16": {"frozen_dtype": torch.bfloat16},
+    "state in bfloat16": {"state": "bf16"},
+    "state in codes": {"state": "8bit"},
     "two levels": {},
 }
-REFUSED = [(OneBitLamb, "undivided"), (OneBitLamb, "two levels")]
-"""The first by a living LAMB; the second has nothing of its own."""
+REFUSED = [(OneBitLamb, extra) for extra in ("undivided", "state in bfloat16", "state in codes", "two levels")]
+"""All but the last by a living LAMB; that has nothing of its own."""
 
 
 class Run:

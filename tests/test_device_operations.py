@@ -18,6 +18,7 @@ from fusedonebit import (
     Lamb,
     MarsitAdam,
     MarsitSGD,
+    Numerics,
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
@@ -81,6 +82,7 @@ LIVING_LAMB: tuple[Any, dict[str, Any]] = OneBitLamb, LIVING[1]
 """Their 15th step is one between two renewals, on gradients that are not projected."""
 CLIPS: dict[str, Any] = {"max_grad_norm": 1.0}
 CLIPPING_ADAM = (OneBitAdam, {"freeze_step": 2, **CLIPS})
+IN_BF16, IN_CODES = ({"numerics": Numerics(state=state)} for state in ("bf16", "8bit"))
 CASES = {
     "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
     "OneBitAdam, living": Case(*LIVING, 14, "compression", (9, 4), (9, 4)),
@@ -90,6 +92,12 @@ CASES = {
     "OneBitAdam, living, tells squares": Case(*LIVING, 10, "compression", (13, 8), (13, 8)),
     "OneBitAdam, living, renews": Case(*LIVING, 11, "compression", (14, 8), (13, 8)),
     "OneBitAdam, living, renews and tells squares": Case(*LIVING, 4, "compression", (18, 12), (13, 8)),
+    "OneBitAdam, state in bf16": Case(OneBitAdam, ADAM[1] | IN_BF16, 4, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, state in codes": Case(OneBitAdam, ADAM[1] | IN_CODES, 4, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, living, state in codes": Case(OneBitAdam, LIVING[1] | IN_CODES, 14, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, living, state in codes, renews": Case(
+        OneBitAdam, LIVING[1] | IN_CODES, 11, "compression", (14, 8), (13, 8)
+    ),
     "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6)),
     "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
     "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),

@@ -216,6 +216,24 @@ OF_ADAM: dict[str, dict[str, Any]] = {
     "living, buckets": {"options": LIVING | {"buckets": 3}},
     "living, blocks of 128": {"options": LIVING | {"block_size": 128}},
 }
+OF_RESIDUALS: dict[str, dict[str, Any]] = {
+    f"state in {state}, {name}": {**case, "options": case.get("options", {}) | {"state": state}}
+    for state in ("bf16", "8bit")
+    for name, case in {
+        "frozen": {},
+        "frozen, W = 1": {"world_size": 1},
+        "frozen, bf16": {"dtypes": (BFLOAT16,)},
+        "frozen, ternary": {"options": {"ternary": True}},
+        "frozen, eps inside": {"options": {"eps_inside_sqrt": True}},
+        "frozen, blocks of 128": {"options": {"block_size": 128}},
+        "frozen, buckets": {"options": {"buckets": 3}},
+        "living": {"options": LIVING, "steps": 8},
+        "living, W = 1": {"options": LIVING, "world_size": 1},
+        "living, bf16": {"options": LIVING, "dtypes": (BFLOAT16,)},
+        "living, ternary": {"options": LIVING | {"ternary": True}},
+        "living, eps inside": {"options": LIVING | {"eps_inside_sqrt": True}},
+    }.items()
+}
 OF_LAMB: dict[str, dict[str, Any]] = {
     **{name: case for name, case in OF_ADAM.items() if name != "living, no precondition"},
     "not adaptive": {"options": {"adaptive": False}},
@@ -238,7 +256,7 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
     "compensation without a limit": {"options": {"compensation_limit": None}},
 }
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
-    "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM,
+    "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM | OF_RESIDUALS,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
     "AdamW": ALONE | OF_STATE | {"capturable": {"options": {"capturable": True}}},
     "Lamb": ALONE

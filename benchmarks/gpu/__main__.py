@@ -23,7 +23,7 @@ from .runner import ROOT, Job, Stage, run
 
 TOTAL = 532
 """Seconds, of everything."""
-ONEBIT = ("OneBitAdam", "OneBitAdam-frozen", "OneBitLamb", "OneBitLamb-frozen")
+ONEBIT = ("OneBitAdam", "OneBitAdam-frozen", "OneBitAdam-bf16", "OneBitAdam-8bit", "OneBitLamb", "OneBitLamb-frozen")
 SMOKE = (*ONEBIT, "OneBitLion", "ZeroOneAdam", "MarsitSGD", "MarsitAdam", "AdamW", "AdamW-8bit", "Lamb")
 STEPS = {"10M": 45, "50M": 30, "340M": 55, "1.3B": 60}
 TINY = ("--numel", "20000", "--rounds", "2")

@@ -40,6 +40,8 @@ LIVING: dict[str, Any] = {"warmup": FREEZE, "betas": (0.9, 0.95)}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "OneBitAdam": partial(OneBitAdam, **LIVING),
     "OneBitAdam-frozen": partial(OneBitAdam, freeze_step=FREEZE),
+    "OneBitAdam-bf16": partial(OneBitAdam, **LIVING, numerics=Numerics(state="bf16")),
+    "OneBitAdam-8bit": partial(OneBitAdam, **LIVING, numerics=Numerics(state="8bit")),
     "OneBitLamb": partial(OneBitLamb, **LIVING),
     "OneBitLamb-frozen": partial(OneBitLamb, freeze_step=FREEZE),
     "OneBitLion": OneBitLion,
@@ -55,7 +57,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW-8bit": partial(AdamW, numerics=Numerics(state="8bit")),
     "Lamb": Lamb,
 }
-CAPTURABLE = ("OneBitAdam", "OneBitAdam-frozen", "OneBitLamb", "OneBitLamb-frozen")
+CAPTURABLE = (
+    "OneBitAdam",
+    "OneBitAdam-frozen",
+    "OneBitAdam-bf16",
+    "OneBitAdam-8bit",
+    "OneBitLamb",
+    "OneBitLamb-frozen",
+)
 FAR, FEW = 1e-5, 1e-3
 """What two devices may differ by, as a share of what a parameter has moved by at most, and how many may by more: a sign
 of a value next to zero turns where a power or a root has rounded otherwise."""
