@@ -57,14 +57,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW-8bit": partial(AdamW, numerics=Numerics(state="8bit")),
     "Lamb": Lamb,
 }
-CAPTURABLE = (
-    "OneBitAdam",
-    "OneBitAdam-frozen",
-    "OneBitAdam-bf16",
-    "OneBitAdam-8bit",
-    "OneBitLamb",
-    "OneBitLamb-frozen",
-)
+CAPTURABLE = tuple(name for name in OPTIMIZERS if name.startswith(("OneBitAdam", "OneBitLamb")))
 FAR, FEW = 1e-5, 1e-3
 """What two devices may differ by, as a share of what a parameter has moved by at most, and how many may by more: a sign
 of a value next to zero turns where a power or a root has rounded otherwise."""
