@@ -277,3 +277,24 @@ def test_what_can_not_be_kept_so_is_refused():
         narrow("undivided", "8bit")
     with pytest.raises(ValueError, match="state must be 'fp32' with OneBitLamb, got 'bf16'"):
         OneBitLamb(params(), numerics=Numerics(state="bf16"))
+
+
+def held_by_a_rank(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[float, float]:
+    p = torch.nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16))
+    optimizer = OneBitAdam([p], 1e-3, **objects(**options), process_group=transport)
+    for step in range(6):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        optimizer.step()
+    assert optimizer.phase == "compression"
+    stats = optimizer.stats()
+    return (p.nbytes + p.grad.nbytes + stats["state_bytes"]) / p.numel(), stats["wire_bytes"] / p.numel()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("frozen", 7.4), ("living", 8.4)])
+def test_what_one_of_eight_ranks_holds_in_codes(kind, most):
+    options = KINDS[kind] | {"state": "8bit", "stochastic_rounding": True, "guard": "off"}
+    (held, wire), *_ = simulate(held_by_a_rank, 8, options)
+    print(
+        f"{kind}: {held:.2f} bytes a bfloat16 parameter, its gradient and state ({most}); on the wire {wire:.2f} more"
+    )
+    assert held <= most
