@@ -11,7 +11,17 @@ from .registry import DRY_RUN, Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OURS, DEEPSPEED, TORCH = "#0072b2", "#e69f00", "#7f7f7f"  # three that the colour-blind tell apart
+METHODS = {
+    "AdamW": "adamw",
+    "1-bit Adam": "onebit-adam",
+    "1-bit LAMB": "onebit-lamb",
+    "0/1 Adam": "zero-one-adam",
+    "1-bit Lion": "onebit-lion",
+    "Marsit": "marsit",
+}
+"""What pictures call each algorithm."""
+OTHERS = 0.55
+"""How much lighter an algorithm is where it is not ours."""
 COPIES, INK, FAINT = "#d0d0d0", "#222222", "#6b6b6b"
 HEIGHT, GAP = 0.78, 0.55
 """Of a bar, and between algorithms, in rows."""
@@ -27,7 +37,8 @@ class Bar(NamedTuple):
     """A row of the picture, and what stands at its bars."""
 
     name: str
-    colour: str
+    method: str
+    ours: bool
     device: float
     copies: float
     sent: float
@@ -48,7 +59,8 @@ def bars(record: Record) -> list[list[Bar]]:
         at_sent = f"{row['sent B']:.2g}" + (f", {fewer:.0f}× fewer" if round(fewer) > 1 else ", fp32")
         bar = Bar(
             f"torch {name}, DDP" if is_torch else name,
-            TORCH if is_torch else DEEPSPEED if is_theirs else OURS,
+            METHODS[row["algorithm"]],
+            not (is_torch or is_theirs),
             row["device B"],
             copies,
             row["sent B"],
@@ -73,25 +85,23 @@ def told(record: Record) -> str:
 
 def draw(record: Record, path: Path) -> None:
     """Left what is moved in device memory, right what is sent."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from fusedonebit.apps.pictures import lighter, method_colour, plt
 
     rows = _places(bars(record))
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.6, 5.2), sharey=True, layout="constrained", width_ratios=(1.5, 1)
     )
     for place, bar in rows:
-        left.barh(place, bar.device, HEIGHT, color=bar.colour)
+        colour = lighter(method_colour(bar.method), 0.0 if bar.ours or bar.method == "adamw" else OTHERS)
+        left.barh(place, bar.device, HEIGHT, color=colour)
         left.barh(place, bar.copies, HEIGHT, left=bar.device, color=COPIES)
-        right.barh(place, bar.sent, HEIGHT, color=bar.colour)
+        right.barh(place, bar.sent, HEIGHT, color=colour)
         _write(left, bar.device + bar.copies, place, bar.at_device)
         _write(right, bar.sent, place, bar.at_sent)
     left.set_yticks([place for place, _ in rows], [bar.name for _, bar in rows])
     for label, (_, bar) in zip(left.get_yticklabels(), rows, strict=True):
-        label.set_color(bar.colour if bar.colour == OURS else INK)
-        label.set_fontweight("bold" if bar.colour == OURS else "normal")
+        label.set_color(method_colour(bar.method) if bar.ours else INK)
+        label.set_fontweight("bold" if bar.ours else "normal")
     _frame(left, max(bar.device for _, bar in rows), "moved in device memory")
     _frame(right, max(bar.sent for _, bar in rows), "sent on the network")
     left.invert_yaxis()

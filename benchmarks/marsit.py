@@ -15,12 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+
+from fusedonebit.apps.pictures import PARTS, lighter, method_colour, plt, save
 
 from . import network, round_signs
 from .pages import DOCS, write_tables
@@ -44,8 +41,6 @@ TABLE_1 = {"no compression": "psgd", "cascading compression": "cascading"}
 TABLE_1 |= {f"cascading, lr / {by}": f"cascading-lr/{by}" for by in (10, 100, 1000, 10000)}
 EVERY = {"psgd": "1", "marsit-50": "50", "marsit-100": "100", "marsit-200": "200", "marsit": "∞"}
 """Figure 3's K."""
-COLOURS = {"compute": "#9a9a9a", "compress": "#d1495b", "communicate": "#2e6f95"}
-
 Record = Mapping[str, Any]
 
 
@@ -166,7 +161,7 @@ def table_5(times: Sequence[Record]) -> str:
     lines.append("|---|--:|--:|--:|--:|")
     for t in times:
         hops = 2 * (t["workers"] - 1) / t["workers"]
-        parts = " | ".join(f"{1e3 * t[part]:.1f}" for part in COLOURS)
+        parts = " | ".join(f"{1e3 * t[part]:.1f}" for part in PARTS)
         lines.append(f"| {t['topology']}: {t['method']} | {parts} | {8 * t['bytes'] / (hops * t['elements']):.2f} |")
     return "\n".join(lines) + "\n"
 
@@ -205,8 +200,7 @@ def draw(runs: Sequence[Record], signs: Mapping[str, Any], times: Sequence[Recor
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, axis="x" if axis is axes[1, 1] else "y")
         axis.set_axisbelow(True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path, dpi=120)
 
 
 def _draw_accuracies(axis: Axes, runs: Sequence[Record]) -> None:
@@ -216,9 +210,9 @@ def _draw_accuracies(axis: Axes, runs: Sequence[Record]) -> None:
         values = [mean_and_spread([r["metric"] for r in of(runs, task, optimizer)]) for task in tasks]
         places = [k - 0.4 + width * (i + 0.5) for k in range(len(tasks))]
         errors = [spread for _, spread in values]
-        axis.bar(
-            places, [mean for mean, _ in values], width * 0.9, yerr=errors, label=name, error_kw={"linewidth": 0.8}
-        )
+        means, thin = [mean for mean, _ in values], {"linewidth": 0.8}
+        colour = lighter(method_colour(optimizer), 0.45 * (optimizer == "marsit-100"))
+        axis.bar(places, means, width * 0.9, yerr=errors, label=name, color=colour, error_kw=thin)
     axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylim=(65, 100.5), ylabel="held-out accuracy, %")
     axis.set_title(f"Table 2: {WORKERS} workers, three seeds", fontsize=10)
     axis.legend(frameon=False, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
@@ -256,7 +250,7 @@ def _draw_times(axis: Axes, times: Sequence[Record]) -> None:
     shown = [t for t in times if "Elias" not in t["method"]][::-1]
     left = [0.0] * len(shown)
     labels = [f"{t['topology']}: {t['method']}" for t in shown]
-    for part, colour in COLOURS.items():
+    for part, colour in PARTS.items():
         widths = [1e3 * t[part] for t in shown]
         axis.barh(labels, widths, left=left, color=colour, label=part, height=0.7)
         left = [a + b for a, b in zip(left, widths, strict=True)]

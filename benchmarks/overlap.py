@@ -75,25 +75,22 @@ def recorded() -> list[dict[str, Any]]:
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """A bar for backward pass and communication one after the other, and one for both at once."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from fusedonebit.apps.pictures import PARTS, method_colour, plt, save
 
     figure, axis = plt.subplots(figsize=(8, 0.9 + 0.8 * len(records)), layout="constrained")
     for i, r in enumerate(records):
-        axis.barh(i - 0.17, 1e3 * r["backward"], 0.3, color="#9a9a9a", label="" if i else "backward")
+        axis.barh(i - 0.17, 1e3 * r["backward"], 0.3, color=PARTS["compute"], label="" if i else "backward")
         left, told = 1e3 * r["backward"], "" if i else "communication, after it"
-        axis.barh(i - 0.17, 1e3 * r["communication"], 0.3, left, color="#2e6f95", label=told)
-        axis.barh(i + 0.17, 1e3 * r["overlapped"], 0.3, color="#d1495b", label="" if i else "overlap=True")
+        axis.barh(i - 0.17, 1e3 * r["communication"], 0.3, left, color=PARTS["communicate"], label=told)
+        ours, told = method_colour("onebit-adam"), "" if i else "overlap=True"
+        axis.barh(i + 0.17, 1e3 * r["overlapped"], 0.3, color=ours, label=told)
         axis.annotate(f"{hidden(r):.0%} hidden", (1e3 * r["overlapped"], i + 0.17), (4, -3), textcoords="offset points")
     axis.set_yticks(range(len(records)), [f"{r['megabits']:g} Mbit/s" for r in records])
     axis.invert_yaxis()
     axis.set_xlabel(f"ms per step, {HOSTS} CPU hosts, {records[0]['elements'] / 1e6:.1f}M parameters")
     axis.legend(frameon=False, fontsize=8, loc="upper right")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path, dpi=120)
 
 
 def main() -> None:

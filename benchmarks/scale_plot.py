@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+
+from fusedonebit.apps.pictures import METHODS, lighter, plt, save
 
 BLUES = {2: "#9ecae1", 64: "#4292c6", 1024: "#2171b5", 16384: "#08306b"}
 WAYS = {
-    "flat": ("1-bit, flat", "#1f6fb2", "-"),
-    "hierarchical-bf16": ("1-bit, bf16 in node", "#5aa9d6", "--"),
-    "marsit-owner": ("Marsit, owner", "#d1495b", "-"),
-    "bf16": ("bf16 all-reduce", "#8a93a6", "-"),
+    "flat": ("1-bit, flat", METHODS["onebit-adam"], "-"),
+    "hierarchical-bf16": ("1-bit, bf16 in node", lighter(METHODS["onebit-adam"]), "--"),
+    "marsit-owner": ("Marsit, owner", METHODS["marsit"], "-"),
+    "bf16": ("bf16 all-reduce", METHODS["bf16"], "-"),
 }
 GPU_MEMORY = 141
 
@@ -35,8 +32,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.25)
         axis.legend(frameon=axis is axes[0, 1], edgecolor="none", fontsize=8.5)
     figure.suptitle("One rank of 1-bit Adam, compression stage, fp32, transformers; H200, NVLink, 400 Gbit/s a node")
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    save(figure, path, dpi=140)
 
 
 def _of(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
@@ -80,8 +76,8 @@ def _memory(axis: Axes, rows: list[dict[str, Any]], found: dict[str, Any]) -> No
         markersize=7,
         label="run here, 2 to 16,384 ranks",
     )
-    axis.axhline(GPU_MEMORY, color="#d1495b", linewidth=1)
-    axis.text(1.5e8, GPU_MEMORY * 1.25, "memory of one H200", color="#d1495b", fontsize=8.5)
+    axis.axhline(GPU_MEMORY, color="#b03a2e", linewidth=1)
+    axis.text(1.5e8, GPU_MEMORY * 1.25, "memory of one H200", color="#b03a2e", fontsize=8.5)
     axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="GB", ylim=(4e-4, 2e4))
     axis.set_title("Memory of one rank: linear in parameters, not in ranks")
 

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 WORLD_SIZE, TENSORS = 2, 64
 ON_CPU = [round(10 ** (half / 2)) for half in range(10, 16)]
 ON_CUDA = [round(10 ** (half / 2)) for half in range(10, 19)]
-COLOURS = {
-    FUSED: "#222222",
-    "AdamW(foreach=True)": "#9a9a9a",
-    "OneBitAdam": "#2e6f95",
-    "OneBitLamb": "#d1495b",
-    "DeepSpeed OnebitAdam": "#6ba3c4",
-    "DeepSpeed OnebitLamb": "#e08a94",
+METHODS = {
+    FUSED: ("adamw", 0.0),
+    "AdamW(foreach=True)": ("adamw", 0.5),
+    "OneBitAdam": ("onebit-adam", 0.0),
+    "OneBitLamb": ("onebit-lamb", 0.0),
+    "DeepSpeed OnebitAdam": ("onebit-adam", 0.5),
+    "DeepSpeed OnebitLamb": ("onebit-lamb", 0.5),
 }
+"""Of a line: its method's name, and how much lighter it is."""
 DASHES = {"plain": ":", "native": "-", "triton": "-"}
 End = tuple[tuple[float, float], str, str]
 """Of a line: where, its name and its colour."""
@@ -33,10 +34,7 @@ End = tuple[tuple[float, float], str, str]
 
 def draw(record: Record, path: Path) -> None:
     """Milliseconds by parameters, one line for each optimizer; its name stands at the line's end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from fusedonebit.apps.pictures import lighter, method_colour, plt, save
 
     rows = [row for row in record["tables"][0]["rows"] if row.get("ms")]
     about = record["about"]
@@ -46,8 +44,10 @@ def draw(record: Record, path: Path) -> None:
         points = sorted((row["parameters"], row["ms"]) for row in rows if row["optimizer"] == name)
         kind, _, backend = name.partition(", ")
         style = "--" if kind.startswith("DeepSpeed") else DASHES.get(backend, "-")
-        axis.loglog(*zip(*points, strict=True), style, color=COLOURS[kind], marker="o", ms=3.5)
-        ends.append((points[-1], name, COLOURS[kind]))
+        method, share = METHODS[kind]
+        colour = lighter(method_colour(method), share)
+        axis.loglog(*zip(*points, strict=True), style, color=colour, marker="o", ms=3.5)
+        ends.append((points[-1], name, colour))
     _label(axis, ends)
     cpu = about["device"].endswith("CPU")
     where = f"{about['device']}, one thread, load {about['load']:.0f} on {about['cpu_cores']} cores"
@@ -63,8 +63,7 @@ def draw(record: Record, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     if about["dry_run"]:
         axis.text(0.5, 0.5, "dry run: no result", transform=axis.transAxes, ha="center", fontsize=24, alpha=0.4)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, dpi=130)
     print(path)
 
 

@@ -7,28 +7,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+
+from fusedonebit.apps.pictures import PARTS, lighter, method_colour, plt, save
 
 from . import goals, model, whole
 from .labels import LIBRARIES, mbit, rate
 
-COLOURS = {
-    "adamw": "#4c566a",
-    "bf16": "#8a97ab",
-    "int8": "#2a9d8f",
-    "powersgd": "#8d6a9f",
-    "onebit-adam": "#d1495b",
-    "onebit-adam-overlap": "#f08a97",
-    "zero-one-adam": "#b5179e",
-    "onebit-lamb": "#e07a1f",
-    "marsit-ring": "#1f77b4",
-    "marsit-owner": "#5fb0e0",
-}
 SHORT = {
     "adamw": "AdamW, fp32",
     "bf16": "AdamW, bf16",
@@ -41,7 +26,9 @@ SHORT = {
     "marsit-ring": "Marsit, ring",
     "marsit-owner": "Marsit, owner",
 }
-PART_COLOURS = {"compute": "#9a9a9a", "compress": "#e9b44c", "communicate": "#2e6f95"}
+LIGHTER = ("onebit-adam-overlap", "marsit-ring")
+"""Those that stand beside another one of the same method."""
+COLOURS = {name: lighter(method_colour(name), 0.45 * (name in LIGHTER)) for name in SHORT}
 Record = Mapping[str, Any]
 
 
@@ -60,8 +47,7 @@ def draw(record: Record, path: Path) -> None:
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path, dpi=110)
 
 
 def _title(axis: Axes, text: str) -> None:
@@ -73,8 +59,8 @@ def _draw_split(axis: Axes, record: Record, row: Record) -> None:
     for y, name in enumerate(names):
         parts = [1e3 * max(0.0, part) for part in model.split(record, name, row)]
         lefts = [0.0, *accumulate(parts)]
-        for part, left, width in zip(PART_COLOURS, lefts, parts, strict=False):
-            axis.barh(y, width, 0.7, left, color=PART_COLOURS[part], label=part if y == 0 else "")
+        for part, left, width in zip(PARTS, lefts, parts, strict=False):
+            axis.barh(y, width, 0.7, left, color=PARTS[part], label=part if y == 0 else "")
         told = f"{1e3 * row['methods'][name]['whole']:,.0f}"
         if name != "adamw":
             told = f"{' + '.join(f'{part:.0f}' for part in parts)} = {told}:  {model.speedup(row, name):.1f}x"
@@ -193,8 +179,8 @@ def _draw_libraries(axis: Axes, record: Record) -> None:
         places = [k + 0.38 * (i - 0.5) for k in range(len(rows))]
         rest = [1e3 * (row["methods"][name]["whole"] - row["methods"][name]["communicate"]) for row in rows]
         sent = [1e3 * row["methods"][name]["communicate"] for row in rows]
-        colour = (PART_COLOURS["communicate"], "#2a9d8f")[i]
-        axis.bar(places, rest, 0.34, color=PART_COLOURS["compute"], label="compute and compress" if i == 0 else "")
+        colour = (PARTS["communicate"], "#2a9d8f")[i]
+        axis.bar(places, rest, 0.34, color=PARTS["compute"], label="compute and compress" if i == 0 else "")
         axis.bar(places, sent, 0.34, rest, color=colour, label=f"communicate, {library}")
         for place, low, high in zip(places, rest, sent, strict=True):
             axis.annotate(

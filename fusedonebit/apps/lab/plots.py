@@ -9,21 +9,15 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from ..pictures import clear, save
+from ..pictures import clear, lighter, method_colour, save
 from . import toys
 from .records import Records
 from .report import DECADES, PERCENT, Difference, View, difference, sent, views
 from .tasks import TASKS
 
-COLOURS = {
-    "onebit-adam-living": "tab:red",
-    "onebit-adam": "tab:blue",
-    "zero-one-adam-own": "tab:purple",
-    "onebit-lamb-living": "tab:green",
-    "onebit-lion": "tab:brown",
-    "marsit-adam": "tab:orange",
-}
-"""Optimizers in the picture; each keeps its colour wherever it is shown."""
+SHOWN = ("onebit-adam-living", "onebit-adam", "zero-one-adam-own", "onebit-lamb-living", "onebit-lion", "marsit-adam")
+"""Optimizers in the picture. 1-bit Adam with a frozen variance is the lighter one."""
+COLOURS = {name: lighter(method_colour(name), 0.45 * (name == "onebit-adam")) for name in SHOWN}
 
 WORST = 100.0
 """Percent at which the axis ends; what is worse, or diverged, is shown there."""

@@ -9,26 +9,27 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from ..pictures import clear, save
+from ..pictures import METHODS, clear, lighter, save
 from .report import Plan
 from .units import bandwidth, duration
 
+ADAM, MARSIT = METHODS["onebit-adam"], METHODS["marsit"]
 STYLES = {
-    "fp32": ("#3b4252", "-"),
-    "bf16": ("#8a93a6", "-"),
-    "int8": ("#7ba05b", ":"),
-    "powersgd": ("#4f7942", "--"),
-    "diloco": ("#4f7942", "-"),
-    "flat": ("#1f6fb2", "-"),
-    "flat-overlap": ("#1f6fb2", ":"),
-    "hierarchical": ("#5aa9d6", "--"),
-    "hierarchical-bf16": ("#5aa9d6", ":"),
-    "zero-one": ("#3d348b", "-"),
-    "marsit-ring": ("#e9a23b", "-"),
-    "marsit-torus": ("#b5651d", "--"),
-    "marsit-owner": ("#d1495b", "-"),
+    "fp32": (METHODS["adamw"], "-"),
+    "bf16": (METHODS["bf16"], "-"),
+    "int8": (METHODS["int8"], ":"),
+    "powersgd": (METHODS["powersgd"], "--"),
+    "diloco": (METHODS["diloco"], "-"),
+    "flat": (ADAM, "-"),
+    "flat-overlap": (ADAM, ":"),
+    "hierarchical": (lighter(ADAM), "--"),
+    "hierarchical-bf16": (lighter(ADAM), ":"),
+    "zero-one": (METHODS["zero-one-adam"], "-"),
+    "marsit-ring": (lighter(MARSIT, 0.4), "-"),
+    "marsit-torus": (lighter(MARSIT, 0.4), "--"),
+    "marsit-owner": (MARSIT, "-"),
 }
-"""Grey is uncompressed, green is others', blue is 1-bit Adam's and LAMB's, violet 0/1 Adam's, warm is Marsit's."""
+"""1-bit Adam's are those of LAMB as well."""
 SMALLEST_GAP = 0.052  # between two labels, of the axis' height
 
 

@@ -8,18 +8,8 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from ..pictures import clear, running_mean, save
+from ..pictures import clear, lighter, method_colour, running_mean, save
 
-COLOURS = {
-    "adamw": "#4c566a",
-    "onebit-adam": "#d1495b",
-    "zero-one-adam": "#2f6fb0",
-    "onebit-lion": "#c9931e",
-    "lamb": "#2a9d8f",
-    "onebit-lamb": "#e07a1f",
-    "onebit-lamb-frozen": "#8d6a9f",
-    "marsit": "#1f77b4",
-}
 _SMOOTH = 0.8  # of the running mean that is drawn; the raw loss lies behind it
 
 
@@ -27,9 +17,11 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the records of one or several optimizers to a PNG."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     sent = any(r["bytes_total"] for r in records)
-    for i, name in enumerate(dict.fromkeys(r["optimizer"] for r in records)):
+    for name in dict.fromkeys(r["optimizer"] for r in records):
         runs = [r for r in records if r["optimizer"] == name]
-        colour = COLOURS.get(name, f"C{i}")
+        colour = method_colour(name)
+        if name.endswith("-frozen"):  # beside the same method, adapting
+            colour = lighter(colour)
         steps, losses = [r["step"] for r in runs], [r["loss"] for r in runs]
         megabytes = [r["bytes_total"] / 1e6 for r in runs]
         for axis, xs in zip(axes, (steps, megabytes), strict=True):
