@@ -1,8 +1,8 @@
 """Quality over the bytes of a whole run: ours and what others compress with, each at its own rate, on the lab's tasks.
 
-``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes tables
-and a picture beside them; ``--report`` makes none. Rates are searched for, and points made, with 4 workers and three
-seeds; those on a front, ours or the others', with 16 workers and five seeds as well.
+``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes the
+tables of ``docs/frontier.md`` and its picture; ``--report`` makes none. Rates are searched for, and points made, with 4
+workers and three seeds; those on a front, ours or the others', with 16 workers and five seeds as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from fusedonebit.apps.lab.rivals import RIVALS
 from fusedonebit.apps.lab.run import Key
 
 from . import lab_page
+from .pages import DOCS, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "frontier"
+PAGE = DOCS / "frontier.md"
 TASKS = ("mlp", "resnet", "causal", "lstm", "recsys", "vae")
 """One of each kind, of those that tell seeds apart: images, convolutions, attention, recurrence, late rows, a VAE."""
 BUDGETS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
@@ -215,12 +217,13 @@ def tables(records: Records) -> str:
 
 
 COLOURS = {
-    "ours": "tab:red",
-    "1-bit LoCo": "tab:orange",
-    "rounds": "tab:green",
-    "every step": "tab:blue",
-    "papers": "tab:gray",
+    "ours": "onebit-adam",
+    "1-bit LoCo": "onebit-lamb",
+    "rounds": "diloco",
+    "every step": "zero-one-adam",
+    "papers": "bf16",
 }
+"""Of kinds of optimizers, by whose colour each has."""
 SHOWN = (-5.0, 60.0)
 """Percent that the picture has room for."""
 
@@ -238,16 +241,16 @@ def family(name: str) -> str:
 
 def draw(records: Records, path: Path) -> None:
     """Draw the front of each task."""
-    from fusedonebit.apps.pictures import clear, plt, save
+    from fusedonebit.apps.pictures import METHODS, clear, plt, save
 
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.8), sharex=True, sharey=True, layout="constrained")
     for axis, task in zip(axes.flat, TASKS, strict=True):
         found = points(records, task)
-        for kind, colour in COLOURS.items():
+        for kind, method in COLOURS.items():
             of_kind = [p for p in found if family(p.name) == kind and p.worse <= SHOWN[1]]
             x, y, errors = [p.spent for p in of_kind], [p.worse for p in of_kind], [p.error for p in of_kind]
-            axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=colour, label=kind)
-        for names, colour in ((OURS, COLOURS["ours"]), (OTHERS, "black")):
+            axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=METHODS[method], label=kind)
+        for names, colour in ((OURS, METHODS[COLOURS["ours"]]), (OTHERS, "black")):
             if steps := front([p for p in found if p.name in names]):
                 x, y = [p.spent for p in steps], [p.worse for p in steps]
                 axis.step([*x, 10.0], [*y, y[-1]], where="post", linewidth=1.2, color=colour, alpha=0.7)
@@ -273,10 +276,9 @@ def main() -> int:
     arguments = parser.parse_args()
     records = Records(RESULTS / "runs.jsonl", lab_page.RESULTS / "runs.jsonl")
     failed = 0 if arguments.report else fill(records)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "table.md").write_text(tables(records))
-    draw(records, RESULTS / "front.png")
-    print(f"wrote {RESULTS}")
+    write_tables(PAGE, f"\n{tables(records)}\n", "FRONTIER")
+    draw(records, PAGE.with_suffix(".png"))
+    print(f"wrote {PAGE}")
     return 1 if failed else 0
 
 
