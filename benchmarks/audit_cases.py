@@ -189,6 +189,12 @@ CASES = {
     "receive": Case("receive", loops=(1, 1, 0, 0), share=128, cached=HEADERS, num_warps=1),
     "receive, guarded": Case("receive", GUARD, loops=(1, 1, *[0] * 6), share=128, cached=HEADERS, num_warps=1),
     "lamb_update": Case("lamb_update"),
+    "lamb_update, alone, moments in bf16": Case("lamb_update", FOUND | HALF_MOMENTS, halves=2),
+    "lamb_update, alone, bf16, moments in codes": Case("lamb_update", FOUND | BF16 | CODED_MOMENTS, halves=2),
+    "lamb_move, moments in bf16": Case("lamb_move", dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16")),
+    "lamb_move, bf16, moments in codes": Case(
+        "lamb_move", BF16 | STOCHASTIC | dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8"), halves=2
+    ),
     "lamb_coefficient": Case("lamb_coefficient"),
     "lamb_move": Case("lamb_move"),
     "lamb_ratio": Case("lamb_ratio"),

@@ -117,6 +117,7 @@ CASES = {
     "AdamW": Case(AdamW, {}, 3, "uncompressed", (19, 3), (19, 3)),
     "AdamW, clips, scaler": Case(AdamW, CLIPS, 3, "uncompressed", (49, 6), (49, 6), scaler=True),
     "Lamb": Case(Lamb, {}, 3, "uncompressed", (21, 5), (21, 5)),
+    "Lamb, state in codes": Case(Lamb, IN_CODES, 3, "uncompressed", (21, 5), (21, 5)),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
     "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), (11, 10), scaler=True),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
@@ -148,7 +149,7 @@ CASES = {
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
 MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
-MADE_ANEW += ("AdamW", "AdamW, clips, scaler", "Lamb")
+MADE_ANEW += ("AdamW", "AdamW, clips, scaler", "Lamb", "Lamb, state in codes")
 MADE_ANEW += tuple(name for name in CASES if "own variances" in name)
 """Where a learning rate has changed there is an upload; in these steps, and Marsit's, the table is made anew as well.
 

@@ -81,8 +81,10 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
         chosen |= {"deepspeed": bool(options), "blend": bool(options), "started": options}
     arguments = getattr(p, f"{name}_arguments")(**chosen)
     if name == "lamb_update":
-        arguments = (*arguments, *p.flags_found())
+        arguments = (*arguments, *p.flags_found(), None, None)
         arguments[1][-1].fill_(torch.nan)
+    if name == "lamb_move":
+        arguments = (*arguments, None)
     before = [copies((argument,)) for argument in arguments]
     getattr(ops, name)(*arguments)
     for specified, old, argument in zip(

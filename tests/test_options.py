@@ -146,7 +146,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
         "OneBitAdam": TOLD | SCALES | {"state"},
         "OneBitLamb": TOLD | SCALES | {"variant"},
         "AdamW, ours": TOLD | {"state"},
-        "Lamb": TOLD,
+        "Lamb": TOLD | {"state"},
         **dict.fromkeys(("ZeroOneAdam", "ZeroOneAdam, own"), TOLD | SCALES | {"variance_policy", "sync_policy"}),
         "MarsitSGD": TOLD | AGREEMENT,
         "MarsitAdam": TOLD | AGREEMENT,

@@ -260,6 +260,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
     "AdamW": ALONE | OF_STATE | {"capturable": {"options": {"capturable": True}}},
     "Lamb": ALONE
+    | OF_STATE
     | {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
     "OneBitLion": {
         "mean": {"options": {"aggregation": "mean"}},

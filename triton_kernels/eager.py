@@ -178,36 +178,26 @@ def moments(
     octaves: Tensor | None,
     tile: Tile,
     k: Tensor,
+    as_kept: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Updates m and v of a tile in place, and the sums of v if asked; returns both in float32, and what stays.
 
     Where there is ``found``, elements whose gradient does not count keep both; else, or where there are none: None.
-    Where there is ``drawn`` they are kept in bfloat16, or in codes if there are ``octaves``, rounded by random bits.
+    Where there is ``drawn`` they are kept in bfloat16, or in codes if there are ``octaves``, rounded by random bits;
+    they are returned before that, or ``as_kept``.
     """
     b = tile.blocks
     kept_m, kept_v = (kept.view(-1, g.shape[1])[b] for kept in (exp_avg, exp_avg_sq))
-    m, v, still = kept_m, kept_v, None
-    if octaves is not None:
-        m, v = decode(m, octaves[0, b], signed=True), decode(v, octaves[1, b])
-    m, v = m.float(), v.float()
+    of_m, of_v = (None, None) if octaves is None else (octaves[0, b], octaves[1, b])
+    m, v, still = kept_values(kept_m, of_m), kept_values(kept_v, of_v, signed=False), None
     new_m, new_v = rules.momentum(m, g, k), rules.variance(v, g, k)
     if found is not None and not bool((fine := rules.counts(g, k)).all()):
         found |= int(PARTLY)
         new_m, new_v, still = tl.where(fine, new_m, m), tl.where(fine, new_v, v), ~fine
-    if drawn is None:
-        kept_m.copy_(new_m)
-        kept_v.copy_(new_v)
-    else:
-        bits = moment_bits(drawn, tile, g.shape[1])
-        if octaves is None:
-            kept_m.copy_(stochastic(new_m, bits))
-            kept_v.copy_(stochastic(new_v, bits))
-        else:
-            encode(new_m, kept_m, octaves[0, b], signed=True, bits=bits)
-            encode(new_v, kept_v, octaves[1, b], nonzero=True, bits=bits)
+    stored = keep(kept_m, of_m, new_m, drawn, tile), keep(kept_v, of_v, new_v, drawn, tile, signed=False)
     if exp_avg_sq_sums is not None:
         exp_avg_sq_sums[b] = new_v.sum(1, dtype=torch.float64)
-    return new_m, new_v, still
+    return *(stored if as_kept else (new_m, new_v)), still
 
 
 def kept_values(kept: Tensor, octaves: Tensor | None, signed: bool = True) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
-from .eager import gather, moments, move, only_live, scaled, square_sum, tiles
+from .eager import gather, kept_values, moments, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
 from .op import (
     Bits,
@@ -26,6 +26,7 @@ from .op import (
     Flag,
     Floats,
     Indices,
+    Moment,
     PerBlock,
     PerElement,
     Sizes,
@@ -46,10 +47,10 @@ PER_LAYER: Derived = {
 @jit()
 def lamb_update_kernel(
     params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, norms, norms_stride, found, found_before,
+    exp_avg_sq_sums, norms, norms_stride, found, found_before, drawn, octaves, octaves_stride,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x, g, 8 for m, 8 for v."""
+    """Grid: blocks. Bytes per element: x, g, 8, 4 or 2 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
     row = tl.load(live_row + b)
@@ -58,27 +59,30 @@ def lamb_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, None, 0, exp_avg_sq_sums, found, None
-        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
+        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn
+        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, True, GRADS, BLOCK_SIZE)
         tell_kernel(found, fine)
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
         io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
 
 
-@op(lamb_update_kernel, writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "found", "found_before"))
+@op(
+    lamb_update_kernel,
+    writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "found", "found_before", "octaves"),
+)
 def lamb_update(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
     eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
-    found_before: Flag | None = None,
+    found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
 
         m = beta1*m + (1 - beta1)*g;  v = beta2*v + (1 - beta2)*g^2;  u = m/denom + wd*x
 
-    Moves no parameter: first every layer's coefficient must be known. Other arguments as for ``adam_update``
-    and as for ``apply_momentum``.
+    Moves no parameter: first every layer's coefficient must be known. u is that of what is kept. Other arguments as
+    for ``adam_update`` and as for ``apply_momentum``.
 
     Args:
         eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
@@ -91,7 +95,7 @@ def lamb_update(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, None, None, tile, k)
+        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k, as_kept=True)
         x = only_live(gather(params, tile, block_size), live, live_row, tile)
         u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), live, live_row, tile)
         for row, values in enumerate((x, u)):
@@ -162,16 +166,17 @@ def _write_step(c: Tensor, coef: Tensor) -> None:
 @jit()
 def lamb_move_kernel(
     params_table, tensors, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip, rounding,
-    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    octaves, octaves_stride, PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, 4 for m, 4 for v."""
+    """Grid: blocks. Bytes per element: x twice, 4, 2 or 1 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
-        at = b * BLOCK_SIZE + i
-        update = rules.preconditioned(tl.load(exp_avg + at), tl.load(exp_avg_sq + at), k, EPS_INSIDE_SQRT)
+        m = io.load_kept(exp_avg, octaves, b, i, True, BLOCK_SIZE)
+        v = io.load_kept(exp_avg_sq, io.row_of(octaves, octaves_stride, 1), b, i, False, BLOCK_SIZE)
+        update = rules.preconditioned(m, v, k, EPS_INSIDE_SQRT)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
@@ -179,9 +184,9 @@ def lamb_move_kernel(
 
 @op(lamb_move_kernel, writes=("params",))
 def lamb_move(
-    params: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
     eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
-    rounding: Counters | None,
+    rounding: Counters | None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
@@ -192,7 +197,9 @@ def lamb_move(
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         b = tile.blocks
         k = coef[block_tensor[b]]
-        m, v = exp_avg.view(-1, block_size)[b], exp_avg_sq.view(-1, block_size)[b]
+        of_m, of_v = (None, None) if octaves is None else (octaves[0, b], octaves[1, b])
+        m = kept_values(exp_avg.view(-1, block_size)[b], of_m)
+        v = kept_values(exp_avg_sq.view(-1, block_size)[b], of_v, signed=False)
         move(params, tile, block_size, rules.preconditioned(m, v, k, eps_inside_sqrt), k, live, live_row, rounding)
 
 

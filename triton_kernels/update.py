@@ -7,7 +7,6 @@ import torch
 from . import block_io as io
 from . import rules
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
-from .codes import load_codes, store_codes
 from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .op import (
@@ -42,35 +41,26 @@ def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS: tl.c
 
 @jit()
 def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums, found, drawn, b, i, k, mask, row,
-                   GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+                   AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
 
-    Where there is ``found``, elements whose gradient does not keep both.
+    Where there is ``found``, elements whose gradient does not keep both. AS_KEPT: returns what is kept of both, which
+    another launch reads again; else both before they are rounded.
     """
-    at = b * BLOCK_SIZE + i
     g = io.load_user(place, i, mask, row, GRADS)
-    if octaves is None:
-        m_before, v_before = tl.load(exp_avg + at).to(tl.float32), tl.load(exp_avg_sq + at).to(tl.float32)
-    else:
-        m_before = load_codes(exp_avg + b * BLOCK_SIZE + i, octaves + b, True)
-        v_before = load_codes(exp_avg_sq + b * BLOCK_SIZE + i, octaves + stride + b, False)
+    of_v = io.row_of(octaves, stride, 1)
+    m_before = io.load_kept(exp_avg, octaves, b, i, True, BLOCK_SIZE)
+    v_before = io.load_kept(exp_avg_sq, of_v, b, i, False, BLOCK_SIZE)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
     fine = rules.counts(g, k)
     if found is not None:
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
-    if drawn is None:
-        tl.store(exp_avg + at, m)
-        tl.store(exp_avg_sq + at, v)
-    else:
-        bits = io.moment_bits(drawn, b, i, BLOCK_SIZE)
-        if octaves is None:
-            tl.store(exp_avg + at, io.carried(m, bits, exp_avg.dtype.element_ty))
-            tl.store(exp_avg_sq + at, io.carried(v, bits, exp_avg_sq.dtype.element_ty))
-        else:
-            store_codes(m, exp_avg + b * BLOCK_SIZE + i, octaves + b, bits, True, False)
-            store_codes(v, exp_avg_sq + b * BLOCK_SIZE + i, octaves + stride + b, bits, False, True)
+    kept_m = io.store_kept(exp_avg, octaves, drawn, b, i, m, True, BLOCK_SIZE)
+    kept_v = io.store_kept(exp_avg_sq, of_v, drawn, b, i, v, False, BLOCK_SIZE)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
+    if AS_KEPT:
+        m, v = kept_m, kept_v
     return m, v, fine
 
 
@@ -206,7 +196,7 @@ def adam_update_kernel(
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn
-        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, GRADS, BLOCK_SIZE)
+        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         if found is None:

@@ -54,7 +54,8 @@ def method_colour(name: str) -> str:
 
 def lighter(colour: str, share: float = 0.5) -> str:
     """Mix a colour with a share of white: a second line of one method."""
-    return to_hex([1 - (1 - part) * (1 - share) for part in to_rgb(colour)])
+    red, green, blue = (1 - (1 - part) * (1 - share) for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def clear(axes: Iterable[Axes]) -> None:

@@ -80,13 +80,13 @@ class Numerics:
             which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
             2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
             after a resumption. float32 parameters are not rounded; float16 ones are refused.
-        state: In what ``AdamW`` and ``OneBitAdam`` keep moments, residuals and squares: ``"bf16"`` is half the bytes,
-            ``"8bit"``, with ``AdamW``, a quarter: floats with three bits of mantissa, v in 32 octaves below its block's
-            largest, m in 16. What is saved is moved less in each step as well, twice. They are rounded stochastically,
-            with bits that depend on the number of updates and the element alone. With 8 bits an element whose gradients
-            are below a ten-thousandth of its block's largest hardly moves, and an outlier of 1e7 times the others holds
-            up its block: pass ``max_grad_norm``. Checkpoints have float32; to save one rounds ``OneBitAdam``'s
-            residuals once more.
+        state: In what ``AdamW``, ``Lamb`` and ``OneBitAdam`` keep moments, residuals and squares: ``"bf16"`` is half
+            the bytes, ``"8bit"`` a quarter: floats with three bits of mantissa, what is not negative in 32 octaves
+            below its block's largest, what has a sign in 16. What is saved is moved less in each step as well, twice.
+            They are rounded stochastically, with bits that depend on the number of updates and the element alone. With
+            8 bits an element whose gradients are below a ten-thousandth of its block's largest hardly moves, and an
+            outlier of 1e7 times the others holds up its block: pass ``max_grad_norm``. Checkpoints have float32; to
+            save one rounds ``OneBitAdam``'s residuals once more.
         maximize: Ascend instead of descend. Groups may set it.
         mask: For some parameters a bool tensor of their shape; where False nothing ever moves, nor enters a norm.
     """

@@ -11,8 +11,9 @@ from ..comm import Told
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
 from ..core.state.spec import StateSpec
-from .adam_update import OCTAVES, AdamUpdate
+from .adam_update import AdamUpdate
 from .from_deepspeed import FromDeepSpeed
+from .narrow_state import OCTAVES
 from .onebit_options import Variance
 from .two_stage import OneBitOptimizer
 

@@ -1,89 +1,19 @@
-"""Updates as AdamW does, from moments in float32, in bfloat16 or in codes: ``AdamW``, and 1-bit Adam's warm-up."""
+"""Updates as AdamW does: what ``AdamW`` does always, and 1-bit Adam in its warm-up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ..core.state.spec import StateSpec
 from ..triton_kernels import adam_update
-from ..triton_kernels.codes import in_float32, keep_nearest, rows_of
-from .averaging import AveragingOptimizer
-
-OCTAVES = {"exp_avg": 0, "worker_error": 0, "exp_avg_sq": 1, "worker_sq": 2}
-"""Rows of octaves, by the name of what they are of; residuals lie where momentum was."""
+from .narrow_state import NarrowState
 
 
-class AdamUpdate(AveragingOptimizer):
+class AdamUpdate(NarrowState):
     """Skeleton of an optimizer whose uncompressed update is AdamW's."""
-
-    def build(self) -> None:
-        """See ``Keeper``."""
-        self._octaves: Tensor | None = None
-        super().build()
-
-    @property
-    def octaves(self) -> Tensor | None:
-        """Return where codes of each block lie, uint8 [3, B], see ``OCTAVES``; None: nothing is kept in codes."""
-        if self._octaves is None and self.options.state == "8bit":
-            self._octaves = torch.zeros(3, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
-        return self._octaves
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        drawn = None if self.options.state == "fp32" else self.updates
-        how = self._rounding, *(found or (None, None)), drawn, self.octaves
+        how = self._rounding, *(found or (None, None)), self._drawn_moments, self.octaves
         adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
-
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *([] if self._octaves is None else [self._octaves])]
-
-    # ---------------------------------------------------------------- what is kept in codes
-
-    def octaves_of(self, spec: StateSpec) -> Tensor | None:
-        """Return those of something that is kept in codes, uint8 [its blocks]; None: it is not."""
-        return None if self.octaves is None or spec.name not in OCTAVES else self.octaves[OCTAVES[spec.name]]
-
-    def part_of(self, spec: StateSpec, i: int) -> Tensor:
-        """See ``Keeper``; a copy of what is kept in codes."""
-        octaves = self.octaves_of(spec)
-        if octaves is None:
-            return super().part_of(spec, i)
-        kept, octaves = self._coded(spec, octaves, i)
-        x = in_float32(kept, octaves, signed=not spec.not_negative)
-        return self.parameters.shaped(x, i, 0).clone() if spec.per == "element" else x
-
-    def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
-        """See ``Keeper``; codes stand for what is nearest."""
-        octaves = self.octaves_of(spec)
-        if octaves is None:
-            return
-        kept, octaves = self._coded(spec, octaves, i)
-        x = torch.zeros(kept.shape, device=self.device)
-        (self.parameters.shaped(x, i, 0) if spec.per == "element" else x).copy_(part)
-        keep_nearest(x, kept, octaves, signed=not spec.not_negative)
-
-    def _coded(self, spec: StateSpec, octaves: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Return codes, uint8 [n], and their octaves: of the blocks of one parameter, or of all that there is."""
-        codes = spec.tensor(self).view(-1)
-        if spec.per != "element":
-            return codes, octaves
-        first, end = self.layout.first_block[i : i + 2]
-        return codes.view(self.layout.n_blocks, -1)[first:end].view(-1), octaves[first:end]
-
-    @contextmanager
-    def _moments_in_float32(self) -> Iterator[None]:
-        """Let moments that are kept in codes be float32 for a while, which takes 8 bytes an element as long."""
-        if self.octaves is None:
-            yield
-            return
-        of_m, of_v, _ = rows_of(self.octaves, 3)
-        m, v = self.exp_avg, self.exp_avg_sq
-        self.exp_avg, self.exp_avg_sq = in_float32(m, of_m), in_float32(v, of_v, signed=False)
-        yield
-        keep_nearest(self.exp_avg, m, of_m)
-        keep_nearest(self.exp_avg_sq, v, of_v, signed=False)
-        self.exp_avg, self.exp_avg_sq = m, v

@@ -14,6 +14,7 @@ from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import AveragingOptimizer
+from .narrow_state import NarrowState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,12 @@ class LambOptions(Options, Layerwise):
     """Settings of ``Lamb``."""
 
     objects: ClassVar = {**Options.objects, "layerwise": Layerwise}
-    takes: ClassVar = Options.takes | {"c_min", "c_max", "beta3"}
+    takes: ClassVar = Options.takes | {"c_min", "c_max", "beta3", "state"}
+    told: ClassVar = (*Options.told, "state")
     grouped: ClassVar = (*Options.grouped, "c_min", "c_max", "beta3")
 
 
-class LambUpdate(AveragingOptimizer):
+class LambUpdate(NarrowState):
     """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
 
     columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
@@ -51,11 +53,13 @@ class LambUpdate(AveragingOptimizer):
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
         where, sums = (coef, *self._tables, skip), self._exp_avg_sq_sums
-        lamb_update(dense, grads, *self._places, m, v, inside, *where, sums, self._norms, *found)
+        flag, before = found or (None, None)
+        narrow = self._drawn_moments, self.octaves
+        lamb_update(dense, grads, *self._places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
         norms, start = self._by_layer(self._norms)
         with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(dense, *self._places, m, v, inside, *where, self._rounding)
+        lamb_move(dense, *self._places, m, v, inside, *where, self._rounding, self.octaves)
 
     @contextmanager
     def _layers_kept(self, *tables: Tensor) -> Iterator[None]:

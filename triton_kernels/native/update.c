@@ -272,16 +272,22 @@ KERNEL(add_values)
 
 KERNEL(lamb_update)
 {
-    float x[MOST], u[MOST], room[MOST];
+    float x[MOST], u[MOST], room[MOST], wide_m[MOST], wide_v[MOST];
     if (found_before && begin == 0)
         *found_before = 0;
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
-        float *m = exp_avg + b * BLOCK_SIZE, *v = exp_avg_sq + b * BLOCK_SIZE;
+        uint8_t *of_v = octaves ? octaves + octaves_stride : NULL;
+        float *m = kept_block(exp_avg, exp_avg_kind, octaves, 1, b, wide_m, BLOCK_SIZE);
+        float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
+        if (drawn) {
+            keep_narrow(exp_avg, octaves, 1, b, m, *drawn, BLOCK_SIZE);
+            keep_narrow(exp_avg_sq, of_v, 0, b, v, *drawn, BLOCK_SIZE);
+        }
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         KEEP(k, at.k);
         EACH_LINE(i, BLOCK_SIZE) {
@@ -298,10 +304,13 @@ KERNEL(lamb_update)
 
 KERNEL(lamb_move)
 {
-    float update[MOST];
+    float update[MOST], wide_m[MOST], wide_v[MOST];
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
-        precondition(update, exp_avg + b * BLOCK_SIZE, exp_avg_sq + b * BLOCK_SIZE, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+        const uint8_t *of_v = octaves ? octaves + octaves_stride : NULL;
+        const float *m = kept_block(exp_avg, exp_avg_kind, octaves, 1, b, wide_m, BLOCK_SIZE);
+        const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
+        precondition(update, m, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         move(at, update, b, rounding, live, live_row[b], NULL, BLOCK_SIZE);
     }
 }

@@ -15,7 +15,7 @@ from renewal_arguments import renew_arguments, tell_arguments
 from test_frozen_dtype import params, train, values
 from torch import Tensor
 
-from fusedonebit import Numerics, OneBitAdam, OneBitLamb, dcp, triton_kernels
+from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, dcp, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import settle
 from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
@@ -174,7 +174,51 @@ def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
     assert ((left + sent - rows).abs() <= most * UNIT[state] / 2).all()
 
 
+@pytest.mark.kernels
+@each_state
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_backend_takes_a_step_of_lamb_from_and_to_fewer_bits_alike(inside, state):
+    def make(found: bool = True) -> tuple:
+        p = problem(SIZES, 2, 128, masks=MASKS)
+        p.grads[0].view(-1)[3] = torch.inf
+        arguments = list(p.lamb_update_arguments(inside) if found else p.lamb_move_arguments(inside))
+        at = 4 if found else 3
+        arguments[at], of_m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
+        arguments[at + 1], of_v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
+        octaves = in_codes(of_m, of_v, None)
+        return (*arguments, *p.flags_found(), LATER, octaves) if found else (*arguments, octaves)
+
+    assert_equal_backends("lamb_update", make)
+    assert_equal_backends("lamb_move", lambda: make(found=False))
+
+
 # ---------------------------------------------------------------- the optimizer
+
+
+@each_state
+def test_lamb_keeps_its_moments_so(state):
+    runs = {}
+    for each in ("fp32", state):
+        optimizer = Lamb(params(), 1e-2, numerics=Numerics(state=each))
+        train(optimizer, range(30))
+        runs[each] = torch.cat([x.flatten() for x in values(optimizer)])
+        held = optimizer.stats()["state_bytes"] / optimizer.layout.numel
+        assert {"fp32": 8.0, "bf16": 4.0, "8bit": 2.0}[each] <= held
+        print(f"{each}: {held:.2f} bytes of state for each element")
+    apart = (runs[state] - runs["fp32"]).norm() / (
+        runs["fp32"] - torch.cat([x.detach().flatten() for x in params()])
+    ).norm()
+    print(f"{state}: {float(apart):.3f} of the way apart")
+    assert 0 < apart < 0.25
+    saved, weights = copy.deepcopy(optimizer.state_dict()), values(optimizer)
+    train(optimizer, range(30, 34))
+    again = Lamb(params(), 1e-2, numerics=Numerics(state=state))
+    with torch.no_grad():
+        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
+            p.copy_(value)
+    again.load_state_dict(saved)
+    train(again, range(30, 34))
+    assert all(torch.equal(a, b) for a, b in zip(values(optimizer), values(again), strict=True))
 
 
 @each_kind
