@@ -38,6 +38,8 @@ STOCHASTIC = {"rounding": "*i64"}
 FOUND = dict.fromkeys(("found", "found_before"), "*i32")
 HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i64"}
 CODED_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8") | {"drawn": "*i64"}
+CORRECTED = BF16 | {"correction": "*i16"}
+CORRECTED_BY_8_BITS = BF16 | STOCHASTIC | {"correction": "*i8"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
 RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
 SUMS = {"digest": "*i64"}
@@ -184,6 +186,16 @@ CASES = {
     "adam_update, alone, bf16, moments in bf16": Case(
         "adam_update", FOUND | BF16 | HALF_MOMENTS | STOCHASTIC, halves=2
     ),
+    "adam_update, alone, bf16, moments in codes, 8-bit corrections": Case(
+        "adam_update", FOUND | CODED_MOMENTS | CORRECTED_BY_8_BITS, halves=2
+    ),
+    "adam_update, alone, bf16, moments in codes, 16-bit corrections": Case(
+        "adam_update", FOUND | CODED_MOMENTS | CORRECTED, halves=2
+    ),
+    "apply_momentum, preconditioned, bf16, 8-bit corrections": Case(
+        "apply_momentum", SUMS | CORRECTED_BY_8_BITS, halves=2
+    ),
+    "apply_momentum, preconditioned, bf16, 16-bit corrections": Case("apply_momentum", SUMS | CORRECTED),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, *[0] * 9), halves=1, num_warps=1),
     "finish_alone": Case("finish_alone", ALONE, loops=(0, 0, 1, 1, 0, 0, 1, *[0] * 4), num_warps=1),
     "receive": Case("receive", loops=(1, 1, 0, 0), share=128, cached=HEADERS, num_warps=1),
@@ -294,6 +306,10 @@ VARIANTS = {
     "apply_momentum, unaligned": Case("apply_momentum", VARIANCE | UNALIGNED),
     "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
     "adam_update, sums": Case("adam_update", {"exp_avg_sq_sums": "*fp64"}),
+    "adam_update, mixed, 8-bit corrections": Case("adam_update", FOUND | CODED_MOMENTS | CORRECTED_BY_8_BITS | MIXED),
+    "adam_update, mixed, 16-bit corrections": Case("adam_update", CORRECTED | MIXED | {"exp_avg_sq_sums": "*fp64"}),
+    "apply_momentum, mixed, 8-bit corrections": Case("apply_momentum", VARIANCE | CORRECTED_BY_8_BITS | MIXED),
+    "apply_momentum, counts, 16-bit corrections": Case("apply_momentum", VARIANCE | COUNTS | SUMS | CORRECTED),
     "lamb_update, bf16": Case("lamb_update", BF16),
     "lamb_update, mixed, sums": Case("lamb_update", MIXED | {"exp_avg_sq_sums": "*fp64", "EPS_INSIDE_SQRT": True}),
     "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", {"DEEPSPEED": True}),

@@ -47,6 +47,8 @@ def test_no_number_of_any_kernel_got_worse(printed: str):
         (", bf16", ", moments in bf16", 14.1),
         ("", ", moments in codes", 16.1),
         (", bf16", ", moments in codes", 10.2),
+        (", bf16", ", moments in codes, 8-bit corrections", 12.2),
+        (", bf16", ", moments in codes, 16-bit corrections", 14.2),
     ],
 )
 def test_adamw_alone_moves_few_bytes(dtypes: str, moments: str, limit: float):

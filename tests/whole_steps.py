@@ -158,6 +158,17 @@ OF_STATE: dict[str, dict[str, Any]] = {
     },
 }
 
+CORRECTED: dict[str, dict[str, Any]] = {
+    f"{kept} corrections{where}": {"options": {"master_weights": kept}} | how
+    for kept in ("8bit", "16bit")
+    for where, how in (
+        ("", {"dtypes": (BFLOAT16,)}),
+        (", W = 1", {"dtypes": (BFLOAT16,), "world_size": 1}),
+        (", mixed", {"dtypes": (BFLOAT16, FLOAT32)}),
+    )
+}
+"""Of those that take them."""
+
 COMPRESSING: dict[str, dict[str, Any]] = {
     "ternary": {"options": {"ternary": True}},
     "ternary, W = 8": {"options": {"ternary": True}, "world_size": 8},
@@ -256,13 +267,14 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
     "compensation without a limit": {"options": {"compensation_limit": None}},
 }
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
-    "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM | OF_RESIDUALS,
+    "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM | OF_RESIDUALS | CORRECTED,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
-    "AdamW": ALONE | OF_STATE | {"capturable": {"options": {"capturable": True}}},
+    "AdamW": ALONE | OF_STATE | CORRECTED | {"capturable": {"options": {"capturable": True}}},
     "Lamb": ALONE
     | OF_STATE
     | {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
-    "OneBitLion": {
+    "OneBitLion": CORRECTED
+    | {
         "mean": {"options": {"aggregation": "mean"}},
         "mean, W = 8": {"options": {"aggregation": "mean"}, "world_size": 8},
     },

@@ -252,6 +252,65 @@ def store_user(place, i, x, words, mask, row, STORED: tl.constexpr):
 
 
 @jit()
+def load_master(place, b, i, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Loads a block as ``load_user``; where there is a ``correction``, before bfloat16 tensors were rounded."""
+    x = load_user(place, i, mask, row, STORED)
+    if correction is None:
+        return x
+    else:
+        low = tl.load(correction + b * BLOCK_SIZE + i).to(tl.int32)
+        if correction.dtype.element_ty == tl.int8:
+            low = low << 8
+        u = rules.restored(x.to(tl.uint32, bitcast=True), low.to(tl.uint32, bitcast=True))
+        return u.to(tl.float32, bitcast=True)
+
+
+@jit()
+def _store_parted(place, at, i, x, words, correction, mask, STORED: tl.constexpr):
+    """Writes the nearest bfloat16, and what that loses."""
+    address, _, start = place
+    pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
+    if STORED >= ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    u = x.to(tl.uint32, bitcast=True)
+    if correction.dtype.element_ty == tl.int8:
+        u = rules.with_24_bits(u, rules.random_bits(words[0], words[1]))
+    upper = rules.nearest(u)
+    low = tl.where(x == x, rules.lost(u, upper), 0).to(tl.int32, bitcast=True)
+    if correction.dtype.element_ty == tl.int8:
+        low = low >> 8
+    upper = tl.where(x == x, upper, 0x7FC0).to(tl.uint16)
+    tl.store(pointer + i, upper.to(tl.bfloat16, bitcast=True), mask=mask)
+    tl.store(correction + at + i, low.to(correction.dtype.element_ty), mask=mask)
+
+
+@jit()
+def _store_master(place, at, i, x, words, correction, mask, STORED: tl.constexpr):
+    _, kinds, _ = place
+    if STORED % ALIGNED == BF16:
+        _store_parted(place, at, i, x, words, correction, mask, STORED)
+    elif STORED % ALIGNED <= FP16:
+        _store(place, i, x, words, mask, STORED)
+    else:
+        kind = tl.load(kinds)
+        if kind == BF16:
+            _store_parted(place, at, i, x, words, correction, mask, STORED)
+        else:
+            _store(place, i, x, words, mask, STORED)
+
+
+@jit()
+def store_master(place, b, i, x, words, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Writes a block where ``load_master`` reads; an int8 ``correction`` is rounded by ``words``."""
+    if correction is None:
+        store_user(place, i, x, words, mask, row, STORED)
+    elif row == 0:
+        _store_master(place, b * BLOCK_SIZE, i, x, words, correction, None, STORED)
+    elif row != 1:
+        _store_master(place, b * BLOCK_SIZE, i, x, words, correction, mask, STORED)
+
+
+@jit()
 def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
     """Returns what ``rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
     if rounding is None:

@@ -139,15 +139,20 @@ def move(
     live_row: Tensor,
     rounding: Tensor | None,
     still: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> Tensor:
     """``rules.moved`` for the elements of a tile that count; returns it for all of them, unrounded.
 
     Those that are ``still``, bool [blocks, block_size], stay where they are.
     """
     x = gather(params, tile, block_size)
+    low = None if correction is None else correction[tile.start : tile.start + tile.numel].view(x.shape)
+    if low is not None:
+        x = join(x, low)
     new = rules.moved(x, update, k)
     new = new if still is None else tl.where(still, x, new)
-    write(params, tile, new if rounding is None else new.clone(), x, live, live_row, rounding)
+    in_place = rounding is None and correction is None
+    write(params, tile, new if in_place else new.clone(), x, live, live_row, rounding, low)
     return new
 
 
@@ -159,11 +164,15 @@ def write(
     live: Tensor,
     live_row: Tensor,
     rounding: Tensor | None,
+    correction: Tensor | None = None,
 ) -> None:
     """Writes ``new`` values, which may change, to the elements of a tile that count; others stay ``x``."""
     mask = live_mask(live, live_row, tile)
     new = new if mask is None else tl.where(mask, new, x)
-    if rounding is not None:
+    if correction is not None:
+        low = part_bfloat16(new, params, tile, rounding, correction)
+        correction.copy_(low if mask is None else torch.where(mask, low, correction))
+    elif rounding is not None:
         round_bfloat16(new, params, tile, rounding)
     scatter(new, params, tile)
 
@@ -267,13 +276,49 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
 
 def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
     """Rounds in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
-    spans = [span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16]
-    if not spans:
+    own = _of_bfloat16(params, tile)
+    if not own:
         return
     flat, bits = values.view(-1), random_bits(rounding, tile, values.shape[1]).view(-1)
-    for span in spans:
-        own = slice(span.flat - tile.start, span.flat - tile.start + span.stop - span.start)
-        flat[own] = stochastic(flat[own], bits[own])
+    for each in own:
+        flat[each] = stochastic(flat[each], bits[each])
+
+
+def _of_bfloat16(params: Sequence[Tensor], tile: Tile) -> list[slice]:
+    """Returns where in a tile bfloat16 tensors lie."""
+    spans = (span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16)
+    return [slice(span.flat - tile.start, span.flat - tile.start + span.stop - span.start) for span in spans]
+
+
+def join(x: Tensor, correction: Tensor) -> Tensor:
+    """Returns the masters of which ``part`` has made float32 ``x``, and a correction of its shape."""
+    low = correction.int() << (8 if correction.dtype is torch.int8 else 0)
+    return rules.restored(x.view(torch.int32), low).view(torch.float32)
+
+
+def part(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rounds float32 ``x`` to the nearest bfloat16, in float32; returns it and what that loses, in ``dtype``.
+
+    In int16 that is all of it. Of int8 x is rounded to 24 bits first, by ``bits``: int32 of its shape, 16 random ones.
+    """
+    u, number = x.view(torch.int32), ~x.isnan()
+    if dtype is torch.int8:
+        assert bits is not None
+        u = rules.with_24_bits(u, bits)
+    upper = rules.nearest(u)
+    low = torch.where(number, rules.lost(u, upper), 0) >> (8 if dtype is torch.int8 else 0)
+    return tl.where(number, (upper << 16).view(torch.float32), torch.nan), low.to(dtype)
+
+
+def part_bfloat16(
+    values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor | None, correction: Tensor
+) -> Tensor:
+    """Rounds in place what bfloat16 tensors get of a tile's values; returns what that loses, of others 0."""
+    bits = None if rounding is None else random_bits(rounding, tile, values.shape[1]).view(-1)
+    flat, low = values.view(-1), torch.zeros_like(correction)
+    for own in _of_bfloat16(params, tile):
+        flat[own], low.view(-1)[own] = part(flat[own], correction.dtype, None if bits is None else bits[own])
+    return low
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def lamb_move_kernel(
         update = rules.preconditioned(m, v, k, EPS_INSIDE_SQRT)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
+        moved_kernel(place, rounding, b, i, update, k, mask, row, None, None, PARAMS, BLOCK_SIZE)
 
 
 @op(lamb_move_kernel, writes=("params",))

@@ -56,6 +56,8 @@ Variance = Annotated[Tensor, Spec(None, "element")]
 """float32 or bfloat16 [P]."""
 Moment = Annotated[Tensor, Spec(None, "element", others=(torch.uint8,))]
 """The same, or codes in uint8."""
+Correction = Annotated[Tensor, Spec(torch.int8, "element", others=(torch.int16,))]
+"""int8 or int16 [P]."""
 AnyFloats = Annotated[Tensor, Spec(None)]
 Doubles = Annotated[Tensor, Spec(torch.float64)]
 DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]

@@ -620,3 +620,33 @@ def bfloat16(u: int, carry: int) -> int:
     finite bfloat16 the upper neighbour is infinity.
     """
     return (u + carry) >> 16
+
+
+# ---------------------------------------------------------------- masters of bfloat16 parameters
+
+
+@rule
+def with_24_bits(u: int, bits: int) -> int:
+    """Keeps the upper 24 bits of a number, rounded up in magnitude with the odds of the others, by 16 random bits."""
+    return ((u + (bits >> 8)) >> 8) << 8
+
+
+@rule
+def nearest(u: int) -> int:
+    """Returns the upper 16 bits of the nearest bfloat16; of two the larger in magnitude, so that ``lost`` fits."""
+    return (u + 0x8000) >> 16
+
+
+@rule
+def lost(u: int, upper: int) -> int:
+    """Returns what ``nearest`` has left of the 32 bits of a number, in [-2^15, 2^15): 0 of infinity."""
+    return u - (upper << 16)
+
+
+@rule
+def restored(u: int, low: int) -> int:
+    """Returns the 32 bits of which ``lost`` was ``low``, of those of the bfloat16.
+
+    Of 0 nothing negative is lost: where that is found somebody has written the 0, and it stays one.
+    """
+    return tl.where(((u & 0x7FFFFFFF) == 0) & ((low & 0x8000) != 0), u, u + low)

@@ -11,6 +11,7 @@ from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, 
 from .jit import jit, tl
 from .op import (
     Bits,
+    Correction,
     Counters,
     DoublePerBlock,
     Doubles,
@@ -28,14 +29,15 @@ from .op import (
 
 
 @jit()
-def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, correction,
+                 PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Moves the elements of a block that count, and are ``fine`` if that is given; returns where to, unrounded."""
     words = io.random_words(rounding, b, i, BLOCK_SIZE)
-    before = io.load_user(place, i, mask, row, PARAMS)
+    before = io.load_master(place, b, i, correction, mask, row, PARAMS, BLOCK_SIZE)
     x = rules.moved(before, update, k)
     if fine is not None:
         x = tl.where(fine, x, before)
-    io.store_user(place, i, x, words, mask, row, PARAMS)
+    io.store_master(place, b, i, x, words, correction, mask, row, PARAMS, BLOCK_SIZE)
     return x
 
 
@@ -84,13 +86,13 @@ def forget_kernel(b, found_before):
 def apply_momentum_kernel(
     params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
     block_start, live, live_row, skip, rounding, digest, x_squares, absent, updates, number, replays, veto,
-    bad, steps, blocks, blocks_per_chunk, blocks_per_digest,
+    bad, steps, correction, blocks, blocks_per_chunk, blocks_per_digest,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks, and behind them, where the step is counted, ceil(tensors / WIDTH).
 
-    Bytes per element: x twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY).
+    Bytes per element: x and its correction twice, 4 or 2 for v, 1/8 for bits (twice where TERNARY).
     """
     b = tl.program_id(0).to(tl.int64)
     if b < blocks:
@@ -106,7 +108,7 @@ def apply_momentum_kernel(
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
             place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            x = moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
+            x = moved_kernel(place, rounding, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
             if x_squares is not None:
                 io.store_norm(x_squares, b, io.only_active(x, mask, row))
         if digest is not None:  # at the end: no load waits for this sum
@@ -120,7 +122,7 @@ def apply_momentum_kernel(
 
 @op(
     apply_momentum_kernel,
-    writes=("params", "digest", "updates", "number", "replays", "steps", "x_squares"),
+    writes=("params", "digest", "updates", "number", "replays", "steps", "x_squares", "correction"),
     derive={
         "programs": ("i32", lambda blocks, steps: blocks + programs_of(steps)),
         "blocks_per_digest": ("i32", lambda blocks, digest: blocks if digest is None else blocks // len(digest)),
@@ -133,7 +135,7 @@ def apply_momentum(
     live_row: Indices, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
     x_squares: PerBlock | None = None, absent: Bits | None = None, updates: Counters | None = None,
     number: Integers | None = None, replays: Counters | None = None, veto: int = 0, bad: int = 0,
-    steps: Doubles | None = None,
+    steps: Doubles | None = None, correction: Correction | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -160,6 +162,10 @@ def apply_momentum(
             Or None.
         x_squares: float32 [B], written: sums of squares of where x goes, unrounded; those of padding stay. Or None.
         absent, updates, number, replays, veto, bad, steps: Count the step, as those of ``advance`` do; or None.
+        correction: What bfloat16 parameters lack of their float32 masters, which are what moves, in units of the
+            masters' last bit, read and written: int16 [P]; or int8 [P], in units of 256 of them, where masters are
+            rounded stochastically, with the bits of ``rounding``, and parameters to nearest. 0 for other parameters.
+            None: there are no masters.
     """
     if steps is not None:
         steps += count_plainly(skip, absent, (updates, number, replays), veto, bad)
@@ -174,7 +180,7 @@ def apply_momentum(
         update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
         if exp_avg_sq is not None:
             update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
-        x = move(params, tile, block_size, update, k, live, live_row, rounding)
+        x = move(params, tile, block_size, update, k, live, live_row, rounding, None, correction)
         if x_squares is not None:
             told = square_sum(only_live(x, live, live_row, tile)).float()
             x_squares[b] = torch.where(live_row[b] != 1, told, x_squares[b])
@@ -183,10 +189,10 @@ def apply_momentum(
 @jit()
 def adam_update_kernel(
     params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride,
+    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride, correction,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: x twice, g, 8, 4 or 2 for m and for v."""
+    """Grid: blocks. Bytes per element: x and its correction twice, g, 8, 4 or 2 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
     row = tl.load(live_row + b)
@@ -200,21 +206,22 @@ def adam_update_kernel(
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         if found is None:
-            moved_kernel(place, rounding, b, i, update, k, mask, row, None, PARAMS, BLOCK_SIZE)
+            moved_kernel(place, rounding, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
         else:
-            moved_kernel(place, rounding, b, i, update, k, mask, row, fine, PARAMS, BLOCK_SIZE)
+            moved_kernel(place, rounding, b, i, update, k, mask, row, fine, correction, PARAMS, BLOCK_SIZE)
         tell_kernel(found, fine)
 
 
 @op(
     adam_update_kernel,
-    writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before", "octaves"),
+    writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before", "octaves", "correction"),
 )
 def adam_update(
     params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
     found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
+    correction: Correction | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -241,7 +248,7 @@ def adam_update(
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)
         update = rules.preconditioned(m, v, k, False)
-        move(params, tile, block_size, update, k, live, live_row, rounding, still)
+        move(params, tile, block_size, update, k, live, live_row, rounding, still, correction)
 
 
 @jit()

@@ -57,6 +57,29 @@ def check_rounding(stochastic: bool, params: ParameterList) -> None:
         )
 
 
+def check_corrections(kind: bool | str, optimizer: str, corrects: bool, params: ParameterList) -> None:
+    """Raise ValueError if corrections were asked for in masters' stead, and can't be had."""
+    if isinstance(kind, bool):
+        return
+    if not corrects:
+        raise ValueError(
+            f"master_weights must be True or False with {optimizer}, got {kind!r}: its kernels read parameters without "
+            "corrections; use True, or AdamW, OneBitAdam or OneBitLion"
+        )
+    for p, name in zip(params.params, params.names, strict=True):
+        if p.dtype is torch.float16:
+            raise ValueError(
+                f"master_weights must be True or False where a parameter is float16, got {kind!r} and {name} of "
+                "float16: only bfloat16 is the upper half of a float32; use bfloat16, or "
+                "Numerics(master_weights=True)"
+            )
+    if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
+        raise ValueError(
+            f"master_weights must be False without bfloat16 parameters, got {kind!r} and parameters of float32 only: "
+            "those are masters themselves; cast the model to bfloat16, or leave the option out"
+        )
+
+
 def failure(call: Callable[[], object]) -> Exception | None:
     """Return the exception that a call raises, to be raised where all ranks can."""
     try:

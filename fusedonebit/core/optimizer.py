@@ -67,7 +67,8 @@ class DistributedOptimizer(Keeper):
     @property
     def _rounding(self) -> Tensor | None:
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
-        return self.updates if self.options.stochastic_rounding else None
+        rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
+        return self.updates if rounds else None
 
     @property
     def _places(self) -> tuple[tuple[int, ...], int]:
@@ -245,7 +246,7 @@ class DistributedOptimizer(Keeper):
     def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
         self._absent = None
         try:
-            self.coefficients.begin(self._renews_on_the_way and not self.options.stochastic_rounding)
+            self.coefficients.begin(self._renews_on_the_way and self._rounding is None)
             coef = self.coefficient_table()
             self.coefficients.lend()
             self.outcomes.attempts += not captured
@@ -394,7 +395,8 @@ class DistributedOptimizer(Keeper):
     def _held(self) -> list[Tensor]:
         """Return what is declared, what else the next step needs of the last, and tables."""
         declared = [spec.tensor(self) for spec in self.kept if spec.wanted(self)]
-        masters = [self.parameters.dense[i] for i in self.parameters.masters]
+        masters = [*(self.parameters.dense[i] for i in self.parameters.masters), *self.parameters.loaded()]
+        masters += [] if self.parameters.correction is None else [self.parameters.correction]
         told = [self.updates, self.own_steps, self.overflowed, self._grad_norm]
         return [*declared, *masters, *told, self._block_tensor, *self.live]
 

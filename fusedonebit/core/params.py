@@ -13,12 +13,16 @@ from torch import Tensor
 
 from ..comm import checksum
 from ..comm.agreement import Fact
+from ..triton_kernels import FlatLayout
+from ..triton_kernels.eager import join
 from ..triton_kernels.tables import Facts, Listed, Pattern
 from .sharding import is_dtensor, like, local, shard_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
+"""In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # For ``map``, whose loop is not Python's.
 _GRAD, _REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
@@ -45,13 +49,14 @@ class ParameterList:
 
     Parameters stay where they are; of a DTensor only this rank's shard is looked at. One whose elements do not fill a
     contiguous piece of memory (a strided view) has a dense copy, which is written back after each update; so has, with
-    master weights, one of 16 bits: a copy in float32, which then is the truth.
+    master weights, one of 16 bits: a copy in float32, which then is the truth. Or one of bfloat16 has a correction,
+    which ops read and write: what it lacks of such a copy.
 
     Raises:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool = False) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool | str = False) -> None:
         self.owners: list[Tensor] = []  # those that require gradients, as given
         self.frozen: list[Tensor] = []
         self.group_of: list[int] = []
@@ -81,7 +86,12 @@ class ParameterList:
         self.sizes = tuple(p.numel() for p in self.params)
         # What the ops write: the parameters themselves, or their dense copies.
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
-        self.masters = [i for i, p in enumerate(self.params) if master_weights and p.dtype != torch.float32]
+        whole, self._kept_in = master_weights is True, CORRECTIONS.get(master_weights)
+        self.masters = [i for i, p in enumerate(self.params) if whole and p.dtype != torch.float32]
+        self.corrected = [i for i, p in enumerate(self.params) if self._kept_in and p.dtype == torch.bfloat16]
+        self.correction: Tensor | None = None
+        self._offsets: list[int] = []  # of parameters in it
+        self._loaded: dict[int, Tensor] = {}  # masters of which the next update makes corrections
         for i in self.masters:
             self.dense[i] = self.dense[i].detach().float()
         self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p and i not in set(self.masters)]
@@ -301,16 +311,68 @@ class ParameterList:
         """Return what changes when somebody writes into a 16-bit parameter, or gives it other memory."""
         return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
 
+    def lay_out(self, layout: FlatLayout) -> None:
+        """Make room for corrections, one of each element of the flat index space: there are none as yet."""
+        if self.corrected:
+            self.correction = torch.zeros(layout.numel, dtype=self._kept_in, device=self.params[0].device)
+            self._offsets = [layout.offset(i) for i in range(len(self))]
+
+    @property
+    def with_masters(self) -> list[int]:
+        """Return the parameters of which more is kept than they are."""
+        return self.masters or self.corrected
+
+    def master(self, i: int) -> Tensor:
+        """Return the float32 master of parameter ``i``: where it is kept, or a copy of what it is by its correction."""
+        if i in self.masters:
+            return self.dense[i]
+        return self._loaded[i] if i in self._loaded else self._corrected(i)
+
+    def loaded(self) -> list[Tensor]:
+        """Return masters that were loaded, while they wait for the next update."""
+        return list(self._loaded.values())
+
     def load_master(self, i: int, saved: Tensor | None) -> None:
         """Fill the master of parameter ``i``; with the parameter's values where none was saved.
 
         The parameter may be loaded before or after: by the next update it is looked at once more.
         """
-        self.dense[i].copy_(self.params[i].detach() if saved is None else saved)
-        self._seen = []
+        if i in self.masters:
+            self.dense[i].copy_(self.params[i].detach() if saved is None else saved)
+            self._seen = []
+        elif saved is None:
+            self._loaded.pop(i, None)
+            self._correction_of(i).zero_()
+        else:
+            self._loaded[i] = self.params[i].detach().float().copy_(saved)
+
+    def _correction_of(self, i: int) -> Tensor:
+        assert self.correction is not None
+        return self.shaped(self.correction, i, self._offsets[i])
+
+    def _corrected(self, i: int) -> Tensor:
+        """Return a master of which a correction says what its parameter lacks; of a loaded one, what it will say."""
+        p = self._targets[i].detach().float()
+        if self.correction is None:
+            return p
+        return join(p, self._lacking(i) if i in self._loaded else self._correction_of(i))
+
+    def _lacking(self, i: int) -> Tensor:
+        """Return what parameter ``i`` lacks of the master that was loaded; 0 where it is not that master, rounded."""
+        off, is_rounded = _lacking(self._targets[i].detach(), self._loaded[i])
+        assert self._kept_in is not None
+        narrow = torch.iinfo(self._kept_in)
+        units = off if narrow.bits == 16 else (off + 0x80) >> 8
+        return torch.where(is_rounded, units.clamp(narrow.min, narrow.max), 0).to(self._kept_in)
 
     def refresh_masters(self) -> None:
-        """Take over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        """Take over what somebody has written into the 16-bit parameters; where they say the same, masters stay.
+
+        Corrections stay as well, whatever was written: they are half a unit in its last place at most.
+        """
+        for i in self._loaded:
+            self._correction_of(i).copy_(self._lacking(i))
+        self._loaded.clear()
         if self._seen == self._versions():
             return
         for i in self.masters:
@@ -356,13 +418,24 @@ class ParameterList:
         """Return what ``before_update`` would make of ``dense[i]``."""
         if i in self.masters:
             return self._refreshed(i)
+        if i in self.corrected:
+            return self._corrected(i)
         dense = self.dense[i].detach()
         return dense.clone().copy_(self._targets[i]) if i in self._staged else dense
 
     def _refreshed(self, i: int) -> Tensor:
         """Return a master that has taken over what somebody has written into its parameter."""
         p, master = self._targets[i].detach(), self.dense[i]
-        return torch.where(master.to(p.dtype) == p, master, p.float())
+        # Of two bfloat16 that are as near corrections take the other one.
+        same = _lacking(p, master)[1] if p.dtype is torch.bfloat16 else master.to(p.dtype) == p
+        return torch.where(same, master, p.float())
+
+
+def _lacking(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a bfloat16 parameter lacks of its master, in its last bits, and whether no bfloat16 is nearer."""
+    wide = p.float()
+    off = master.view(torch.int32).long() - wide.view(torch.int32)
+    return off, (off.abs() <= 1 << 15) & ~(master.isnan() | wide.isnan())
 
 
 def _check_parameter(p: Tensor, name: str) -> None:

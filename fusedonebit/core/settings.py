@@ -26,6 +26,7 @@ ScaleNorm = Literal["contractive", "relaxed", "l1", "l2"]
 Guard = Literal["rewarm", "warn", "off"]
 DeadCoordinates = Literal["mean", "keep"]
 StateKind = Literal["fp32", "bf16", "8bit"]
+MasterWeights = bool | Literal["8bit", "16bit"]
 
 VARIANCE_FLOOR = 0.01
 """Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
@@ -75,7 +76,13 @@ class Numerics:
             per parameter and frees 4.
         master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
             parameters are their rounded values. What you write into parameters, they take over, unless it goes through
-            ``p.data.copy_`` or the like, of which torch keeps no trace.
+            ``p.data.copy_`` or the like, of which torch keeps no trace. ``"16bit"``: of bfloat16 parameters keep what
+            they lack of such a copy, instead of it: 2 bytes each, and the same masters bit for bit; where two bfloat16
+            are as near, parameters take the one of larger magnitude. ``"8bit"``: keep the upper 8 of these bits, 1
+            byte each, rounded stochastically: masters have 24 bits. Kernels read and write both where they move the
+            parameter; float32 parameters beside have none. What you write into parameters counts, however you do it,
+            but for the correction that is there: half a unit in the last place at most. Checkpoints have float32
+            masters with any of the three. For ``AdamW``, ``OneBitAdam`` and ``OneBitLion``.
         stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to nearest,
             which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
             2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
@@ -101,7 +108,7 @@ class Numerics:
     eps_inside_sqrt: bool = False
     serve_alone: bool | None = None
     frozen_dtype: torch.dtype = torch.float32
-    master_weights: bool = False
+    master_weights: MasterWeights = False
     stochastic_rounding: bool = False
     state: StateKind = "fp32"
     maximize: bool = False
@@ -109,10 +116,12 @@ class Numerics:
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
+        if not isinstance(self.master_weights, bool) and self.master_weights not in ("8bit", "16bit"):
+            raise ValueError(f'master_weights must be True, False, "8bit" or "16bit", got {self.master_weights!r}')
         if self.stochastic_rounding and self.master_weights:
             raise ValueError(
-                "stochastic_rounding must be False with Numerics(master_weights=True), got True: float32 copies lose "
-                "nothing"
+                f"stochastic_rounding must be False with Numerics(master_weights={self.master_weights!r}), got True: "
+                "masters keep what rounding loses"
             )
         if self.frozen_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"frozen_dtype must be torch.float32 or torch.bfloat16, got {self.frozen_dtype!r}")

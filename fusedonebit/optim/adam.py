@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -69,6 +69,8 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         loss.backward()
         optimizer.step()
     """
+
+    corrects: ClassVar = True
 
     def __init__(
         self,

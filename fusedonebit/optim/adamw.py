@@ -52,6 +52,7 @@ class AdamW(AdamUpdate):
     settings: ClassVar[type[Options]] = AdamWOptions
     compresses: ClassVar = False
     reads_gradients: ClassVar = True
+    corrects: ClassVar = True
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class OneBitLion(FeedbackOptimizer):
     settings: ClassVar[type[Options]] = LionOptions
     options: LionOptions
     takes_shards: ClassVar = False
+    corrects: ClassVar = True
     linear: ClassVar = True
     weighs: ClassVar = 2
     kept: ClassVar[Specs] = (

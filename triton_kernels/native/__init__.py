@@ -127,7 +127,8 @@ class Kernel:
                 _check_tensor(parameter, parameter.spec, value, least[parameter.spec.per])
             values.append(value.data_ptr() if isinstance(value, Tensor) else value)
             if parameter.several:
-                values.append(int(value is not None and value.dtype is torch.bfloat16))
+                assert parameter.spec is not None
+                values.append(0 if value is None else parameter.spec.dtypes.index(value.dtype))
         return values
 
 

@@ -278,6 +278,61 @@ static void store_user(struct place at, const float *restrict x, int64_t b, cons
     }
 }
 
+/* What bfloat16 tensors lack of their masters, of each element, int16 or, in units of 256, int8; or null. */
+struct correction {
+    void *base;
+    int64_t is_int16;
+};
+
+/* Adds to a block that load_user has read what was lost when it was rounded. */
+static void restore(float *restrict x, struct correction of, int64_t b, int64_t n)
+{
+    uint32_t u[MOST];
+    const int8_t *eighths = (const int8_t *)of.base + b * n;
+    const int16_t *whole = (const int16_t *)of.base + b * n;
+    memcpy(u, x, n * sizeof *u);
+    for (int64_t i = 0; of.is_int16 && i < n; i++)
+        u[i] = restored(u[i], (uint32_t)(int32_t)whole[i]);
+    for (int64_t i = 0; !of.is_int16 && i < n; i++)
+        u[i] = restored(u[i], (uint32_t)(int32_t)eighths[i] << 8);
+    memcpy(x, u, n * sizeof *u);
+}
+
+/* Does as store_user, and keeps what rounding to bfloat16 loses. */
+static void store_master(struct place at, const float *restrict x, int64_t b, const int64_t *rounding,
+                         struct correction of, const uint8_t *restrict live, int64_t row, int64_t n)
+{
+    uint32_t u[MOST], more[MOST];
+    uint16_t upper[MOST];
+    int16_t low[MOST];
+    if (!at.base || at.kind != BF16) {
+        store_user(at, x, b, rounding, live, row, n);
+        return;
+    }
+    memcpy(u, x, n * sizeof *u);
+    if (!of.is_int16) {
+        carries(more, x, b, rounding, n);
+        for (int64_t i = 0; i < n; i++)
+            u[i] = with_24_bits(u[i], more[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t up = nearest(u[i]);
+        low[i] = x[i] == x[i] ? lost(u[i], up) : 0;
+        upper[i] = x[i] == x[i] ? up : 0x7FC0;
+    }
+    uint16_t *to = (uint16_t *)at.base + at.start;
+    int8_t *eighths = (int8_t *)of.base + b * n;
+    int16_t *whole = (int16_t *)of.base + b * n;
+    for (int64_t i = 0; i < n; i++)
+        if (row == FULL || is_live(live, row, i, n)) {
+            to[i] = upper[i];
+            if (of.is_int16)
+                whole[i] = low[i];
+            else
+                eighths[i] = low[i] >> 8;
+        }
+}
+
 /* The block of the variance, float32 or bfloat16; the latter is widened into `room`. */
 static const float *variance_of(const void *exp_avg_sq, int64_t kind, int64_t b, float *restrict room, int64_t n)
 {

@@ -20,6 +20,8 @@ _TYPES = {
     torch.float32: ("*fp32", "float"),
     torch.float64: ("*fp64", "double"),
     torch.uint8: ("*u8", "uint8_t"),
+    torch.int8: ("*i8", "int8_t"),
+    torch.int16: ("*i16", "int16_t"),
     torch.int32: ("*i32", "int32_t"),
     torch.uint32: ("*u32", "uint32_t"),
     torch.int64: ("*i64", "int64_t"),
@@ -30,10 +32,10 @@ _TYPES = {
 class Spec(NamedTuple):
     """A tensor that an op takes."""
 
-    dtype: torch.dtype | None  # None where it is float32 or bfloat16: C kernels are told which
+    dtype: torch.dtype | None  # None where it is float32 or bfloat16
     per: Literal["", "element", "block"] = ""  # what it has at least one of each for
     dense: bool = True  # along its last dimension
-    others: tuple[torch.dtype, ...] = ()  # that it may be in besides; C kernels see it from other arguments
+    others: tuple[torch.dtype, ...] = ()  # that it may be in besides
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -56,8 +58,8 @@ class Parameter(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Tells whether a C kernel is told the dtype behind it."""
-        return self.spec is not None and self.spec.dtype is None
+        """Tells whether a C kernel is told the dtype behind it: its place among those that it may have."""
+        return self.spec is not None and len(self.spec.dtypes) > 1
 
     @property
     def in_c(self) -> str:

@@ -7,12 +7,14 @@
 
 /* Moves the elements of a block that count; where there is `squares` it becomes their sum, of where to. */
 static void move(struct place at, const float *restrict update, int64_t b, const int64_t *rounding,
-                 const uint8_t *live, int64_t row, float *squares, int64_t n)
+                 struct correction correction, const uint8_t *live, int64_t row, float *squares, int64_t n)
 {
     float room[MOST], *x = is_plain(at, row) ? (float *)at.base + at.start : room;
     KEEP(k, at.k);
     if (x == room)
         load_user(x, at, live, row, n);
+    if (x == room && correction.base)
+        restore(x, correction, b, n);
     EACH_LINE(i, n) {
         PREFETCH(x + i, n);
         LANES x[i + j] = moved(x[i + j], update[i + j], k);
@@ -21,7 +23,9 @@ static void move(struct place at, const float *restrict update, int64_t b, const
         only_live(x, live, row, n); /* a plain block's are all */
         *squares = norm_of(x, n);
     }
-    if (x == room)
+    if (x == room && correction.base)
+        store_master(at, x, b, rounding, correction, live, row, n);
+    else if (x == room)
         store_user(at, x, b, rounding, live, row, n);
 }
 
@@ -117,7 +121,8 @@ KERNEL(apply_momentum)
             scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
             if (v)
                 precondition(update, update, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-            move(at, update, b, rounding, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
+            struct correction of = {correction, correction_kind};
+            move(at, update, b, rounding, of, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
             continue;
         }
         float *x = (float *)at.base + at.start;
@@ -253,7 +258,8 @@ KERNEL(adam_update)
         if (drawn)
             narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
-        move(at, update, b, rounding, moving.live, moving.row, NULL, BLOCK_SIZE);
+        struct correction of = {correction, correction_kind};
+        move(at, update, b, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
 }
 
@@ -311,7 +317,8 @@ KERNEL(lamb_move)
         const float *m = kept_block(exp_avg, exp_avg_kind, octaves, 1, b, wide_m, BLOCK_SIZE);
         const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
         precondition(update, m, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
-        move(at, update, b, rounding, live, live_row[b], NULL, BLOCK_SIZE);
+        struct correction none = {NULL, 0};
+        move(at, update, b, rounding, none, live, live_row[b], NULL, BLOCK_SIZE);
     }
 }
 

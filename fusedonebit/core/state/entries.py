@@ -40,7 +40,7 @@ def of(keeper: Keeper, compressed: bool, names: Collection[str] = ()) -> list[tu
     if any(spec.of_rank for spec in specs):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (tensors if spec.by_parameter else tensors[:1])]
-    return found + [(_master(keeper), i) for i in keeper.parameters.masters]
+    return found + [(_master(keeper), i) for i in keeper.parameters.with_masters]
 
 
 def declared(keeper: Keeper) -> dict[str, StateSpec]:
@@ -133,7 +133,7 @@ def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
     if spec is RANK:
         return keeper.rows.rank()
     if spec.name == "master":
-        return keeper.parameters.dense[i]
+        return keeper.parameters.master(i)
     if spec.per in VALUES:
         return keeper.part_of(spec, i)
     kept = spec.tensor(keeper)

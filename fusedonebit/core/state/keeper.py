@@ -14,7 +14,7 @@ from ...comm import CollectiveError, Flag, ShardGroup, Transport, agree, checksu
 from ...comm.agreement import Fact
 from ...triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
 from ...triton_kernels.tables import tables_of
-from ..consensus import check_device, check_masks, check_rounding, failure
+from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
 from ..params import ParameterList, first_device, first_mesh, materialise, materialise_group
@@ -51,6 +51,9 @@ class Keeper(torch.optim.Optimizer):
 
     takes_shards: ClassVar[bool] = True
     """Whether parameters may be shards of tensors."""
+
+    corrects: ClassVar[bool] = False
+    """Whether all its ops that read parameters take corrections, so that these may be all that is kept of masters."""
 
     masters_of_rank: ClassVar[bool] = False
     """Whether each rank has master weights of its own."""
@@ -102,7 +105,7 @@ class Keeper(torch.optim.Optimizer):
             self._check_shards()
             masks = settings.get("numerics", NUMERICS).mask or {}
             check_masks(masks, self.parameters)
-            check_rounding(options.stochastic_rounding, self.parameters)
+            self._check_16_bits()
             self.masks: dict[Tensor, Tensor] = dict(masks)
             check_device(self.device)
             self.levels = None if wire.hierarchy is None else self._levels_of(wire.hierarchy)
@@ -113,6 +116,11 @@ class Keeper(torch.optim.Optimizer):
         self.set_up()
 
     # ---------------------------------------------------------------- construction
+
+    def _check_16_bits(self) -> None:
+        """Raise ValueError if parameters can't be rounded, or have masters, as the options say."""
+        check_rounding(self.options.stochastic_rounding, self.parameters)
+        check_corrections(self.options.master_weights, type(self).__name__, self.corrects, self.parameters)
 
     def _check_shards(self) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
@@ -179,7 +187,8 @@ class Keeper(torch.optim.Optimizer):
         return CoefficientTable(group_of, self.device, corrected, self.columns, self.rates, **options)
 
     def allocate(self) -> None:
-        """Make the tensors that are declared."""
+        """Make the tensors that are declared, and room for corrections."""
+        self.parameters.lay_out(self.layout)
         for spec in self.kept:
             spec.allocate(self, self.layout, self.device)
 
@@ -323,6 +332,7 @@ class Keeper(torch.optim.Optimizer):
         decoded = {id(p): [self.part_of(s, i) for s in coded] for i, p in enumerate(self.parameters.owners)}
         specs = [spec for spec in self.specs() if spec.per == "tensor"]
         tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
+        masters = {id(self.parameters.owners[i]): self.parameters.master(i) for i in self.parameters.corrected}
         before = self.parameters, list(self.param_groups)
         outcomes, updates = self.outcomes, self.updates
         try:
@@ -338,6 +348,8 @@ class Keeper(torch.optim.Optimizer):
                 spec.tensor(self)[..., i] = column
             for spec, part in zip(coded, decoded.get(id(p), ()), strict=False):
                 self.keep_part(spec, i, part)
+            if id(p) in masters:
+                self.parameters.load_master(i, masters[id(p)])
         for p, state in kept.items():
             for key, value in state.items():
                 self.state[p][key].copy_(value)
@@ -348,7 +360,7 @@ class Keeper(torch.optim.Optimizer):
             self.check_group(numbers(group), f"group {i}")
         self.put_lr_on_the_device()
         self.parameters = ParameterList(self.param_groups, self.options.master_weights)
-        check_rounding(self.options.stochastic_rounding, self.parameters)
+        self._check_16_bits()
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -1,10 +1,10 @@
 """``state_dict``: exact, tensors and plain values only.
 
 In full precision the ``state`` is AdamW's own (``step``, ``exp_avg``, ``exp_avg_sq`` per parameter), equal on all
-ranks. With ``master_weights=True`` each parameter of 16 bits also has its ``master``, float32, in all stages: what it
-is the rounded value of. Loading takes that up exactly, whether the model is loaded before or after; where by the next
-step a parameter is not the rounded value of its master, the parameter counts. Where the checkpoint has none masters
-begin as their parameters.
+ranks. With ``master_weights`` each parameter of 16 bits also has its ``master``, float32, in all stages: what it is the
+rounded value of, also where only corrections are kept here. Loading takes that up exactly, whether the model is loaded
+before or after; where by the next step a parameter is not the rounded value of its master, the parameter counts. Where
+the checkpoint has none masters begin as their parameters.
 
 What else there is the optimizers declare (``StateSpec``): with each parameter, or, along the flat index space, with the
 first, as rows of each of W replicas and S shards (``Rows``) beside ``rank``, int64 [W, S, 1], which says whose row it
