@@ -373,6 +373,7 @@ NARROW_STEP = ("momentum_compress, state in bf16", *GUARDED_STEP[1:])
 NARROW_LIVING_STEP = ("momentum_compress, state in bf16, living", *GUARDED_STEP[1:])
 _CODED_MOVE = (*GUARDED_STEP[1:-1], "apply_momentum, preconditioned, bf16, stochastic rounding")
 CODED_STEP = ("momentum_compress, bf16, state in codes", *_CODED_MOVE)
+CORRECTED_STEP = (*CODED_STEP[:-1], "apply_momentum, preconditioned, bf16, 8-bit corrections")
 CODED_LIVING_STEP = ("momentum_compress, bf16, state in codes, living", *_CODED_MOVE)
 PLAIN_STEP = ("momentum_compress", "finish", "receive, guarded", "apply_momentum")
 
@@ -468,6 +469,9 @@ STEPS = {
         "renew, state in bf16", NARROW_LIVING_STEP, 23.4, "server_reduce in bf16", "renew, server, state in bf16"
     ),
     "1-bit Adam, bf16, state in codes": Step(CODED_STEP, 9.7, served=("server_reduce in codes", "finish")),
+    "1-bit Adam, bf16, state in codes, 8-bit corrections": Step(
+        CORRECTED_STEP, 11.7, served=("server_reduce in codes", "finish")
+    ),
     "1-bit Adam, bf16, state in codes, living, mean over 50 steps": with_renewal(
         "renew, state in codes", CODED_LIVING_STEP, 12.0, "server_reduce in codes", "renew, server, state in codes"
     ),

@@ -143,6 +143,7 @@ def test_the_numbers_that_limits_hold_keep_what_is_promised_of_a_whole_step(name
 NARROW = {
     "1-bit Adam, state in bf16": 19.3,
     "1-bit Adam, bf16, state in codes": 12.5,
+    "1-bit Adam, bf16, state in codes, 8-bit corrections": 12.5,
     "1-bit Adam, bf16, state in codes, living, mean over 50 steps": 13.0,
 }
 """Bytes per parameter of a whole step on 8 ranks that fewer bits must not exceed."""
